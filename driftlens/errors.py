@@ -1,0 +1,106 @@
+"""Every error DriftLens raises on purpose.
+
+    DriftLensError                     exit code 1
+    ├── SpecError (ValueError)                 2   the spec or a command's arguments
+    ├── LayerNotFoundError (LookupError)       2   a layer or site pattern that matches nothing
+    ├── CheckpointError (ValueError)           4   a file of weights that can't be read, or not safely
+    ├── IncompatibleModelsError (ValueError)   4   models that are not fine-tuned from one base
+    ├── DataError (ValueError)                 4   images, labels, class names, sample counts
+    ├── ShapeError (ValueError)                4   tensors whose shapes disagree
+    ├── NumericsError (ArithmeticError)        4   NaN or Inf in weights or features
+    │   └── SingularGramError                  4   a linear system that can't be solved as asked
+    ├── RunError (OSError)                     4   a run directory that is missing or damaged
+    │   ├── SchemaTooNewError                  4   a run written by a newer DriftLens
+    │   └── RunLockedError                     5   another process is writing to the run
+    └── Cancelled (InterruptedError)         130   the user asked to stop
+
+Each carries `message` (what came and what was expected), `hint` (what to do next) and `context` (names and numbers a
+program may want). The same text reaches the command line, the reports and the dashboard.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class DriftLensError(Exception):
+    """Root of the tree; catch it to catch everything DriftLens raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.context = context
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class SpecError(DriftLensError, ValueError):
+    """The spec, a command's arguments or a hyperparameter is wrong."""
+
+    exit_code = 2
+
+
+class LayerNotFoundError(DriftLensError, LookupError):
+    """A layer or site pattern matches nothing; the nearest names are in the message."""
+
+    exit_code = 2
+
+
+class CheckpointError(DriftLensError, ValueError):
+    """A file of weights is missing, truncated, of an unsupported kind, or unsafe to read."""
+
+    exit_code = 4
+
+
+class IncompatibleModelsError(DriftLensError, ValueError):
+    """The models differ in architecture, parameter names, shapes or kinds of number."""
+
+    exit_code = 4
+
+
+class DataError(DriftLensError, ValueError):
+    """Images, labels or class names are missing, unreadable or contradict each other."""
+
+    exit_code = 4
+
+
+class ShapeError(DriftLensError, ValueError):
+    """Tensors handed to a public function have shapes that disagree."""
+
+    exit_code = 4
+
+
+class NumericsError(DriftLensError, ArithmeticError):
+    """NaN or Inf turned up in weights or features."""
+
+    exit_code = 4
+
+
+class SingularGramError(NumericsError):
+    """A Gram matrix can't be factored as asked; nothing was damped or pseudo-inverted instead."""
+
+
+class RunError(DriftLensError, OSError):
+    """A run directory is missing, damaged or can't be written."""
+
+    exit_code = 4
+
+
+class SchemaTooNewError(RunError):
+    """The run was written by a newer DriftLens than this one."""
+
+
+class RunLockedError(RunError):
+    """Another live process holds the run's lock."""
+
+    exit_code = 5
+
+
+class Cancelled(DriftLensError, InterruptedError):  # noqa: N818 - not a failure, and the public name is fixed
+    """The user asked to stop; nothing half-written was left behind."""
+
+    exit_code = 130

@@ -1,0 +1,180 @@
+"""What the engine sees of a model: a chain of layers, each a pure function of parameters and features.
+
+Boundary 0 is the raw input. The stem is layer 1, block j (counted from 0) is layer j + 2, the head is layer L; layer l
+maps boundary l - 1 to boundary l. Every parameter belongs to the first layer that lists it.
+
+What waits at a boundary is a `State`: a dict of tensors whose first axis is the sample. Most models carry one entry,
+`hidden` [n, t, d]; an encoder-decoder carries two. Whatever both models share (masks, positions, rotary tables,
+token ids) is not state but `SideInputs`, captured once per batch by `LayerChain.start`. A layer that masks tokens
+returns zeros in their rows, so that padding carries no drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+SideInputs = Mapping[str, Tensor]
+Parameters = Mapping[str, Tensor]
+Tap = Callable[[str, Tensor], None]
+"""Called with a site's name and its input [n, t, k] just before the site runs."""
+
+Role = Literal["stem", "block", "head"]
+SiteKind = Literal["linear", "layer_norm", "rms_norm"]
+Pool = Literal["cls", "mean", "last", "all"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter of a layer lies in a checkpoint.
+
+    `rows` selects rows [start, stop) of a fused tensor (an attention in-projection); `transposed` says that the
+    checkpoint stores the matrix as [in, out] where the layer wants [out, in].
+    """
+
+    key: str
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """One calibratable module of a layer.
+
+    `name` is its path inside the layer (`attn.q_proj`); its parameters are `name.weight` and, where it has one,
+    `name.bias`. Sites with the same `input` read the same tensor. `token_weights` names the adapter's rule for how
+    much each token counts in moments (`uniform` unless the adapter says otherwise).
+    """
+
+    name: str
+    kind: SiteKind
+    input: str
+    token_weights: str = "uniform"
+
+
+class LayerCall(Protocol):
+    """One layer as a function. It modifies nothing and needs no module of the model's own library to be alive."""
+
+    def __call__(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """Features at the next boundary."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One link of the chain.
+
+    Attributes:
+        index: 1 for the stem, L for the head.
+        role: stem, block or head.
+        path: module path in the library's own names.
+        parameters: the layer's own parameter names, and where each lies in a checkpoint.
+        call: the layer as a function.
+        sites: calibratable modules, in the order in which they run.
+        stream: the entry of the state that this layer writes; norms and cosines pool it.
+        is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
+    """
+
+    index: int
+    role: Role
+    path: str
+    parameters: Mapping[str, Slot]
+    call: LayerCall
+    sites: tuple[Site, ...] = ()
+    stream: str = "hidden"
+    is_residual: bool = False
+
+
+@dataclass(frozen=True)
+class LayerChain:
+    """A model taken apart: head(blocks(stem(x))) equals the library's own forward.
+
+    Attributes:
+        architecture: the adapter's name, for messages and the manifest.
+        layers: stem first, head last.
+        start: raw inputs of a batch -> state at boundary 0 and the side inputs of every layer.
+        library_states: (module, raw inputs) -> the states at boundaries 1..L, from one ordinary forward pass of the
+            library's own module, read off its native blocks. This is what the chain is checked against.
+        token_weights: rules named by `Site.token_weights`: state and side -> weights [n, t].
+        settings: what the architecture fixes beyond shapes (activation, eps, heads), for comparison and the manifest.
+    """
+
+    architecture: str
+    layers: tuple[Layer, ...]
+    start: Callable[[Any], tuple[State, SideInputs]]
+    library_states: Callable[[nn.Module, Any], list[State]]
+    token_weights: Mapping[str, Callable[[State, SideInputs], Tensor]] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        roles = [layer.role for layer in self.layers]
+        expected = ["stem", *["block"] * (len(roles) - 2), "head"]
+        assert roles == expected, roles
+        assert [layer.index for layer in self.layers] == list(range(1, len(roles) + 1))
+
+    @property
+    def blocks(self) -> tuple[Layer, ...]:
+        """The layers between stem and head."""
+        return self.layers[1:-1]
+
+    def keys(self) -> tuple[str, ...]:
+        """Checkpoint keys of every parameter of the chain, each once, in forward order."""
+        return tuple(dict.fromkeys(slot.key for layer in self.layers for slot in layer.parameters.values()))
+
+    def owned(self, layer: Layer) -> dict[str, Slot]:
+        """The parameters that belong to `layer`: those no earlier layer lists."""
+        earlier = {slot for other in self.layers[: layer.index - 1] for slot in other.parameters.values()}
+        return {name: slot for name, slot in layer.parameters.items() if slot not in earlier}
+
+
+class Adapter(Protocol):
+    """One architecture family. One file in `driftlens.models` each, registered under its name."""
+
+    name: str
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether this adapter understands `module` (looked at by structure, never by version or class name alone)."""
+        ...
+
+    def chain(self, module: nn.Module) -> LayerChain:
+        """The module taken apart; parameter names are those of `module.state_dict()`. `module` may be on meta."""
+        ...
+
+    def tiny(self) -> nn.Module:
+        """The same architecture with random weights, built in under a second without network, in eval mode."""
+        ...
+
+
+def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
+    """One vector per sample.
+
+    Args:
+        hidden: [n, t, d], or [n, d], which is returned as it is.
+        how: `cls` the first token, `last` the last unmasked one, `mean` the mean over unmasked tokens, `all` the whole
+            state flattened (its norm is the Frobenius norm).
+        mask: [n, t], true where a token counts; None means everywhere.
+
+    Returns:
+        [n, d], or [n, t * d] for `all`. The map is linear in `hidden`.
+    """
+    if hidden.dim() == 2:
+        return hidden
+    if how == "cls":
+        return hidden[:, 0]
+    if how == "all":
+        return hidden.flatten(1)
+    if how == "last":
+        if mask is None:
+            return hidden[:, -1]
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        last = torch.where(mask.bool(), positions, -1).amax(dim=1).clamp_min(0)
+        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+    if mask is None:
+        return hidden.mean(dim=1)
+    weights = mask.to(hidden.dtype)
+    return (hidden * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True).clamp_min(1)

@@ -1,0 +1,41 @@
+"""Options and fixtures shared by the whole suite: one device and one dtype for every test that computes."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="device on which tests compute (cpu, cuda)")
+    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def real() -> pathlib.Path:
+    """The folder of real images and checkpoints, where it exists."""
+    if not REAL.is_dir():
+        pytest.skip("the folder of real checkpoints is not on this machine")
+    return REAL
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,1 @@
+"""From layer views to columns: one file per family of quantities."""

@@ -1,0 +1,1 @@
+"""The forward order: models side by side, layer by layer."""

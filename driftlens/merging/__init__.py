@@ -1,0 +1,1 @@
+"""Merge methods: functions of state dicts, one file each."""

@@ -1,0 +1,26 @@
+"""Run every benchmark and print one line each: `python -m benchmarks [--device cuda] [name ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import torch
+
+NAMES = ("decomposition", "attribution")
+
+
+def main() -> None:
+    """Print device and versions, then each benchmark's ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=NAMES, help=f"which ones: {', '.join(NAMES)}")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"torch {torch.__version__}, {device}, float32")
+    for name in arguments.names:
+        print(importlib.import_module(f"benchmarks.{name}").run(arguments.device), flush=True)
+
+
+if __name__ == "__main__":
+    main()

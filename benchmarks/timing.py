@@ -1,0 +1,22 @@
+"""Timing for ratios: candidates take turns, so that a machine's mood hits all of them, and the best of each counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def best_of(candidates: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
+    """Shortest seconds of each candidate over `rounds` interleaved runs, after one run to warm up."""
+    best = dict.fromkeys(candidates, float("inf"))
+    for turn in range(rounds + 1):
+        for name, run in candidates.items():
+            started = time.perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:
+                best[name] = min(best[name], time.perf_counter() - started)
+    return best

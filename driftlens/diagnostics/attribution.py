@@ -1,0 +1,207 @@
+"""Where the final drift comes from: local mismatches carried through path-averaged Jacobians, and by prefix swaps.
+
+Both splits are fed one `LayerView` after the other, in forward order, all of one batch and variant, reference "expert".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from driftlens.engine.walk import LayerView, decompose
+from driftlens.errors import ShapeError
+from driftlens.linalg.path_jacobian import PathJacobian
+from driftlens.linalg.state import State, floating, inner, norm, relative_error, subtract
+
+
+@dataclass(frozen=True)
+class JacobianSettings:
+    """How path-averaged Jacobians are computed.
+
+    Attributes:
+        nodes: quadrature nodes to begin with.
+        max_nodes: where doubling them stops.
+        tolerance: |p - A e| / |p| below which no more nodes are added.
+        samples: how many diagnosis samples are looked at, the first ones.
+        spectral: whether spectral norms are estimated (dear).
+        prefix: whether the prefix-swap split is computed too.
+        seed: of the random directions.
+    """
+
+    nodes: int = 4
+    max_nodes: int = 32
+    tolerance: float = 1e-4
+    samples: int = 32
+    spectral: bool = False
+    prefix: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """What the Jacobian of one layer did on one batch; every tensor is [n] over samples.
+
+    Attributes:
+        error: |p - A e| per sample.
+        size: |p| per sample.
+        nodes: quadrature nodes used.
+        random_gain: |A v| / |v| for one random direction v per sample.
+        spectral_norm: largest |A v| / |v|, where it was asked for.
+        spectral_residual: |A'A v - s^2 v| / s^2 at the end of the power iteration.
+    """
+
+    error: Tensor
+    size: Tensor
+    nodes: int
+    random_gain: Tensor
+    spectral_norm: Tensor | None = None
+    spectral_residual: Tensor | None = None
+
+
+@dataclass
+class Contributions:
+    """P_{l->L} m_l for every layer l: each local mismatch carried to the final feature.
+
+    e_L = sum over l of P_{l->L} m_l with P_{l->L} = A_L ... A_{l+1} (Prop. 2, Eq. 5). With quadrature the sum misses e_L
+    by a remainder, which `remainder` reports and no share contains.
+    """
+
+    settings: JacobianSettings = field(default_factory=JacobianSettings)
+    vectors: State = field(default_factory=dict)
+    sensitivities: dict[int, LayerSensitivity] = field(default_factory=dict)
+    final_drift: State = field(default_factory=dict)
+
+    def add(self, view: LayerView) -> None:
+        """Carry what came so far through one more layer and add the layer's own mismatch.
+
+        Raises:
+            ShapeError: the views don't come layer by layer, or not with reference "expert".
+        """
+        _require_next(view, len(next(iter(self.vectors.values()))) if self.vectors else 0)
+        split = decompose(view)
+        if view.layer.index == 1:
+            carried: State = {}
+        else:
+            carried = self._carry(view, split.propagation)
+        self.vectors = {
+            name: torch.cat([carried[name], leaf[None]]) if carried else leaf[None]
+            for name, leaf in split.local_mismatch.items()
+        }
+        self.final_drift = split.drift
+
+    def shares(self) -> Tensor:
+        """<P_{l->L} m_l, e_L> per layer and sample, [L, n]; divide by `energy` for shares of the final drift."""
+        return torch.stack([inner(_item(self.vectors, i), self.final_drift) for i in range(len(self))])
+
+    def energy(self) -> Tensor:
+        """|e_L|^2 per sample, [n]."""
+        return inner(self.final_drift, self.final_drift)
+
+    def remainder(self) -> State:
+        """e_L minus the sum of all contributions."""
+        return {name: leaf - self.vectors[name].sum(dim=0) for name, leaf in self.final_drift.items()}
+
+    def __len__(self) -> int:
+        return len(next(iter(self.vectors.values()))) if self.vectors else 0
+
+    def _carry(self, view: LayerView, propagation: State) -> State:
+        """A v for every vector carried so far; the drift and a random direction ride along to check and to compare."""
+        drift_in = floating(subtract(view.merged_in, view.expert_in))
+        random = _random_like(drift_in, self.settings.seed + view.layer.index, view.start)
+        riders = {name: torch.stack([leaf, random[name]]) for name, leaf in drift_in.items()}
+        stack = {name: torch.cat([leaf, riders[name]]) for name, leaf in self.vectors.items()}
+        nodes = self.settings.nodes
+        while True:
+            operator = PathJacobian(view.crossed_layer, view.expert_in, view.merged_in, nodes)
+            pushed = operator.jvps(stack)
+            along_drift = _item(pushed, -2)
+            error = float(relative_error(along_drift, propagation))
+            if not error > self.settings.tolerance or 2 * nodes > self.settings.max_nodes:
+                break
+            nodes *= 2
+        spectral = _spectral_norm(operator, drift_in) if self.settings.spectral else (None, None)
+        self.sensitivities[view.layer.index] = LayerSensitivity(
+            error=norm(subtract(along_drift, propagation)),
+            size=norm(propagation),
+            nodes=nodes,
+            random_gain=norm(_item(pushed, -1)) / norm(random),
+            spectral_norm=spectral[0],
+            spectral_residual=spectral[1],
+        )
+        return {name: leaf[:-2] for name, leaf in pushed.items()}
+
+
+@dataclass
+class PrefixSwaps:
+    """The derivative-free split: what changes in the final feature when the expert's prefix grows by one layer.
+
+    c_l = S_{l-1}(h_{l-1}) - S_l(h_l), where h are the expert's features and S_l runs the merged layers after l. The sum
+    over l telescopes to e_L exactly. It equals the Jacobian split when the merged suffix is linear; the difference is
+    nonlinearity.
+    """
+
+    finals: list[State] = field(default_factory=list)
+    """After the last layer: the final feature when the first l layers are the expert's, l = 0..L."""
+
+    def add(self, view: LayerView) -> None:
+        """Run the merged layer on every prefix, and start one more prefix behind the expert's layer.
+
+        Raises:
+            ShapeError: the views don't come layer by layer, or not with reference "expert".
+        """
+        _require_next(view, max(0, len(self.finals) - 1))
+        if view.layer.index == 1:
+            self.finals = [view.merged_out, view.expert_out]
+            return
+        # The merged path itself and the expert's prefix up to here are known from the walk already.
+        between = [view.crossed_layer(state) for state in self.finals[1:-1]]
+        self.finals = [view.merged_out, *between, view.crossed_out, view.expert_out]
+
+    def shares(self) -> Tensor:
+        """<c_l, e_L> per layer and sample, [L, n]; their sum over layers is |e_L|^2 to rounding."""
+        drift = subtract(self.finals[0], self.finals[-1])
+        steps = zip(self.finals, self.finals[1:], strict=False)
+        return torch.stack([inner(subtract(before, after), drift) for before, after in steps])
+
+
+def _require_next(view: LayerView, seen: int) -> None:
+    if view.reference != "expert" or view.layer.index != seen + 1:
+        raise ShapeError(
+            f"want layer {seen + 1} with reference 'expert', got layer {view.layer.index} with {view.reference!r}",
+            hint="Feed the views of one batch and one variant in the order of the walk.",
+        )
+
+
+def _item(stack: State, index: int) -> State:
+    return {name: leaf[index] for name, leaf in stack.items()}
+
+
+def _random_like(state: State, seed: int, start: int) -> State:
+    """Normal directions, drawn on the CPU so that they don't depend on the device; own to layer and batch."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + start)
+    return {
+        name: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+        for name, leaf in state.items()
+    }
+
+
+def _spectral_norm(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:
+    """Largest gain per sample by power iteration on A'A from the drift, and the residual of the last step, [n] each."""
+    vector = _unit(start)
+    for _ in range(iterations):
+        image = operator.vjp(operator.jvp(vector))
+        vector, before = _unit(image), vector
+    squared = inner(before, image)
+    residual = norm({name: leaf - _spread(squared, leaf) * before[name] for name, leaf in image.items()})
+    return squared.clamp_min(0).sqrt(), residual / squared
+
+
+def _unit(state: State) -> State:
+    size = norm(state)
+    return {name: leaf / _spread(size, leaf) for name, leaf in state.items()}
+
+
+def _spread(per_sample: Tensor, leaf: Tensor) -> Tensor:
+    return per_sample.view(-1, *[1] * (leaf.dim() - 1))

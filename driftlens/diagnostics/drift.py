@@ -1,0 +1,134 @@
+"""Drift, local mismatch, propagation and growth: numbers per sample, and their summary per layer.
+
+Norms and cosines are of pooled vectors; amplification and growth are of the full state (contract, section 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from driftlens.engine.walk import LayerView, decompose
+from driftlens.linalg.cosine import row_cosine
+from driftlens.linalg.state import norm, subtract
+from driftlens.models.chain import Pool, State, pooled
+
+Columns = dict[str, Tensor]
+Values = Mapping[str, NDArray[np.float64]]
+
+QUANTILES = (10, 25, 75, 90)
+
+
+def drift_columns(view: LayerView, pool: Pool) -> Columns:
+    """What one layer does to the drift of each sample.
+
+    e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) is read with its
+    best constants, gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
+
+    Args:
+        view: one layer on one batch.
+        pool: how a vector per sample is taken from the stream.
+
+    Returns:
+        Columns [n]. Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|,
+        `propagation_l2` |p|, `mixed` 2 <m, p>, and for residual layers `residual_l2` |r|. Of the full state:
+        `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|.
+    """
+    split = decompose(view)
+    stream = view.layer.stream
+    mask = view.side.get(f"{stream}_mask")
+
+    def pool_of(state: State) -> Tensor:
+        return pooled(state[stream], pool, mask)
+
+    mismatch, propagation = pool_of(split.local_mismatch), pool_of(split.propagation)
+    expert, merged = pool_of(view.expert_out), pool_of(view.merged_out)
+    columns = {
+        "drift_l2": torch.linalg.vector_norm(pool_of(split.drift), dim=1),
+        "expert_l2": torch.linalg.vector_norm(expert, dim=1),
+        "cos": row_cosine(merged, expert),
+        "mismatch_l2": torch.linalg.vector_norm(mismatch, dim=1),
+        "propagation_l2": torch.linalg.vector_norm(propagation, dim=1),
+        "mixed": 2 * (mismatch * propagation).sum(dim=1),
+        "state_mismatch": norm(split.local_mismatch),
+        "state_propagation": norm(split.propagation),
+        "state_drift": norm(split.drift),
+    }
+    drift_in = subtract(view.merged_in, view.expert_in)
+    columns["state_in"] = norm(drift_in) if drift_in else torch.zeros_like(columns["drift_l2"])
+    if view.layer.is_residual:
+        columns["residual_l2"] = torch.linalg.vector_norm(propagation - pool_of(drift_in), dim=1)
+    return columns
+
+
+def sample_values(columns: Values) -> dict[str, NDArray[np.float64]]:
+    """The columns of the sample table; a ratio over zero is NaN."""
+    return {
+        "drift_l2": columns["drift_l2"],
+        "cos": columns["cos"],
+        "mismatch_l2": columns["mismatch_l2"],
+        "propagation_l2": columns["propagation_l2"],
+        "amplification": _ratio(columns["state_propagation"], columns["state_in"]),
+    }
+
+
+def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
+    """The columns of the layer table that follow from drift alone.
+
+    Means, deviations (divided by n) and quantiles are over samples; ratios are ratios of sums over samples. What has
+    no value is NaN: ratios over zero, and growth where no drift comes in or the layer is not residual.
+
+    Args:
+        columns: all samples of one task, variant and layer.
+        base: the same of the base model, or None without one.
+    """
+    drift = columns["drift_l2"]
+    gain_excess = _ratio(columns["state_propagation"], columns["state_in"]) - 1
+    mismatch_ratio = _ratio(columns["state_mismatch"], columns["state_in"])
+    defined = ~np.isnan(gain_excess)
+    values = {
+        "drift_l2_mean": drift.mean(),
+        "drift_l2_std": drift.std(),
+        "drift_l2_median": np.median(drift),
+        **{f"drift_l2_q{q}": np.quantile(drift, q / 100) for q in QUANTILES},
+        "drift_rel": _total_ratio(drift, columns["expert_l2"]),
+        "drift_vs_base": np.nan if base is None else _total_ratio(drift, base["drift_l2"]),
+        "cos_mean": _mean(columns["cos"]),
+        "cos_std": _std(columns["cos"]),
+        "mismatch_l2_mean": columns["mismatch_l2"].mean(),
+        "propagation_l2_mean": columns["propagation_l2"].mean(),
+        "cross_term": _total_ratio(columns["mixed"], drift**2),
+        "amplification": _total_ratio(columns["state_propagation"], columns["state_in"]),
+    }
+    if "residual_l2" in columns:
+        holds = (gain_excess > 0) & (mismatch_ratio < gain_excess)
+        values |= {
+            "residual_l2_mean": columns["residual_l2"].mean(),
+            "gain_excess_mean": _mean(gain_excess),
+            "mismatch_ratio_mean": _mean(mismatch_ratio),
+            "growth_holds": holds[defined].mean() if defined.any() else np.nan,
+        }
+    return {name: float(value) for name, value in values.items()}
+
+
+def _ratio(over: NDArray[np.float64], under: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.divide(over, under, out=np.full_like(over, np.nan), where=under > 0)
+
+
+def _total_ratio(over: NDArray[np.float64], under: NDArray[np.float64]) -> float:
+    total = under.sum()
+    return float(over.sum() / total) if total > 0 else np.nan
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else np.nan
+
+
+def _std(values: NDArray[np.float64]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.std()) if len(known) else np.nan

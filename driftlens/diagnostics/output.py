@@ -1,0 +1,98 @@
+"""From final features to scores: output drift, decisions, margins, accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from driftlens.diagnostics.score_gain import score_gains
+from driftlens.linalg.integrals import cross_entropy_change, softmax_change
+from driftlens.models.heads import Head
+
+
+def output_columns(head: Head, expert: Tensor, variant: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+    """How far a variant's scores are from the expert's, sample by sample.
+
+    Delta z = score map(variant) - score map(expert) (Eq. 6), at most B |e_L| plus the score-map mismatch (Eq. 7), which
+    is zero here: CLIP's score map is shared by all models. A decision is certified when |Delta z|_inf < margin / 2, the
+    margin being the expert's best score minus its second best (Eq. 44): then the variant decides as the expert does. Ties
+    and single classes have no certificate. Source: FeatCal (arXiv:2605.13030).
+
+    Args:
+        head: the task's score map.
+        expert: final features of the expert, [n, d].
+        variant: final features of the variant, [n, d].
+        labels: row of the true class, [n], or None.
+
+    Returns:
+        Columns [n]: `expert_pred` and `pred` (rows of the head), `flipped`, `score_drift_l2`, `score_drift_inf`, the
+        estimates of B in `ScoreGains` (`score_gain` is the directional one), `score_bound`, `score_map_mismatch`,
+        `margin` (NaN with a single class), `certified`, `kl` from the expert's class probabilities to the variant's in
+        nats, `softmax_integral_error`; with labels the cross-entropies `ce` and `ce_expert` in nats and
+        `ce_integral_error`.
+    """
+    expert, variant = expert.double(), variant.double()
+    scores, expert_scores = head.scores(variant), head.scores(expert)
+    drift = scores - expert_scores
+    log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
+    prediction, expert_prediction = scores.argmax(dim=1), expert_scores.argmax(dim=1)
+    margin = _margin(expert_scores)
+    largest = drift.abs().amax(dim=1)
+    gains = score_gains(head, expert, variant)
+    columns = {
+        "expert_pred": expert_prediction,
+        "pred": prediction,
+        "flipped": prediction != expert_prediction,
+        "score_drift_l2": torch.linalg.vector_norm(drift, dim=1),
+        "score_drift_inf": largest,
+        "score_gain_secant": gains.secant,
+        "score_gain": gains.directional,
+        "score_gain_spectral": gains.spectral,
+        "score_gain_certified": gains.certified,
+        "score_bound": gains.certified * torch.linalg.vector_norm(variant - expert, dim=1),
+        "score_map_mismatch": torch.zeros_like(largest),
+        "margin": margin,
+        "certified": largest < margin / 2,
+        "kl": (expert_log_p.exp() * (expert_log_p - log_p)).sum(dim=1).clamp_min(0),
+        "softmax_integral_error": _largest_error(
+            softmax_change(expert_scores, drift), log_p.exp() - expert_log_p.exp()
+        ),
+    }
+    if labels is not None:
+        rows = labels.to(scores.device)
+        columns["ce"] = -log_p.gather(1, rows[:, None])[:, 0]
+        columns["ce_expert"] = -expert_log_p.gather(1, rows[:, None])[:, 0]
+        change = columns["ce"] - columns["ce_expert"]
+        columns["ce_integral_error"] = (cross_entropy_change(expert_scores, drift, rows) - change).abs()
+    return columns
+
+
+def _largest_error(found: Tensor, exact: Tensor) -> Tensor:
+    return (found - exact).abs().amax(dim=1)
+
+
+def _margin(scores: Tensor) -> Tensor:
+    if scores.shape[1] < 2:
+        return torch.full_like(scores[:, 0], float("nan"))
+    best = scores.topk(2, dim=1).values
+    return best[:, 0] - best[:, 1]
+
+
+def wilson_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson score interval of a proportion.
+
+    Raises:
+        ValueError: n is 0.
+    """
+    from scipy.stats import binomtest
+
+    interval = binomtest(hits, n).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def class_rows(head: Head, labels: Sequence[str]) -> Tensor:
+    """Row of each label in the head, [n]; labels meet rows by name."""
+    row = {name: position for position, name in enumerate(head.classes)}
+    return torch.tensor([row[label] for label in labels])

@@ -1,0 +1,225 @@
+"""The walk: models side by side over the same samples, one layer at a time.
+
+Per layer and batch, the expert's layer runs on the expert's features, and each variant's layer on its own features and
+on the other model's (the crossed output). Only the features of one boundary wait at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from driftlens.data.samples import Batch
+from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.errors import NumericsError
+from driftlens.linalg.state import subtract
+from driftlens.models.chain import Layer, Parameters, SideInputs, State
+
+Reference = Literal["expert", "merged"]
+"""Whose features the local mismatch is taken on. The paper's is `expert`; with `merged` the two maps swap roles."""
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer, seen on one batch, between one variant ("merged" here, whatever its name) and the task's expert.
+
+    All states are of the same samples. `crossed_out` is one model's layer on the other's input: with reference
+    "expert" the merged layer on the expert's features, with "merged" the expert layer on the merged features.
+    """
+
+    layer: Layer
+    task: str
+    variant: str
+    reference: Reference
+    start: int
+    stop: int
+    merged_in: State
+    expert_in: State
+    merged_out: State
+    expert_out: State
+    crossed_out: State
+    side: SideInputs
+    crossed_layer: Callable[[State], State]
+    """The map that took the crossing input to `crossed_out`: the merged layer for reference "expert"."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Drift e at a boundary and its exact parts, e = m + p (Prop. 1, Eq. 3); states of float leaves."""
+
+    drift: State
+    local_mismatch: State
+    propagation: State
+
+
+def decompose(view: LayerView) -> Split:
+    """Drift, local mismatch and propagation of a layer view.
+
+    With reference "expert": m = merged layer - expert layer, both on expert input; p = merged layer on merged input -
+    merged layer on expert input. With reference "merged": m = merged layer - expert layer, both on merged input;
+    p = expert layer on merged input - expert layer on expert input. Both sum exactly to the drift.
+    Source: FeatCal (arXiv:2605.13030), Prop. 1, Eq. 3.
+    """
+    drift = subtract(view.merged_out, view.expert_out)
+    if view.reference == "expert":
+        return Split(
+            drift, subtract(view.crossed_out, view.expert_out), subtract(view.merged_out, view.crossed_out)
+        )
+    return Split(drift, subtract(view.merged_out, view.crossed_out), subtract(view.crossed_out, view.expert_out))
+
+
+def walk(
+    pool: ModelPool,
+    task: str,
+    variants: Sequence[str],
+    batches: Iterable[Batch],
+    *,
+    reference: Reference = "expert",
+    ids: Sequence[str] = (),
+) -> Iterator[LayerView]:
+    """Layer views in forward order: for each layer, for each batch, for each variant.
+
+    Nothing is modified. What is alive at a time: one layer of the expert and of each variant, and the features waiting
+    at one boundary, (1 + variants) * samples * state.
+
+    Args:
+        pool: the models.
+        task: whose expert the variants are compared with.
+        variants: names in the pool.
+        batches: the samples, each batch read once.
+        reference: see `Reference`.
+        ids: sample ids, for messages.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
+    """
+    expert = expert_of(task)
+    models = [expert, *variants]
+    waiting: list[_Waiting] = []
+    for layer in pool.chain.layers:
+        parameters = {model: pool.parameters(model, layer) for model in models}
+        source = _at_start(pool, models, batches) if layer.index == 1 else waiting
+        carried: list[_Waiting] = []
+        for at in source:
+            out = {expert: _call(layer, parameters[expert], at, expert, task, ids)}
+            for variant in variants:
+                out[variant] = (
+                    out[expert] if variant == expert else _call(layer, parameters[variant], at, variant, task, ids)
+                )
+                crossing = expert if reference == "expert" else variant
+                mapped = variant if reference == "expert" else expert
+                crossed_layer = _layer_function(layer, parameters[mapped], at.side)
+                # Models agree at boundary 0, so the stem's crossed output is already known.
+                crossed = out[mapped] if layer.index == 1 else crossed_layer(at.states[crossing])
+                yield LayerView(
+                    layer=layer,
+                    task=task,
+                    variant=variant,
+                    reference=reference,
+                    start=at.start,
+                    stop=at.stop,
+                    merged_in=at.states[variant],
+                    expert_in=at.states[expert],
+                    merged_out=out[variant],
+                    expert_out=out[expert],
+                    crossed_out=crossed,
+                    side=at.side,
+                    crossed_layer=crossed_layer,
+                )
+            at.states.clear()  # consumed: the next boundary's features take their place
+            carried.append(_Waiting(at.start, at.stop, out, at.side))
+        waiting = carried
+
+
+def forward(pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = "") -> Iterator[tuple[int, Tensor]]:
+    """Final features of one model, batch by batch: (position of the first sample, [n, d]).
+
+    Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+    """
+    waiting: list[_Waiting] = []
+    layer = pool.chain.layers[0]
+    for layer in pool.chain.layers:
+        parameters = pool.parameters(model, layer)
+        source = _at_start(pool, [model], batches) if layer.index == 1 else waiting
+        waiting = [
+            _Waiting(at.start, at.stop, {model: _call(layer, parameters, at, model, task, ())}, at.side)
+            for at in source
+        ]
+    for at in waiting:
+        yield at.start, at.states[model][layer.stream]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """The features of one batch at one boundary, by model."""
+
+    start: int
+    stop: int
+    states: dict[str, State]
+    side: SideInputs
+
+
+def _at_start(pool: ModelPool, models: Sequence[str], batches: Iterable[Batch]) -> Iterator[_Waiting]:
+    for batch in batches:
+        state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
+        yield _Waiting(batch.start, batch.stop, dict.fromkeys(models, state), side)
+
+
+def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
+    """Raw inputs moved to `device`; floating tensors are cast, tuples and dicts are kept as such."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(device, dtype if inputs.is_floating_point() else None)
+    if isinstance(inputs, dict):
+        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return tuple(on_device(value, device, dtype) for value in inputs)
+    return inputs
+
+
+def _layer_function(layer: Layer, parameters: Parameters, side: SideInputs) -> Callable[[State], State]:
+    return lambda state: layer.call(parameters, state, side)
+
+
+def _call(
+    layer: Layer, parameters: Parameters, at: _Waiting, model: str, task: str, ids: Sequence[str]
+) -> State:
+    out = layer.call(parameters, at.states[model], at.side)
+    stream = out[layer.stream]
+    # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
+    totals = stream.flatten(1).sum(dim=1)
+    if not bool(torch.isfinite(totals).all()):
+        _require_finite(layer, stream, at, model, task, ids)
+    return out
+
+
+def _require_finite(
+    layer: Layer, stream: Tensor, at: _Waiting, model: str, task: str, ids: Sequence[str]
+) -> None:
+    bad = (~torch.isfinite(stream.flatten(1)).all(dim=1)).nonzero()
+    if not len(bad):
+        return  # only the sum overflowed
+    row = at.start + int(bad[0])
+    sample = ids[row] if row < len(ids) else str(row)
+    raise NumericsError(
+        f"features of {model} are NaN or infinite after layer {layer.index} ({layer.path}), task {task!r}, "
+        f"first in sample {sample!r}",
+        hint="Look at that input and at the layer's weights; in a half-precision dtype, try compute.dtype: float32.",
+        layer=layer.index,
+        task=task,
+        sample=sample,
+    )
+
+
+def waiting_bytes(pool: ModelPool, model: str, inputs: object) -> int:
+    """Bytes of the features of one sample that wait at a boundary, measured behind the stem."""
+    state, side = pool.chain.start(on_device(inputs, pool.device, pool.dtype))
+    stem = pool.chain.layers[0]
+    out = stem.call(pool.parameters(model, stem), state, side)
+    return sum(leaf.nbytes // len(leaf) for leaf in out.values())

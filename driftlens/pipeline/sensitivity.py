@@ -1,0 +1,93 @@
+"""Path-averaged Jacobians, contributions and prefix swaps of one task, as columns of the layer and sample tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
+from driftlens.engine.walk import walk
+from driftlens.pipeline.study import Study
+from driftlens.progress import Reporter
+
+BATCH = 8
+"""Samples per batch: every vector carried so far is alive at once, so batches are small."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Columns of the layer table by layer, and `final_share` per sample [L, n] of the first n diagnosis samples."""
+
+    layers: dict[int, dict[str, float | int]]
+    final_shares: NDArray[np.float64]
+
+
+@torch.no_grad()
+def sensitivities(study: Study, task: str, variant: str, reporter: Reporter) -> Sensitivity:
+    """Why one variant's features drift on the first samples of one task.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        Cancelled: somebody asked to stop.
+    """
+    settings = study.settings.jacobian
+    assert settings is not None
+    samples = dataclasses.replace(study.tasks[task].diagnosis, batch_size=BATCH)
+    count = min(settings.samples, len(samples))
+    followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
+    swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
+    total = len(study.pool.chain.layers)
+    for view in walk(study.pool, task, [variant], samples.batches(0, count), ids=samples.ids):
+        reporter.step("attribute", view.layer.index - 1, total, f"task {task}, {variant}, layer {view.layer.index}")
+        followed[view.start].add(view)
+        if settings.prefix:
+            swapped[view.start].add(view)
+    reporter.step("attribute", total, total, f"task {task}, {variant}")
+    return _columns(list(followed.values()), list(swapped.values()), count)
+
+
+def _columns(followed: list[Contributions], swapped: list[PrefixSwaps], count: int) -> Sensitivity:
+    energy = _joined([part.energy() for part in followed])
+    shares = _joined([part.shares() for part in followed])
+    layers: dict[int, dict[str, float | int]] = defaultdict(dict)
+    for index in followed[0].sensitivities:
+        layers[index] |= _sensitivity_columns([part.sensitivities[index] for part in followed])
+    for index, value in enumerate(_total_ratios(shares, energy), start=1):
+        layers[index] |= {"final_share": value, "jacobian_samples": count}
+    layers[len(shares)]["remainder_share"] = float(1 - shares.sum() / energy.sum()) if energy.sum() > 0 else np.nan
+    if swapped:
+        swap_shares = _joined([part.shares() for part in swapped])
+        for index, value in enumerate(_total_ratios(swap_shares, energy), start=1):
+            layers[index]["prefix_share"] = value
+    per_sample = np.divide(shares, energy, out=np.full_like(shares, np.nan), where=energy > 0)
+    return Sensitivity(dict(layers), per_sample)
+
+
+def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int]:
+    error, size = (_joined([getattr(part, name) for part in parts]) for name in ("error", "size"))
+    columns: dict[str, float | int] = {
+        "jacobian_error": float(error.sum() / size.sum()) if size.sum() > 0 else np.nan,
+        "nodes": max(part.nodes for part in parts),
+        "random_gain_mean": float(_joined([part.random_gain for part in parts]).mean()),
+    }
+    norms = [part.spectral_norm for part in parts if part.spectral_norm is not None]
+    residuals = [part.spectral_residual for part in parts if part.spectral_residual is not None]
+    if norms:
+        columns["spectral_norm_mean"] = float(np.nanmean(_joined(norms)))
+        columns["spectral_residual_max"] = float(np.nanmax(_joined(residuals)))
+    return columns
+
+
+def _joined(parts: list[Tensor]) -> NDArray[np.float64]:
+    return torch.cat(parts, dim=-1).double().cpu().numpy()
+
+
+def _total_ratios(shares: NDArray[np.float64], energy: NDArray[np.float64]) -> list[float]:
+    total = float(energy.sum())
+    return (shares.sum(axis=1) / total).tolist() if total > 0 else [np.nan] * len(shares)

@@ -1,0 +1,83 @@
+"""Everything one analysis looks at, opened and checked: models side by side, samples, heads, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from driftlens.data.samples import SampleSet
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool
+from driftlens.models.chain import Pool
+from driftlens.models.heads import Head
+
+
+@dataclass(frozen=True)
+class TaskSamples:
+    """One task's samples and score map.
+
+    Attributes:
+        diagnosis: the samples every diagnostic looks at.
+        test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
+        head: final features -> class scores; None when no classes are known.
+    """
+
+    diagnosis: SampleSet
+    test: SampleSet | None = None
+    head: Head | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an analysis computes beyond the drift itself.
+
+    Attributes:
+        pool: how one vector per sample is taken for norms and cosines.
+        stored_layers: indices of the layers whose rows and features are kept (stem and head always are).
+        cka: whether linear CKA with the expert is computed.
+        jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
+        feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
+    """
+
+    pool: Pool
+    stored_layers: frozenset[int]
+    cka: bool = False
+    jacobian: JacobianSettings | None = None
+    feature_budget: int = 2 << 30
+
+
+@dataclass(frozen=True)
+class Study:
+    """Models and samples of one analysis.
+
+    Attributes:
+        name: the run's name.
+        pool: all models; an expert per task, and the variants.
+        variants: those compared with the expert, in the order of the tables: base (if any), merged, others.
+        tasks: by name, sorted.
+        settings: what is computed.
+        seed: with which the samples were drawn.
+        notices: what the user should know, in sentences.
+        provenance: of every model: where it came from, in the manifest's terms.
+        facts: further entries of the manifest (preprocessing, architecture settings, seeds).
+    """
+
+    name: str
+    pool: ModelPool
+    variants: tuple[str, ...]
+    tasks: Mapping[str, TaskSamples]
+    settings: Settings
+    seed: int = 0
+    notices: tuple[str, ...] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def has_base(self) -> bool:
+        """Whether there is a base to compare with and to take task vectors from."""
+        return "base" in self.variants
+
+    @property
+    def explained_variants(self) -> tuple[str, ...]:
+        """Variants whose drift is traced back to layers: all but the base, which nobody wants to repair."""
+        return tuple(variant for variant in self.variants if variant != "base")

@@ -6,6 +6,11 @@ import pathlib
 
 import pytest
 import torch
+from hypothesis import settings
+
+# No test asserts on time, so no example has a deadline either.
+settings.register_profile("driftlens", deadline=None, max_examples=50)
+settings.load_profile("driftlens")
 
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
 

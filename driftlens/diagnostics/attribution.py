@@ -26,6 +26,7 @@ class JacobianSettings:
         tolerance: |p - A e| / |p| below which no more nodes are added.
         samples: how many diagnosis samples are looked at, the first ones.
         spectral: whether spectral norms are estimated (dear).
+        contributions: whether local mismatches are carried to the final feature; without, each Jacobian is only checked.
         prefix: whether the prefix-swap split is computed too.
         seed: of the random directions.
     """
@@ -35,6 +36,7 @@ class JacobianSettings:
     tolerance: float = 1e-4
     samples: int = 32
     spectral: bool = False
+    contributions: bool = True
     prefix: bool = True
     seed: int = 0
 
@@ -72,6 +74,7 @@ class Contributions:
     vectors: State = field(default_factory=dict)
     sensitivities: dict[int, LayerSensitivity] = field(default_factory=dict)
     final_drift: State = field(default_factory=dict)
+    seen: int = 0
 
     def add(self, view: LayerView) -> None:
         """Carry what came so far through one more layer and add the layer's own mismatch.
@@ -79,21 +82,20 @@ class Contributions:
         Raises:
             ShapeError: the views don't come layer by layer, or not with reference "expert".
         """
-        _require_next(view, len(next(iter(self.vectors.values()))) if self.vectors else 0)
+        _require_next(view, self.seen)
+        self.seen += 1
         split = decompose(view)
-        if view.layer.index == 1:
-            carried: State = {}
-        else:
-            carried = self._carry(view, split.propagation)
-        self.vectors = {
-            name: torch.cat([carried[name], leaf[None]]) if carried else leaf[None]
-            for name, leaf in split.local_mismatch.items()
-        }
+        carried = self._carry(view, split.propagation) if view.layer.index > 1 else {}
+        if self.settings.contributions:
+            self.vectors = {
+                name: torch.cat([carried[name], leaf[None]]) if carried else leaf[None]
+                for name, leaf in split.local_mismatch.items()
+            }
         self.final_drift = split.drift
 
     def shares(self) -> Tensor:
         """<P_{l->L} m_l, e_L> per layer and sample, [L, n]; divide by `energy` for shares of the final drift."""
-        return torch.stack([inner(_item(self.vectors, i), self.final_drift) for i in range(len(self))])
+        return torch.stack([inner(_item(self.vectors, i), self.final_drift) for i in range(self.seen)])
 
     def energy(self) -> Tensor:
         """|e_L|^2 per sample, [n]."""
@@ -103,15 +105,12 @@ class Contributions:
         """e_L minus the sum of all contributions."""
         return {name: leaf - self.vectors[name].sum(dim=0) for name, leaf in self.final_drift.items()}
 
-    def __len__(self) -> int:
-        return len(next(iter(self.vectors.values()))) if self.vectors else 0
-
     def _carry(self, view: LayerView, propagation: State) -> State:
         """A v for every vector carried so far; the drift and a random direction ride along to check and to compare."""
         drift_in = floating(subtract(view.merged_in, view.expert_in))
         random = _random_like(drift_in, self.settings.seed + view.layer.index, view.start)
         riders = {name: torch.stack([leaf, random[name]]) for name, leaf in drift_in.items()}
-        stack = {name: torch.cat([leaf, riders[name]]) for name, leaf in self.vectors.items()}
+        stack = {name: torch.cat([leaf, riders[name]]) for name, leaf in self.vectors.items()} or riders
         nodes = self.settings.nodes
         while True:
             operator = PathJacobian(view.crossed_layer, view.expert_in, view.merged_in, nodes)

@@ -57,6 +57,11 @@ class ModelPool:
     def __contains__(self, model: str) -> bool:
         return model in self._models
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all models, in the order in which they were added."""
+        return tuple(self._models)
+
     def source(self, model: str) -> StateSource:
         """The weights called `model`, as stored."""
         return self._models[model]

@@ -54,19 +54,29 @@ def sensitivities(study: Study, task: str, variant: str, reporter: Reporter) -> 
 
 def _columns(followed: list[Contributions], swapped: list[PrefixSwaps], count: int) -> Sensitivity:
     energy = _joined([part.energy() for part in followed])
-    shares = _joined([part.shares() for part in followed])
-    layers: dict[int, dict[str, float | int]] = defaultdict(dict)
+    layers: dict[int, dict[str, float | int]] = {
+        index: {"jacobian_samples": count} for index in range(1, followed[0].seen + 1)
+    }
     for index in followed[0].sensitivities:
         layers[index] |= _sensitivity_columns([part.sensitivities[index] for part in followed])
-    for index, value in enumerate(_total_ratios(shares, energy), start=1):
-        layers[index] |= {"final_share": value, "jacobian_samples": count}
-    layers[len(shares)]["remainder_share"] = float(1 - shares.sum() / energy.sum()) if energy.sum() > 0 else np.nan
+    per_sample = np.full((len(layers), count), np.nan)
+    if followed[0].settings.contributions:
+        shares = _joined([part.shares() for part in followed])
+        _fill(layers, "final_share", shares, energy)
+        layers[len(layers)]["remainder_share"] = 1 - sum(layers[index]["final_share"] for index in layers)
+        per_sample = np.divide(shares, energy, out=per_sample, where=energy > 0)
     if swapped:
-        swap_shares = _joined([part.shares() for part in swapped])
-        for index, value in enumerate(_total_ratios(swap_shares, energy), start=1):
-            layers[index]["prefix_share"] = value
-    per_sample = np.divide(shares, energy, out=np.full_like(shares, np.nan), where=energy > 0)
-    return Sensitivity(dict(layers), per_sample)
+        _fill(layers, "prefix_share", _joined([part.shares() for part in swapped]), energy)
+    return Sensitivity(layers, per_sample)
+
+
+def _fill(
+    layers: dict[int, dict[str, float | int]], column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]
+) -> None:
+    """Ratios of sums over samples; NaN without drift."""
+    total = float(energy.sum())
+    for index in layers:
+        layers[index][column] = float(shares[index - 1].sum()) / total if total > 0 else np.nan
 
 
 def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int]:
@@ -86,8 +96,3 @@ def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int
 
 def _joined(parts: list[Tensor]) -> NDArray[np.float64]:
     return torch.cat(parts, dim=-1).double().cpu().numpy()
-
-
-def _total_ratios(shares: NDArray[np.float64], energy: NDArray[np.float64]) -> list[float]:
-    total = float(energy.sum())
-    return (shares.sum(axis=1) / total).tolist() if total > 0 else [np.nan] * len(shares)

@@ -58,8 +58,10 @@ class Study:
         settings: what is computed.
         seed: with which the samples were drawn.
         notices: what the user should know, in sentences.
-        provenance: of every model: where it came from, in the manifest's terms.
-        facts: further entries of the manifest (preprocessing, architecture settings, seeds).
+        provenance: of every model: where it came from.
+        calibration: ids of the calibration samples drawn for every task.
+        preprocessing: which code turned images into pixels.
+        architecture: what the manifest says of it beyond the chain's own settings.
     """
 
     name: str
@@ -70,7 +72,9 @@ class Study:
     seed: int = 0
     notices: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, object] = field(default_factory=dict)
+    calibration: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    preprocessing: str = ""
+    architecture: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_base(self) -> bool:

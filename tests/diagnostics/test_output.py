@@ -42,7 +42,7 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
         wanted = {
             "expert_pred": z_exp.index(max(z_exp)),
             "pred": z_var.index(max(z_var)),
-            "flipped": z_exp.index(max(z_exp)) != z_var.index(max(z_var)),
+            "flipped": float(z_exp.index(max(z_exp)) != z_var.index(max(z_var))),
             "score_drift_l2": math.hypot(*change),
             "score_drift_inf": max(map(abs, change)),
             "margin": ordered[-1] - ordered[-2],

@@ -45,7 +45,7 @@ def test_contributions_sum_to_the_final_drift_within_the_remainder(models: Famil
     assert relative_error(subtract(drift, contributions.remainder()), drift) <= TOLERANCE
     shares = contributions.shares().sum(dim=0) + inner(contributions.remainder(), drift)
     torch.testing.assert_close(shares, contributions.energy(), rtol=1e-10, atol=0)
-    assert len(contributions) == len(models.chain.layers)
+    assert len(contributions.shares()) == len(models.chain.layers)
 
 
 def test_the_last_contribution_is_the_heads_own_mismatch_and_not_carried(models: Family) -> None:

@@ -1,0 +1,239 @@
+"""From a spec to a study: checkpoints opened and compared, samples drawn, heads made. No weights are read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from driftlens.data.task_data import TaskData, open_task_data
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.errors import SpecError
+from driftlens.layers import select_layers
+from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.heads import Head, file_head, text_head
+from driftlens.models.loading import StateSource, open_checkpoint
+from driftlens.pipeline.study import Settings, Study, TaskSamples
+from driftlens.spec import FileHead, RunSpec, TextHead
+
+
+@dataclass(frozen=True)
+class OpenModels:
+    """The checkpoints of a spec, headers read.
+
+    Attributes:
+        architecture: of all of them.
+        base: the base under its own key names, text tower included; None without one.
+        sources: weights by their name in the pool, under the skeleton's key names.
+        origins: where each came from, as the spec gives it.
+    """
+
+    architecture: Architecture
+    base: StateSource | None
+    sources: Mapping[str, StateSource]
+    origins: Mapping[str, str]
+
+
+def open_models(spec: RunSpec, *, offline: bool = False) -> OpenModels:
+    """All checkpoints that the spec names; the merged model only if it is a file.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or unsafe to read.
+        IncompatibleModelsError: a checkpoint is of another architecture.
+        SpecError: the loader is not there yet.
+    """
+    architecture = load_architecture(
+        spec.architecture.loader, spec.architecture.source or "", offline=offline
+    )
+    weights = {expert_of(task): entry for task, entry in spec.experts.items()}
+    weights |= {f"baseline:{name}": entry for name, entry in spec.baselines.items()}
+    if spec.merged is not None:
+        weights["merged"] = spec.merged
+    base = None if spec.base is None else open_checkpoint(spec.base.weights, offline=offline)
+    canonical = None if base is None else architecture.align(base)
+    sources = {} if canonical is None else {"base": canonical}
+    for name, entry in weights.items():
+        opened = open_checkpoint(entry.weights, base=base, offline=offline)
+        sources[name] = architecture.align(opened, fallback=canonical)
+    origins = {name: entry.weights for name, entry in weights.items()}
+    if spec.base is not None:
+        origins["base"] = spec.base.weights
+    return OpenModels(architecture, base, sources, origins)
+
+
+def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
+    """The models side by side, keys, shapes and kinds of number compared.
+
+    Args:
+        spec: for device and dtype.
+        models: what `open_models` gave.
+        device: over the spec's.
+
+    Raises:
+        IncompatibleModelsError: a model differs from the architecture.
+        SpecError: a GPU is asked for and there is none.
+    """
+    return ModelPool(
+        models.architecture.chain,
+        models.architecture.skeleton,
+        models.sources,
+        device=resolve_device(device or spec.compute.device),
+        dtype=getattr(torch, spec.compute.dtype),
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU if there is one.
+
+    Raises:
+        SpecError: `cuda` is asked for and torch sees no GPU.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise SpecError("compute.device is cuda, but torch sees no GPU", hint="Use `auto` or `cpu`.")
+    return torch.device(device)
+
+
+def open_heads(spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]) -> dict[str, Head]:
+    """The score map of every task that has one.
+
+    Args:
+        spec: the run.
+        models: for the text tower of the base.
+        data: class names that the data itself gives, per task, for heads that name none.
+
+    Raises:
+        SpecError: nobody names the classes, or prompts are given and there is no text tower.
+        DataError: names repeat, or their number is not that of the rows.
+    """
+    heads = {}
+    for task, entry in spec.heads.items():
+        classes = entry.classes if entry.classes is not None else data.get(task)
+        if classes is None:
+            raise SpecError(
+                f"heads.{task}: no class names, and the data of {task} names none",
+                hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
+            )
+        heads[task] = _head(entry, classes, models, task)
+    return heads
+
+
+def _head(entry: FileHead | TextHead, classes: tuple[str, ...] | str, models: OpenModels, task: str) -> Head:
+    if isinstance(entry, FileHead):
+        return file_head(entry.file, entry.tensor, entry.logit_scale, classes)
+    if models.base is None:
+        raise SpecError(
+            f"heads.{task}: templates are read by the base's text tower, and there is no base",
+            hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
+        )
+    return text_head(models.architecture, models.base, classes, entry.templates)
+
+
+def open_study(
+    spec: RunSpec, *, offline: bool = False, trust: bool = False, device: str | None = None
+) -> tuple[Study, OpenModels]:
+    """Everything the spec names, opened and compared; the merged model is still missing if the spec asks for a merge.
+
+    Args:
+        spec: the run.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+        device: over the spec's.
+
+    Raises:
+        SpecError: a value that only shows to be wrong when it is used.
+        CheckpointError: a file is missing, damaged or unsafe to read.
+        IncompatibleModelsError: the models don't belong together.
+        DataError: samples or class names are missing or contradict each other.
+        LayerNotFoundError: `layers.select` matches nothing.
+    """
+    models = open_models(spec, offline=offline)
+    pool = open_pool(spec, models, device=device)
+    stored = select_layers([layer.path for layer in pool.chain.layers], spec.layers.select)
+    data = _open_data(spec, models, offline=offline, trust=trust)
+    heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
+    tasks = {task: _task_samples(data[task], heads.get(task)) for task in spec.tasks}
+    variants = (*(["base"] if spec.base is not None else []), "merged", *(f"baseline:{b}" for b in spec.baselines))
+    notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
+    notices += _dtype_notices(models)
+    study = Study(
+        name=spec.name,
+        pool=pool,
+        variants=variants,
+        tasks=tasks,
+        settings=_settings(spec, stored),
+        seed=spec.data.defaults.seed,
+        notices=tuple(dict.fromkeys(notices)),
+        provenance=models.origins,
+        calibration={task: opened.calibration().ids for task, opened in data.items()},
+        architecture={"loader": models.architecture.loader, "source": models.architecture.source},
+        preprocessing="" if models.architecture.preprocess is None else models.architecture.preprocess.backend,
+    )
+    return study, models
+
+
+def _open_data(spec: RunSpec, models: OpenModels, *, offline: bool, trust: bool) -> dict[str, TaskData]:
+    missing = [task for task in spec.tasks if task not in spec.data.tasks]
+    if missing:
+        raise SpecError(
+            f"no data for {', '.join(missing)}", hint=f"Add data.{missing[0]}: {{kind: imagefolder, ...}}."
+        )
+    preprocess = models.architecture.preprocess
+    assert preprocess is not None  # every loader that a spec can name brings one
+    opened = {}
+    for task, entry in spec.data.tasks.items():
+        head = spec.heads.get(task)
+        named = _named_classes(head) if head is not None else None
+        opened[task] = open_task_data(
+            task, entry, spec.data.defaults, preprocess, head_classes=named, offline=offline, trust=trust
+        )
+    return opened
+
+
+def _named_classes(head: FileHead | TextHead) -> tuple[str, ...] | None:
+    from driftlens.models.heads import class_names
+
+    return None if head.classes is None else class_names(head.classes)
+
+
+def _task_samples(data: TaskData, head: Head | None) -> TaskSamples:
+    test = data.test()
+    return TaskSamples(diagnosis=data.diagnosis(), test=test if test.labels is not None else None, head=head)
+
+
+def _settings(spec: RunSpec, stored: list[int]) -> Settings:
+    jacobian = spec.metrics.jacobian
+    return Settings(
+        pool=spec.layers.pool,
+        stored_layers=frozenset(stored),
+        cka=spec.metrics.cka,
+        jacobian=None
+        if jacobian is False
+        else JacobianSettings(
+            nodes=jacobian.nodes,
+            max_nodes=jacobian.max_nodes,
+            tolerance=jacobian.tolerance,
+            samples=jacobian.samples,
+            spectral=jacobian.spectral,
+            contributions=spec.metrics.contributions,
+            prefix=spec.metrics.prefix,
+            seed=spec.data.defaults.seed,
+        ),
+        feature_budget=spec.compute.feature_budget,
+    )
+
+
+def _dtype_notices(models: OpenModels) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for name, source in models.sources.items():
+        for key in models.architecture.chain.keys():
+            dtype = str(source.headers[key].dtype).removeprefix("torch.")
+            if name not in found.setdefault(dtype, []):
+                found[dtype].append(name)
+    if len(found) < 2:
+        return []
+    listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(found.items()))
+    return [f"checkpoints are stored in different dtypes ({listed}); everything is computed in one"]

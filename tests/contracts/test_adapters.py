@@ -1,0 +1,217 @@
+"""What every adapter owes the engine, checked on its own tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from driftlens.models.chain import LayerChain
+from driftlens.models.registry import adapters
+from driftlens.models.sequential import SequentialAdapter
+from tests.models.clip import chain_states, largest_difference, parameters
+
+
+def images(generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(n, 3, 16, 16, generator=generator, dtype=dtype)
+
+
+INPUTS: dict[str, Callable[[torch.Generator, int, torch.dtype], Any]] = {}
+"""Raw inputs of tiny models that don't take images: (generator, samples, dtype) -> inputs."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    module: nn.Module
+    chain: LayerChain
+    inputs: Any
+
+
+@pytest.fixture(scope="module", params=list(adapters))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def subject_of(name: str, dtype: torch.dtype, n: int = 3) -> Subject:
+    adapter = adapters[name]
+    module = adapter.tiny().to(dtype)
+    inputs = INPUTS.get(name, images)(torch.Generator().manual_seed(0), n, dtype)
+    # The generic adapter sees the order of sites only on an example.
+    chain = adapter.chain(module, inputs) if isinstance(adapter, SequentialAdapter) else adapter.chain(module)
+    return Subject(name, module, chain, inputs)
+
+
+@pytest.fixture
+def subject(name: str) -> Subject:
+    return subject_of(name, torch.float64)
+
+
+def hook_count(module: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"]
+)
+def test_every_boundary_equals_the_librarys_own(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    subject = subject_of(name, dtype)
+    own = chain_states(subject.chain, subject.module, subject.inputs)
+    library = subject.chain.library_states(subject.module, subject.inputs)
+    scale = max(1.0, *(leaf.abs().max().item() for state in library for leaf in state.values()))
+    assert largest_difference(own, library) <= tolerance * scale
+
+
+def test_the_last_boundary_is_what_the_module_returns(subject: Subject) -> None:
+    with torch.no_grad():
+        returned = subject.module(subject.inputs)
+    feature = (
+        next((getattr(returned, key) for key in ("image_embeds", "pooler_output") if key in returned), None)
+        if isinstance(returned, dict)
+        else returned
+    )
+    torch.testing.assert_close(
+        chain_states(subject.chain, subject.module, subject.inputs)[-1]["hidden"], feature, rtol=0, atol=1e-11
+    )
+
+
+def test_samples_do_not_meet(subject: Subject) -> None:
+    together = chain_states(subject.chain, subject.module, subject.inputs)
+    for position in range(len(subject.inputs)):
+        alone = chain_states(subject.chain, subject.module, subject.inputs[position : position + 1])
+        mine = [{key: leaf[position : position + 1] for key, leaf in state.items()} for state in together]
+        assert largest_difference(alone, mine) < 1e-12
+
+
+def test_every_parameter_belongs_to_exactly_one_layer(subject: Subject) -> None:
+    chain = subject.chain
+    assert set(chain.keys()) == {key for key, _ in subject.module.named_parameters()}
+    slots = [slot for layer in chain.layers for slot in chain.owned(layer).values()]
+    assert len(set(slots)) == len(slots)
+    for key, parameter in subject.module.named_parameters():
+        mine = [slot.rows for slot in slots if slot.key == key]
+        if None in mine:
+            assert mine == [None]
+        else:  # the slices of a fused tensor are its rows, each once
+            rows = [row for start, stop in mine for row in range(start, stop)]
+            assert sorted(rows) == list(range(len(parameter)))
+
+
+def test_a_library_pass_leaves_the_module_as_it_was(subject: Subject) -> None:
+    before = {key: value.clone() for key, value in subject.module.state_dict().items()}
+    hooks, modes = hook_count(subject.module), [m.training for m in subject.module.modules()]
+    subject.chain.library_states(subject.module, subject.inputs)
+    with pytest.raises(Exception, match=r".+"):  # what it is, is the library's affair
+        subject.chain.library_states(subject.module, "not an image")
+    assert hook_count(subject.module) == hooks
+    assert [m.training for m in subject.module.modules()] == modes
+    assert all(torch.equal(value, before[key]) for key, value in subject.module.state_dict().items())
+
+
+def test_a_layer_changes_nothing_it_is_given(subject: Subject) -> None:
+    weights = subject.module.state_dict()
+    state, side = subject.chain.start(subject.inputs)
+    for layer in subject.chain.layers:
+        given = {key: leaf.clone() for key, leaf in state.items()}
+        mine = {key: value.clone() for key, value in parameters(layer, weights).items()}
+        after = layer.call(mine, state, side)
+        assert all(torch.equal(state[key], given[key]) for key in given)
+        assert all(torch.equal(mine[key], value) for key, value in parameters(layer, weights).items())
+        state = after
+
+
+def test_taps_see_each_site_once_in_order_and_change_nothing(subject: Subject) -> None:
+    weights = subject.module.state_dict()
+    state, side = subject.chain.start(subject.inputs)
+    for layer in subject.chain.layers:
+        seen: list[tuple[str, Tensor]] = []
+        mine = parameters(layer, weights)
+
+        def tap(site: str, x: Tensor) -> None:
+            seen.append((site, x))  # noqa: B023 - called before the loop goes on
+
+        with torch.no_grad():
+            after = layer.call(mine, state, side, tap)
+            assert largest_difference([after], [layer.call(mine, state, side)]) == 0
+        assert [site for site, _ in seen] == [site.name for site in layer.sites]
+        inputs = dict(seen)
+        for site in layer.sites:
+            assert inputs[site.name].shape[-1] == mine[f"{site.name}.weight"].shape[-1]
+            for other in layer.sites:
+                if other.input == site.input:
+                    assert torch.equal(inputs[other.name], inputs[site.name])
+        state = after
+
+
+def test_token_weights_fit_the_sites_they_are_named_by(subject: Subject) -> None:
+    weights = subject.module.state_dict()
+    state, side = subject.chain.start(subject.inputs)
+    for layer in subject.chain.layers:
+        seen: dict[str, Tensor] = {}
+        after = layer.call(parameters(layer, weights), state, side, seen.__setitem__)
+        for site in layer.sites:
+            if site.token_weights in subject.chain.token_weights:
+                rule = subject.chain.token_weights[site.token_weights]
+                assert rule(state, side).shape == seen[site.name].shape[:-1]
+        state = after
+
+
+def test_blocks_are_found_at_their_paths(subject: Subject) -> None:
+    for layer in subject.chain.blocks:
+        block = subject.module.get_submodule(layer.path)
+        assert {f"{layer.path}.{key}" for key, _ in block.named_parameters()} == {
+            slot.key for slot in layer.parameters.values()
+        }
+
+
+# torch scripts some of its forward-mode formulas on first use, and warns that it shouldn't.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_forward_and_reverse_derivatives_agree(subject: Subject) -> None:
+    weights = subject.module.state_dict()
+    generator = torch.Generator().manual_seed(1)
+    state, side = subject.chain.start(subject.inputs)
+    for layer in subject.chain.layers:
+        mine = parameters(layer, weights)
+        with torch.no_grad():
+            after = layer.call(mine, state, side)
+        if layer.role != "stem":
+            hidden = state["hidden"]
+
+            def call(x: Tensor) -> Tensor:
+                return layer.call(mine, {**state, "hidden": x}, side)["hidden"]  # noqa: B023 - as above
+
+            along = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
+            against = torch.randn(after["hidden"].shape, generator=generator, dtype=hidden.dtype)
+            with sdpa_kernel(SDPBackend.MATH):
+                _, pushed = torch.func.jvp(call, (hidden,), (along,))
+                pulled = torch.func.vjp(call, hidden)[1](against)[0]
+                step = 1e-5 * along
+                secant = (call(hidden + step) - call(hidden - step)) / 2e-5
+            torch.testing.assert_close(
+                (against * pushed).sum(), (pulled * along).sum(), rtol=1e-10, atol=1e-10
+            )
+            torch.testing.assert_close(pushed, secant, rtol=1e-5, atol=1e-6)
+        state = after
+
+
+def test_a_tiny_model_is_built_the_same_way_each_time_and_matches(name: str) -> None:
+    adapter = adapters[name]
+    random_state = torch.get_rng_state()
+    first, second = adapter.tiny(), adapter.tiny()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert adapter.name == name
+    assert adapter.matches(first) and not first.training
+    assert all(torch.equal(value, second.state_dict()[key]) for key, value in first.state_dict().items())
+
+
+def test_no_other_architecture_claims_it(name: str) -> None:
+    module = adapters[name].tiny()
+    claims = {
+        other for other in adapters if other != SequentialAdapter.name and adapters[other].matches(module)
+    }
+    assert claims == {name} - {SequentialAdapter.name}

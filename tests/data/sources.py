@@ -1,0 +1,63 @@
+"""Small data sources on disk, and short ways to open them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from driftlens.data.sources import Access, ImageView, Split, SplitView, data_sources
+from driftlens.spec import load_spec
+from driftlens.spec.data import TaskData as TaskEntry
+
+
+def entry_of(**values: Any) -> TaskEntry:
+    """One task's entry of a spec's `data` section, checked as in a file."""
+    spec = load_spec(
+        {
+            "version": 1,
+            "architecture": {"loader": "open-clip", "source": "any"},
+            "merged": {"weights": "org/merged"},
+            "experts": {"task": {"weights": "org/expert"}},
+            "data": {"task": values},
+        }
+    )
+    return spec.data.tasks["task"]
+
+
+def opened(split: Split = "test", *, trust: bool = False, offline: bool = False, **values: Any) -> SplitView:
+    """One split of a source."""
+    return data_sources[values["kind"]](entry_of(**values), split, Access(trust=trust, offline=offline))
+
+
+def images(split: Split = "test", **values: Any) -> ImageView:
+    """One split of a source of images."""
+    view = opened(split, **values)
+    assert isinstance(view, ImageView)
+    return view
+
+
+def colour(shade: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A 4 x 6 image, every pixel (shade, 0, 255)."""
+    return np.tile(np.array([shade, 0, 255], dtype=np.uint8), (4, 6, 1))
+
+
+def write_images(folder: Path, files: Mapping[str, int]) -> Path:
+    """Lossless images below `folder`: relative path -> shade."""
+    for name, shade in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(colour(shade)).save(path)
+    return folder
+
+
+def labels_of(view: SplitView) -> list[str | None]:
+    return [view.label(position) for position in range(len(view))]
+
+
+def shades(pictures: Sequence[Any]) -> list[int]:
+    """The red of the first pixel of each picture."""
+    return [int(np.asarray(picture)[0, 0, 0]) for picture in pictures]

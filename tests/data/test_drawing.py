@@ -1,0 +1,118 @@
+"""Drawing samples: without replacement, reproducible everywhere, and refused where there are too few."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from driftlens.data.drawing import draw, unequal_counts
+from driftlens.data.sources import SplitView
+from driftlens.errors import DataError
+
+
+def view_of(count: int) -> SplitView:
+    ids = tuple(f"train/{row}" for row in range(count))
+    return SplitView(origin="cars.npz", ids=ids, class_names=None, label=lambda position: None)
+
+
+def drawn(count: int, n: int | Literal["all"], seed: int = 0, **changes: object) -> tuple[int, ...]:
+    options = {"task": "cars", "split": "calibration", **changes}
+    return draw(view_of(count), n, seed, **options)  # type: ignore[arg-type]
+
+
+sizes = st.integers(1, 60).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count)))
+seeds = st.integers(0, 2**64)
+
+
+@given(sizes, seeds)
+def test_samples_are_distinct_and_there(size: tuple[int, int], seed: int) -> None:
+    count, n = size
+    positions = drawn(count, n, seed)
+    assert len(positions) == len(set(positions)) == n
+    assert set(positions) <= set(range(count))
+
+
+@given(sizes, seeds)
+def test_a_smaller_draw_is_the_beginning_of_a_larger_one(size: tuple[int, int], seed: int) -> None:
+    count, n = size
+    assert drawn(count, count, seed)[:n] == drawn(count, n, seed)
+
+
+@given(st.integers(2, 40), st.sets(st.integers(0, 39)), seeds)
+def test_excluded_samples_are_never_drawn(count: int, taken: set[int], seed: int) -> None:
+    left = sorted(set(range(count)) - taken)
+    if not left:
+        return
+    exclude_ids = [f"train/{row}" for row in taken]
+    assert sorted(drawn(count, len(left), seed, exclude_ids=exclude_ids)) == left
+    assert list(drawn(count, "all", seed, exclude_ids=exclude_ids)) == left
+
+
+def test_all_keeps_the_order_of_the_source() -> None:
+    assert drawn(20, "all", 3) == tuple(range(20))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 1}, {"task": "Blumen 花"}, {"split": "diagnosis"}], ids=["seed", "task", "split"]
+)
+def test_seed_task_and_split_each_decide_what_is_drawn(changes: dict[str, object]) -> None:
+    assert drawn(1000, 10, **changes) != drawn(1000, 10)  # type: ignore[arg-type]
+
+
+def test_every_sample_is_drawn_about_equally_often() -> None:
+    counts = [0] * 10
+    for seed in range(2000):
+        for position in drawn(10, 3, seed):
+            counts[position] += 1
+    # 600 expected; the standard deviation is sqrt(2000 * 0.3 * 0.7) = 20.5.
+    assert all(abs(count - 600) < 5 * 20.5 for count in counts), counts
+
+
+def test_the_draw_is_the_same_in_every_process() -> None:
+    script = (
+        "from driftlens.data.drawing import draw; from driftlens.data.sources import SplitView; "
+        "ids = tuple(f'train/{row}' for row in range(1000)); view = SplitView('cars.npz', ids, None, str); "
+        "print(*draw(view, 8, 7, task='Blumen 花', split='calibration'))"
+    )
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONIOENCODING": "utf-8"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert results == {" ".join(map(str, drawn(1000, 8, 7, task="Blumen 花"))) + "\n"}
+
+
+@pytest.mark.parametrize(
+    ("split", "key"), [("calibration", "n"), ("diagnosis", "n_diagnosis"), ("test", "n_test")]
+)
+def test_too_few_samples_are_refused_with_both_counts_and_the_key_to_set(split: str, key: str) -> None:
+    with pytest.raises(DataError) as caught:
+        drawn(100, 256, split=split)
+    assert "task cars: 256" in caught.value.message
+    assert "cars.npz holds 100" in caught.value.message
+    assert f"data.cars.{key}: 100" in caught.value.hint
+    assert (caught.value.context["asked"], caught.value.context["available"]) == (256, 100)
+
+
+@pytest.mark.parametrize("n", [1, "all"])
+def test_nothing_left_beside_the_calibration_samples_is_refused(n: int | Literal["all"]) -> None:
+    with pytest.raises(DataError, match="holds 2, 2 of which serve calibration") as caught:
+        drawn(2, n, split="test", exclude_ids=["train/0", "train/1"])
+    assert "of its own" in caught.value.hint
+
+
+def test_unequal_counts_are_noticed_and_equal_ones_are_not() -> None:
+    assert unequal_counts({"a": 3, "b": 3}, "calibration") == ()
+    (notice,) = unequal_counts({"b": 3, "a": 4}, "calibration")
+    assert notice == "the number of calibration samples differs between tasks: a 4, b 3"

@@ -1,0 +1,141 @@
+"""Data sets in the Hugging Face format, saved to disk by the library itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from driftlens.errors import DataError
+from tests.data.sources import colour, images, labels_of, opened
+
+NAMES = ["sedan", "T-shirt/top", "花"]
+
+
+def rows(labels: list[Any], feature: Any) -> datasets.Dataset:
+    pictures = [Image.fromarray(colour(shade)) for shade in range(len(labels))]
+    features = datasets.Features({"image": datasets.Image(), "label": feature})
+    return datasets.Dataset.from_dict({"image": pictures, "label": labels}, features=features)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "cars"
+    label = datasets.ClassLabel(names=NAMES)
+    splits = {
+        "train": rows([0, 1, 2, 0], label),
+        "test": rows([2, 1], label),
+        "texts": rows(["b", "a"], datasets.Value("string")),
+        "numbers": rows([10, 2], datasets.Value("int64")),
+        "gap": rows([0, -1], label),
+        "floats": rows([0.5, 1.0], datasets.Value("float32")),
+    }
+    for name in ("texts", "numbers", "floats"):
+        # A DatasetDict wants one schema on disk, so these stand beside it.
+        datasets.DatasetDict({name: splits.pop(name)}).save_to_disk(folder.with_name(name))
+    datasets.DatasetDict(splits).save_to_disk(folder)
+    return folder
+
+
+def entry(path: Path | str, **values: Any) -> dict[str, Any]:
+    return {"kind": "hf", "path": str(path), "calibration": "train", "test": "test", **values}
+
+
+def test_rows_carry_the_names_of_their_class_labels(saved: Path) -> None:
+    view = images("calibration", **entry(saved))
+    assert view.ids == ("0", "1", "2", "3")
+    assert (labels_of(view), view.class_names) == (["sedan", "T-shirt/top", "花", "sedan"], tuple(NAMES))
+    assert all(np.array_equal(np.asarray(view.image(row)), colour(row)) for row in range(4))
+    assert view.origin != images("test", **entry(saved)).origin
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "class_names"),
+    [("texts", ["b", "a"], ("a", "b")), ("numbers", ["10", "2"], ("2", "10"))],
+)
+def test_without_class_labels_the_values_are_the_names(
+    saved: Path, name: str, labels: list[str], class_names: tuple[str, ...]
+) -> None:
+    view = opened("test", **entry(saved.with_name(name), test=name))
+    assert (labels_of(view), view.class_names) == (labels, class_names)
+
+
+def test_the_label_column_may_be_left_out(saved: Path) -> None:
+    view = opened("test", **entry(saved, label=None))
+    assert (labels_of(view), view.class_names) == ([None, None], None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message", "hint"),
+    [
+        pytest.param({"test": "tset"}, "no split 'tset'; there are train, test, gap", "'test'", id="split"),
+        pytest.param(
+            {"label": "labels"}, "no column 'labels'; there are image, label", "'label'", id="label column"
+        ),
+        pytest.param(
+            {"image": "img"}, "no column 'img'; there are image, label", "`image: COLUMN`", id="image column"
+        ),
+        pytest.param(
+            {"image": "label"}, "'label' holds no images; image columns are image", "cast", id="no images"
+        ),
+        pytest.param(
+            {"test": "gap"}, "row 1 has no label in the column 'label' (-1)", "`label: null`", id="gap"
+        ),
+    ],
+)
+def test_a_wrong_name_is_refused_with_those_there_are(
+    saved: Path, values: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        opened("test", **entry(saved, **values))
+    assert message in caught.value.message
+    assert str(saved) in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_labels_that_are_no_classes_are_refused(saved: Path) -> None:
+    with pytest.raises(DataError, match="holds float, expected class labels"):
+        opened("test", **entry(saved.with_name("floats"), test="floats"))
+
+
+def test_one_data_set_without_splits_is_refused_with_how_to_save_it(tmp_path: Path) -> None:
+    rows(["a"], datasets.Value("string")).save_to_disk(tmp_path / "one")
+    with pytest.raises(DataError, match="without splits") as caught:
+        opened(**entry(tmp_path / "one"))
+    assert "DatasetDict" in caught.value.hint
+
+
+def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a folder written by save_to_disk"):
+        opened(**entry(tmp_path))
+
+
+def test_offline_nothing_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the Hub"))
+    with pytest.raises(DataError, match="org/cars: no such folder, and nothing is downloaded") as caught:
+        opened(offline=True, **entry("org/cars"))
+    assert "save_to_disk" in caught.value.hint
+
+
+def test_a_hub_id_is_loaded_with_its_configuration(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def load(path: str, config: str | None) -> datasets.DatasetDict:
+        asked.append((path, config))
+        return datasets.load_from_disk(str(saved))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert len(opened(**entry("org/cars", config="cropped_digits"))) == 2
+    assert asked == [("org/cars", "cropped_digits")]
+
+
+def test_without_the_library_the_remedy_is_its_extra(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="need the package `datasets`") as caught:
+        opened(**entry(saved))
+    assert "pip install driftlens[data]" in caught.value.hint

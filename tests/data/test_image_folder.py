@@ -1,0 +1,124 @@
+"""Image folders, against torchvision's ImageFolder and by their bad examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchvision.datasets import ImageFolder
+
+from driftlens.errors import DataError
+from tests.data.sources import colour, images, labels_of, opened, shades, write_images
+
+FILES = {
+    "sedan/b.png": 1,
+    "sedan/a.PNG": 2,
+    "sedan/deep/er/c.bmp": 3,
+    "T-shirt top/z.png": 4,
+    "花 Blüten/ä.png": 5,
+    "Zebra/1.ppm": 6,
+}
+
+
+def folder_entry(folder: Path) -> dict[str, str]:
+    return {"kind": "imagefolder", "calibration": str(folder), "test": str(folder)}
+
+
+def test_ids_labels_and_pixels_are_those_of_torchvision(tmp_path: Path) -> None:
+    write_images(tmp_path, FILES)
+    (tmp_path / "sedan" / "notes.txt").write_text("no image")
+    view = images(**folder_entry(tmp_path))
+    theirs = ImageFolder(str(tmp_path))
+    expected = {
+        Path(path).relative_to(tmp_path).as_posix(): theirs.classes[target] for path, target in theirs.samples
+    }
+    assert dict(zip(view.ids, labels_of(view), strict=True)) == expected
+    assert view.class_names == tuple(theirs.classes)
+    for position, sample in enumerate(view.ids):
+        assert np.array_equal(np.asarray(view.image(position)), colour(FILES[sample]))
+
+
+def test_samples_are_sorted_by_class_and_path(tmp_path: Path) -> None:
+    write_images(tmp_path, FILES)
+    assert images(**folder_entry(tmp_path)).ids == (
+        "T-shirt top/z.png",
+        "Zebra/1.ppm",
+        "sedan/a.PNG",
+        "sedan/b.png",
+        "sedan/deep/er/c.bmp",
+        "花 Blüten/ä.png",
+    )
+
+
+def test_hidden_files_and_folders_are_no_images_and_no_classes(tmp_path: Path) -> None:
+    write_images(tmp_path, {"a/x.png": 1, "a/._x.png": 2, "a/.cache/y.png": 3, ".ipynb_checkpoints/z.png": 4})
+    view = images(**folder_entry(tmp_path))
+    assert (view.ids, view.class_names) == (("a/x.png",), ("a",))
+
+
+def test_one_image_of_one_class_is_a_data_set(tmp_path: Path) -> None:
+    view = images(**folder_entry(write_images(tmp_path, {"only/one.png": 9})))
+    assert (view.ids, labels_of(view), shades([view.image(0)])) == (("only/one.png",), ["only"], [9])
+
+
+def test_images_without_class_folders_have_no_labels(tmp_path: Path) -> None:
+    view = images(**folder_entry(write_images(tmp_path, {"b.png": 2, "a.png": 1})))
+    assert (view.ids, labels_of(view), view.class_names) == (("a.png", "b.png"), [None, None], None)
+    assert shades([view.image(0), view.image(1)]) == [1, 2]
+
+
+def test_grey_images_become_rgb(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.fromarray(np.full((3, 3), 7, dtype=np.uint8)).save(tmp_path / "grey.png")
+    assert np.asarray(images(**folder_entry(tmp_path)).image(0)).tolist() == [[[7, 7, 7]] * 3] * 3
+
+
+def test_two_ways_to_one_folder_have_one_origin(tmp_path: Path) -> None:
+    write_images(tmp_path / "real", {"a/x.png": 1})
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert (
+        images(**folder_entry(tmp_path / "real")).origin == images(**folder_entry(tmp_path / "link")).origin
+    )
+
+
+def test_a_damaged_image_is_refused_by_name_when_it_is_read_and_not_before(tmp_path: Path) -> None:
+    write_images(tmp_path, {"a/good.png": 1})
+    whole = (tmp_path / "a" / "good.png").read_bytes()
+    (tmp_path / "a" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "a" / "text.png").write_text("no image")
+    view = images(**folder_entry(tmp_path))
+    assert shades([view.image(view.ids.index("a/good.png"))]) == [1]
+    for name in ("a/cut.png", "a/text.png"):
+        with pytest.raises(DataError, match=name) as caught:
+            view.image(view.ids.index(name))
+        assert "Replace the file" in caught.value.hint
+
+
+def test_a_class_without_images_is_refused_by_name(tmp_path: Path) -> None:
+    write_images(tmp_path, {"full/x.png": 1})
+    (tmp_path / "leer").mkdir()
+    with pytest.raises(DataError, match="leer: the class folder holds no images") as caught:
+        opened(**folder_entry(tmp_path))
+    assert "remove the folder" in caught.value.hint
+
+
+def test_images_beside_class_folders_are_refused_rather_than_dropped(tmp_path: Path) -> None:
+    write_images(tmp_path, {"a/x.png": 1, "stray.png": 2})
+    with pytest.raises(DataError, match=r"stray\.png"):
+        opened(**folder_entry(tmp_path))
+
+
+def test_a_folder_without_images_is_refused_with_the_endings_that_count(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no images") as caught:
+        opened(**folder_entry(tmp_path))
+    assert ".jpeg" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["missing", "file.png"])
+def test_what_is_no_folder_is_refused_with_how_paths_resolve(tmp_path: Path, name: str) -> None:
+    write_images(tmp_path, {"file.png": 1})
+    with pytest.raises(DataError, match=name) as caught:
+        opened(**folder_entry(tmp_path / name))
+    assert "spec file's folder" in caught.value.hint

@@ -1,0 +1,135 @@
+"""Data sources that are functions of the user's: never run without trust."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driftlens.errors import DataError, SpecError
+from tests.data.sources import images, labels_of, opened, shades
+
+MODULE = """
+import pathlib
+import numpy as np
+
+pathlib.Path(__file__).with_name("ran").touch()
+
+class Pairs(list):
+    pass
+
+def image(shade):
+    return np.full((2, 2, 3), shade, dtype=np.uint8)
+
+def named(split):
+    pairs = Pairs([(image(1), 1), (image(2), np.int64(0)), (image(3), "花")])
+    pairs.class_names = ["a", "花"]
+    return pairs
+
+def unnamed(split):
+    return [(image(len(split)), 10)]
+
+def unlabelled(split):
+    return [(image(4), None)]
+
+def outside(split):
+    pairs = Pairs([(image(1), 2)])
+    pairs.class_names = ["a", "b"]
+    return pairs
+
+def fails(split):
+    raise RuntimeError("disk on fire")
+
+def bare(split):
+    return [image(1)]
+
+def floats(split):
+    return [(np.zeros((2, 2, 3)), None)]
+
+def generator(split):
+    yield image(1), None
+
+def empty(split):
+    return []
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A fresh importable module; the file `ran` beside it says that its code was executed."""
+    name = f"user_data_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+
+
+def entry(module: str, function: str) -> dict[str, Any]:
+    return {"kind": "python", "target": f"{module}:{function}"}
+
+
+def test_without_trust_nothing_is_imported(module: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="only when it is trusted") as caught:
+        opened(**entry(module, "named"))
+    assert "--trust-code" in caught.value.hint
+    assert not (tmp_path / "ran").exists()
+
+
+def test_labels_are_names_or_numbers_that_index_them(module: str) -> None:
+    view = images(trust=True, **entry(module, "named"))
+    assert view.ids == ("0", "1", "2")
+    assert (labels_of(view), view.class_names) == (["花", "a", "花"], ("a", "花"))
+    assert shades([view.image(position) for position in range(3)]) == [1, 2, 3]
+
+
+def test_the_function_is_told_which_split_is_wanted(module: str) -> None:
+    for split in ("calibration", "test"):
+        view = images(split, trust=True, **entry(module, "unnamed"))  # type: ignore[arg-type]
+        assert shades([view.image(0)]) == [len(split)]
+        assert labels_of(view) == ["10"]
+
+
+def test_samples_without_labels_have_none(module: str) -> None:
+    assert labels_of(opened(trust=True, **entry(module, "unlabelled"))) == [None]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("fails", "failed: RuntimeError('disk on fire')"),
+        ("generator", "returned generator, expected something with a length"),
+        ("empty", "returned no samples"),
+    ],
+)
+def test_a_function_that_gives_no_samples_is_refused(module: str, function: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(trust=True, **entry(module, function))
+    assert message in caught.value.message
+    assert f"{module}:{function}('test')" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("bare", "expected a pair (image, label)"), ("floats", "pixels are float64, expected uint8")],
+)
+def test_a_sample_of_another_form_is_refused_when_it_is_read(
+    module: str, function: str, message: str
+) -> None:
+    view = images(trust=True, **entry(module, function))
+    with pytest.raises(DataError) as caught:
+        view.image(0)
+    assert message in caught.value.message
+
+
+def test_a_label_beyond_the_class_names_is_refused(module: str) -> None:
+    with pytest.raises(DataError, match="label 2 is outside 0 to 1"):
+        labels_of(opened(trust=True, **entry(module, "outside")))
+
+
+@pytest.mark.parametrize("target", ["no_such_module:f", "{module}:missing", "{module}:constant"])
+def test_a_target_that_is_no_function_is_refused(module: str, target: str) -> None:
+    with pytest.raises(SpecError):
+        opened(trust=True, kind="python", target=target.format(module=module))

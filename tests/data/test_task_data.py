@@ -1,0 +1,188 @@
+"""One task's samples as a whole: drawn, labelled by name, kept apart where accuracy needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.data.task_data import TaskData, open_task_data
+from driftlens.errors import DataError
+from driftlens.spec import DataDefaults
+from tests.data.sources import entry_of, write_images
+
+
+def first_red(pictures: list[Any]) -> Tensor:
+    """A stand-in for a model's preprocessing: the red of each picture's first pixel, [n]."""
+    return torch.tensor([int(np.asarray(picture)[0, 0, 0]) for picture in pictures])
+
+
+def opened(
+    values: dict[str, Any], *, counts: tuple[int, int, int | str] = (4, 3, "all"), **options: Any
+) -> TaskData:
+    n, n_diagnosis, n_test = counts
+    defaults = DataDefaults(n=n, n_diagnosis=n_diagnosis, n_test=n_test, batch_size=2)
+    return open_task_data("Autos 車", entry_of(**values), defaults, first_red, **options)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    """Two splits; an image's shade tells its class (10 or 20) and its number."""
+    for split, count in (("train", 6), ("test", 5)):
+        files = {
+            f"{name}/{i}.png": shade + i for name, shade in (("a", 10), ("花", 20)) for i in range(count)
+        }
+        write_images(tmp_path / split, files)
+    return {"kind": "imagefolder", "calibration": str(tmp_path / "train"), "test": str(tmp_path / "test")}
+
+
+def shade_of(sample_id: str) -> int:
+    name, file = sample_id.split("/")
+    return {"a": 10, "花": 20}[name] + int(file.removesuffix(".png"))
+
+
+def test_inputs_labels_and_ids_stay_together(folders: dict[str, str]) -> None:
+    data = opened(folders)
+    for samples, count in ((data.calibration(), 4), (data.diagnosis(), 3), (data.test(), 10)):
+        assert len(samples) == count
+        loaded = torch.cat([batch.inputs for batch in samples.batches()])
+        assert loaded.tolist() == [shade_of(sample) for sample in samples.ids]
+        assert samples.labels == tuple(sample.split("/")[0] for sample in samples.ids)
+        assert (samples.task, samples.batch_size) == ("Autos 車", 2)
+    assert (data.notices, data.overlap) == ((), 0)
+    assert data.class_names == ("a", "花")
+
+
+def test_opening_again_draws_the_same_and_another_seed_does_not(folders: dict[str, str]) -> None:
+    def ids(seed: int) -> tuple[str, ...]:
+        defaults = DataDefaults(n=6, n_diagnosis=3, seed=seed)
+        return open_task_data("t", entry_of(**folders), defaults, first_red).calibration().ids
+
+    assert ids(1) == ids(1)
+    assert ids(1) != ids(2)
+
+
+def test_a_tasks_own_counts_stand_above_the_defaults(folders: dict[str, str]) -> None:
+    data = opened({**folders, "n": 2, "n_test": 7})
+    assert [len(samples) for samples in (data.calibration(), data.diagnosis(), data.test())] == [2, 3, 7]
+
+
+def test_diagnosis_draws_from_the_test_split_unless_it_has_its_own(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    assert set(opened(folders).diagnosis().ids) <= set(opened(folders).test().ids)
+    own = write_images(tmp_path / "val", {f"a/{i}.png": 10 + i for i in range(90, 93)})
+    data = opened({**folders, "diagnosis": str(own)})
+    assert set(data.diagnosis().ids) == {"a/90.png", "a/91.png", "a/92.png"}
+
+
+def test_equal_ids_of_different_folders_are_no_overlap(folders: dict[str, str]) -> None:
+    data = opened(folders, counts=(12, 10, "all"))
+    assert set(data.calibration().ids) > set(data.diagnosis().ids)
+    assert (data.overlap, data.notices) == (0, ())
+
+
+def test_one_folder_for_calibration_and_test_keeps_their_samples_apart(folders: dict[str, str]) -> None:
+    data = opened({**folders, "test": folders["calibration"]}, counts=(4, 8, "all"))
+    calibration = set(data.calibration().ids)
+    assert not calibration & set(data.test().ids)
+    assert not calibration & set(data.diagnosis().ids)
+    assert len(data.test()) == 12 - 4
+    assert data.overlap == 0
+    assert any("kept out of the test" in notice for notice in data.notices)
+
+
+def test_one_folder_for_calibration_and_diagnosis_is_stamped_with_the_overlap(
+    folders: dict[str, str],
+) -> None:
+    data = opened({**folders, "diagnosis": folders["calibration"]}, counts=(12, 7, "all"))
+    assert data.overlap == 7
+    (notice,) = data.notices
+    assert "Autos 車: calibration and diagnosis draw from the same samples" in notice
+    assert "7 of 7 diagnosis samples are also calibration samples" in notice
+
+
+def test_no_test_sample_left_beside_calibration_is_refused(folders: dict[str, str]) -> None:
+    with pytest.raises(DataError, match="12 of which serve calibration") as caught:
+        opened({**folders, "test": folders["calibration"]}, counts=(12, 3, "all"))
+    assert "of its own" in caught.value.hint
+
+
+def test_the_head_orders_the_classes_and_the_data_is_met_by_name(folders: dict[str, str]) -> None:
+    data = opened(folders, head_classes=("花", "a"))
+    assert data.class_names == ("花", "a")
+    assert data.test().labels == opened(folders).test().labels
+
+
+def test_classes_that_differ_from_the_heads_are_refused_with_both_lists(folders: dict[str, str]) -> None:
+    with pytest.raises(DataError, match=r"only in data: '花'; only in head: 'A'") as caught:
+        opened(folders, head_classes=("a", "A"))
+    assert "task Autos 車" in caught.value.message
+
+
+def test_only_the_test_split_must_show_every_class(folders: dict[str, str], tmp_path: Path) -> None:
+    few = write_images(tmp_path / "few", {f"a/{i}.png": i for i in range(5)})
+    assert set(
+        opened({**folders, "calibration": str(few)}, head_classes=("a", "花")).calibration().labels or ()
+    ) == {"a"}
+    with pytest.raises(DataError, match="only in head: '花'"):
+        opened({**folders, "test": str(few)}, head_classes=("a", "花"))
+
+
+def test_samples_without_labels_have_no_accuracy_and_say_so(folders: dict[str, str], tmp_path: Path) -> None:
+    bare = write_images(tmp_path / "bare", {f"{i}.png": i for i in range(5)})
+    data = opened({**folders, "test": str(bare)}, head_classes=("a", "花"))
+    assert (data.test().labels, data.diagnosis().labels) == (None, None)
+    assert data.notices == ("Autos 車: the test samples have no labels, so there is no accuracy",)
+
+
+def test_too_few_samples_are_refused_with_the_key_to_set(folders: dict[str, str]) -> None:
+    with pytest.raises(DataError, match="256 calibration samples asked for") as caught:
+        opened(folders, counts=(256, 3, "all"))
+    assert "data.Autos 車.n: 12" in caught.value.hint
+
+
+def test_a_picture_is_found_by_its_id(folders: dict[str, str]) -> None:
+    data = opened(folders)
+    assert np.asarray(data.picture("test", "花/3.png"))[0, 0, 0] == 23
+    with pytest.raises(DataError, match="no image 'nowhere'"):
+        data.picture("test", "nowhere")
+
+
+def test_real_arrays_meet_a_head_in_another_order(real: Path) -> None:
+    file = real / "data" / "sign_digits.npz"
+    with np.load(file, allow_pickle=False) as raw:
+        names, numbers, pixels = raw["class_names"].tolist(), raw["y_test"], raw["x_test"]
+    data = opened({"kind": "npz", "file": str(file)}, counts=(64, 32, "all"), head_classes=names[::-1])
+    assert data.test().labels == tuple(names[number] for number in numbers)
+    assert data.class_names == tuple(names[::-1])
+    rows = [int(sample.removeprefix("test/")) for sample in data.diagnosis().ids]
+    assert data.diagnosis().labels == tuple(names[numbers[row]] for row in rows)
+    assert data.diagnosis().load(range(32)).tolist() == pixels[rows][:, 0, 0, 0].tolist()
+
+
+def test_a_source_with_some_labels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"partly_{tmp_path.name.replace('-', '_')}"
+    code = "import numpy as np\nf = lambda split: [(np.zeros((2, 2), np.uint8), label) for label in ('a', None)]\n"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(DataError, match="has no label, others have"):
+        opened({"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), trust=True)
+
+
+def test_text_samples_reach_a_text_model_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"input": "i{row}", "target": "t{row}"}}\n' for row in range(1, 5)))
+    values = {"kind": "jsonl", "calibration": str(file), "test": str(file)}
+    with pytest.raises(DataError, match="holds text samples, but the model reads image") as caught:
+        opened(values, counts=(2, 2, "all"))
+    assert "need a text model" in caught.value.hint
+    defaults = DataDefaults(n=2, n_diagnosis=2)
+    data = open_task_data("t", entry_of(**values), defaults, list, reads="text")
+    samples = data.test()
+    assert samples.load(range(2)) == [(f"i{line}", f"t{line}") for line in samples.ids]
+    assert samples.labels is None

@@ -1,0 +1,421 @@
+"""Both CLIP adapters: every option of the libraries that is supported, by comparison; every other, by
+refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from driftlens.errors import IncompatibleModelsError
+from driftlens.models.hf_clip_vit import HfClipViT
+from driftlens.models.open_clip_vit import OpenClipViT
+from driftlens.models.recording import record_outputs
+from driftlens.models.vit_parts import activation_name, scrambled
+from tests.models.clip import chain_states, largest_difference, parameters, under_transformers_names
+
+VISION = {
+    "image_size": 16,
+    "patch_size": 4,
+    "width": 32,
+    "layers": 3,
+    "heads": 4,
+    "mlp_ratio": 2.0,
+    "output_dim": 8,
+}
+HF_VISION = {
+    "image_size": 16,
+    "patch_size": 4,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "projection_dim": 8,
+}
+
+
+def open_clip_tower(**options: Any) -> nn.Module:
+    from open_clip.transformer import VisionTransformer
+
+    return scrambled(lambda: VisionTransformer(**{**VISION, **options})).double()
+
+
+def open_clip_whole() -> nn.Module:
+    import open_clip
+
+    text = {"context_length": 8, "vocab_size": 16, "width": 16, "heads": 2, "layers": 1}
+    vision = {"image_size": 16, "patch_size": 4, "width": 32, "layers": 3, "head_width": 8}
+    return scrambled(lambda: open_clip.CLIP(8, vision, text, quick_gelu=True)).double()
+
+
+def hf_tower(name: str = "CLIPVisionModelWithProjection", **options: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.CLIPVisionConfig(**{**HF_VISION, **options})
+    return scrambled(lambda: getattr(transformers, name)(config)).double()
+
+
+def hf_whole(name: str = "CLIPModel") -> nn.Module:
+    import transformers
+
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**text, "vocab_size": 16}, vision_config=HF_VISION, projection_dim=8
+    )
+    return scrambled(lambda: getattr(transformers, name)(config)).double()
+
+
+class Nested(nn.Module):
+    """A `CLIPVisionModel` as transformers 4 and 5.0 to 5.5 lay it out."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.vision_model = inner
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        return self.vision_model(pixel_values=pixel_values)
+
+
+def pixels(height: int = 16, width: int = 16, n: int = 2) -> Tensor:
+    return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def norm(**options: Any) -> Callable[[int], nn.Module]:
+    from open_clip.transformer import LayerNorm
+
+    return partial(LayerNorm, **options)
+
+
+def quick_gelu() -> nn.Module:
+    from open_clip.transformer import QuickGELU
+
+    return QuickGELU()
+
+
+OPEN_CLIP: dict[str, Callable[[], nn.Module]] = {
+    "gelu": open_clip_tower,
+    "quick_gelu": lambda: open_clip_tower(act_layer=quick_gelu),
+    "gelu_tanh": lambda: open_clip_tower(act_layer=partial(nn.GELU, approximate="tanh")),
+    "layer_scale": lambda: open_clip_tower(ls_init_value=0.1),
+    "average_pooling_of_normalised_tokens": lambda: open_clip_tower(pool_type="avg"),
+    "average_pooling_before_the_norm": lambda: open_clip_tower(pool_type="avg", final_ln_after_pool=True),
+    "class_token_pooling_before_the_norm": lambda: open_clip_tower(final_ln_after_pool=True),
+    "no_norm_in_the_stem": lambda: open_clip_tower(no_ln_pre=True),
+    "large_eps": lambda: open_clip_tower(norm_layer=norm(eps=0.1)),
+    "norms_without_scale": lambda: open_clip_tower(norm_layer=norm(elementwise_affine=False)),
+    "fixed_positions": lambda: open_clip_tower(pos_embed_type="sin_cos_2d"),
+    "custom_block_without_options": lambda: open_clip_tower(block_type="custom"),
+    "patch_dropout": lambda: open_clip_tower(patch_dropout=0.5),
+    "tokens_returned_too": lambda: open_clip_tower(output_tokens=True),
+    "one_block": lambda: open_clip_tower(layers=1),
+    "whole_clip": open_clip_whole,
+}
+
+
+@pytest.mark.parametrize("build", OPEN_CLIP.values(), ids=OPEN_CLIP)
+def test_open_clips_options_are_computed_as_open_clip_does(build: Callable[[], nn.Module]) -> None:
+    module, inputs = build(), pixels()
+    chain = OpenClipViT().chain(module)
+    own = chain_states(chain, module, inputs)
+    assert largest_difference(own, chain.library_states(module, inputs)) < 1e-12
+    with torch.no_grad():
+        returned = getattr(module, "visual", module)(inputs)
+    feature = returned[0] if isinstance(returned, tuple) else returned
+    torch.testing.assert_close(own[-1]["hidden"], feature, rtol=0, atol=1e-12)
+
+
+def test_images_need_not_be_square() -> None:
+    module, inputs = open_clip_tower(image_size=(8, 16)), pixels(8, 16)
+    chain = OpenClipViT().chain(module)
+    own = chain_states(chain, module, inputs)
+    assert own[0]["hidden"].shape == (2, 1 + 2 * 4, 32)
+    assert largest_difference(own, chain.library_states(module, inputs)) < 1e-12
+
+
+HF: dict[str, Callable[[], nn.Module]] = {
+    "with_projection": hf_tower,
+    "gelu": lambda: hf_tower(hidden_act="gelu"),
+    "large_eps": lambda: hf_tower(layer_norm_eps=0.1),
+    "without_projection": lambda: hf_tower("CLIPVisionModel"),
+    "nested_without_projection": lambda: Nested(hf_tower("CLIPVisionModel")),
+    "whole_clip": hf_whole,
+}
+
+
+@pytest.mark.parametrize("build", HF.values(), ids=HF)
+def test_transformers_layouts_are_computed_as_transformers_does(build: Callable[[], nn.Module]) -> None:
+    module, inputs = build(), pixels()
+    chain = HfClipViT().chain(module)
+    own = chain_states(chain, module, inputs)
+    assert largest_difference(own, chain.library_states(module, inputs)) < 1e-12
+    run = getattr(module, "get_image_features", module)
+    with torch.no_grad():
+        returned = (
+            run(pixel_values=inputs, output_hidden_states=True)
+            if not isinstance(module, Nested)
+            else module(inputs)
+        )
+    feature = returned.image_embeds if "image_embeds" in returned else returned.pooler_output
+    torch.testing.assert_close(own[-1]["hidden"], feature, rtol=0, atol=1e-12)
+    for state, hidden in zip(own, returned.hidden_states or (), strict=False):
+        torch.testing.assert_close(state["hidden"], hidden, rtol=0, atol=1e-12)
+
+
+def test_one_set_of_weights_gives_one_feature_in_both_libraries() -> None:
+    ours, theirs = open_clip_tower(act_layer=quick_gelu), hf_tower()
+    theirs.load_state_dict(under_transformers_names(ours.state_dict()))
+    inputs = pixels()
+    assert (
+        largest_difference(
+            chain_states(OpenClipViT().chain(ours), ours, inputs),
+            chain_states(HfClipViT().chain(theirs), theirs, inputs),
+        )
+        < 1e-12
+    )
+
+
+def test_sites_see_what_the_librarys_modules_see() -> None:
+    module, inputs = hf_tower(), pixels()
+    chain = HfClipViT().chain(module)
+    native: dict[str, Tensor] = {}
+    names = {id(m): name for name, m in module.named_modules() if isinstance(m, nn.Linear | nn.LayerNorm)}
+    order: list[str] = []
+
+    def keep(called: nn.Module, given: tuple[Tensor, ...]) -> None:
+        native[names[id(called)]] = given[0]
+        order.append(names[id(called)])
+
+    hooks = [m.register_forward_pre_hook(keep) for m in module.modules() if id(m) in names]
+    with torch.no_grad():
+        module(inputs)
+    for hook in hooks:
+        hook.remove()
+
+    tapped: dict[str, Tensor] = {}
+    state, side = chain.start(inputs)
+    for layer in chain.layers:
+        before = {"block": f"{layer.path}.", "stem": "vision_model.", "head": ""}[layer.role]
+
+        def tap(site: str, x: Tensor) -> None:
+            known = site if site == "visual_projection" else f"{before or 'vision_model.'}{site}"  # noqa: B023
+            tapped[known] = x
+
+        state = layer.call(parameters(layer, module.state_dict()), state, side, tap)
+    assert list(tapped) == order
+    for path, x in tapped.items():
+        torch.testing.assert_close(x.reshape(native[path].shape), native[path], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "names"),
+    [
+        (OpenClipViT(), "ln_1 attn.q_proj attn.k_proj attn.v_proj attn.out_proj ln_2 mlp.c_fc mlp.c_proj"),
+        (
+            HfClipViT(),
+            "layer_norm1 self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj "
+            "layer_norm2 mlp.fc1 mlp.fc2",
+        ),
+    ],
+    ids=["open_clip", "transformers"],
+)
+def test_blocks_have_eight_sites_under_public_names(adapter: Any, names: str) -> None:
+    chain = adapter.chain(adapter.tiny())
+    for block in chain.blocks:
+        assert " ".join(site.name for site in block.sites) == names
+        assert [site.kind for site in block.sites] == [
+            "layer_norm",
+            *["linear"] * 4,
+            "layer_norm",
+            *["linear"] * 2,
+        ]
+        readers = [site.name for site in block.sites if site.input == block.sites[1].input]
+        assert readers == names.split()[1:4]
+        assert all(site.token_weights == "uniform" for site in block.sites)
+    assert [layer.is_residual for layer in chain.layers] == [False, True, True, True, False]
+
+
+def test_norms_without_scale_are_no_sites() -> None:
+    chain = OpenClipViT().chain(open_clip_tower(norm_layer=norm(elementwise_affine=False)))
+    assert {site.kind for layer in chain.layers for site in layer.sites} == {"linear"}
+
+
+def test_class_token_emphasis_is_the_published_rule() -> None:
+    chain = HfClipViT().chain(hf_tower(image_size=224, patch_size=32))  # 50 tokens, as ViT-B/32
+    state = {"hidden": torch.zeros(3, 50, 32)}
+    weights = chain.token_weights["cls_emphasis"](state, {})
+    assert weights.shape == (3, 50)
+    assert weights[:, 0].tolist() == [1, 1, 1]
+    torch.testing.assert_close(weights[:, 1:], torch.full((3, 49), 0.01))
+    assert (weights[0, 0] / weights[0].sum()).item() == pytest.approx(0.67, abs=0.005)
+    assert chain.token_weights["uniform"](state, {}).unique().tolist() == [1]
+
+
+def test_rows_that_reach_no_feature_weigh_nothing() -> None:
+    module = open_clip_tower(pool_type="avg")
+    chain = OpenClipViT().chain(module)
+    head = chain.layers[-1]
+    hidden = chain_states(chain, module, pixels())[-2]["hidden"]
+    moved = hidden.clone()
+    moved[:, 0] += 1
+    given = parameters(head, module.state_dict())
+    assert (
+        largest_difference(
+            [head.call(given, {"hidden": hidden}, {})], [head.call(given, {"hidden": moved}, {})]
+        )
+        == 0
+    )
+    rule = chain.token_weights[head.sites[0].token_weights]
+    assert rule({"hidden": hidden}, {})[0].tolist() == [0, *[1] * 16]
+
+
+# torch scripts some of its forward-mode formulas on first use, and warns that it shouldn't.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_vectorised_jacobian_products_equal_single_ones() -> None:
+    module = open_clip_tower()
+    chain = OpenClipViT().chain(module)
+    block, hidden = chain.blocks[1], chain_states(chain, module, pixels())[1]["hidden"]
+    given = parameters(block, module.state_dict())
+    directions = torch.randn(
+        3, *hidden.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+
+    def product(direction: Tensor) -> Tensor:
+        call = lambda x: block.call(given, {"hidden": x}, {})["hidden"]  # noqa: E731
+        return torch.func.jvp(call, (hidden,), (direction,))[1]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        together = torch.func.vmap(product)(directions)
+        one_by_one = torch.stack([product(direction) for direction in directions])
+    torch.testing.assert_close(together, one_by_one, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "build"),
+    [(OpenClipViT(), open_clip_tower), (HfClipViT(), hf_tower)],
+    ids=["open_clip", "transformers"],
+)
+def test_a_module_without_memory_is_taken_apart_the_same_way(
+    adapter: Any, build: Callable[[], nn.Module]
+) -> None:
+    real, empty = adapter.chain(build()), adapter.chain(build().to("meta"))
+    assert empty.settings == real.settings
+    for layer, other in zip(real.layers, empty.layers, strict=True):
+        assert (layer.path, layer.parameters, layer.sites) == (other.path, other.parameters, other.sites)
+
+
+def test_settings_name_what_shapes_do_not_show() -> None:
+    settings = OpenClipViT().chain(open_clip_tower(norm_layer=norm(eps=0.1), pool_type="avg")).settings
+    assert settings == {
+        "activation": "gelu",
+        "eps": 0.1,
+        "num_heads": 4,
+        "patch_size": [4, 4],
+        "image_size": [16, 16],
+        "pooling": "patch_mean",
+        "norm_before_pooling": True,
+    }
+
+
+def hf_other(name: str, config: str, **options: Any) -> nn.Module:
+    import transformers
+
+    small = {key: value for key, value in HF_VISION.items() if key != "projection_dim"}
+    return getattr(transformers, name)(getattr(transformers, config)(**{**small, **options})).eval()
+
+
+def resnet() -> nn.Module:
+    from open_clip.modified_resnet import ModifiedResNet
+
+    return ModifiedResNet([1, 1, 1, 1], output_dim=8, heads=4, image_size=32, width=8)
+
+
+def timm_trunk() -> nn.Module:
+    from open_clip.timm_model import TimmModel
+
+    return TimmModel("vit_tiny_patch16_224", embed_dim=8, image_size=32)
+
+
+class Cubic(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
+    "attention_pooling": (
+        OpenClipViT(),
+        lambda: open_clip_tower(attentional_pool=True),
+        "pools by attention",
+    ),
+    "no_pooling": (OpenClipViT(), lambda: open_clip_tower(pool_type="none"), "pools by 'none'"),
+    "norms_on_queries": (OpenClipViT(), lambda: open_clip_tower(qk_norm=True), "attn.ln_q.weight"),
+    "scaled_heads": (OpenClipViT(), lambda: open_clip_tower(scale_heads=True), "attn.head_scale"),
+    "norm_in_the_mlp": (OpenClipViT(), lambda: open_clip_tower(scale_fc=True), "mlp.ln.weight"),
+    "cosine_attention": (OpenClipViT(), lambda: open_clip_tower(scaled_cosine_attn=True), "attn.logit_scale"),
+    "unknown_activation": (OpenClipViT(), lambda: open_clip_tower(act_layer=Cubic), "activation Cubic()"),
+    "resnet": (OpenClipViT(), resnet, "ResNet"),
+    "timm": (OpenClipViT(), timm_trunk, "timm trunk"),
+    "transformers_given_to_open_clip": (OpenClipViT(), hf_tower, "CLIPVisionModelWithProjection is not"),
+    "open_clip_given_to_transformers": (HfClipViT(), open_clip_tower, "VisionTransformer is no CLIP"),
+    "siglip": (
+        HfClipViT(),
+        lambda: hf_other("SiglipVisionModel", "SiglipVisionConfig"),
+        "SiglipVisionModel is no CLIP",
+    ),
+    "blip": (
+        HfClipViT(),
+        lambda: hf_other("BlipVisionModel", "BlipVisionConfig"),
+        "BlipVisionModel is no CLIP",
+    ),
+    "classifier": (HfClipViT(), lambda: hf_whole("CLIPForImageClassification"), "classifier of its own"),
+    "plain_module": (HfClipViT(), lambda: nn.Linear(2, 2), "Linear is no CLIP"),
+}
+
+
+@pytest.mark.parametrize(("adapter", "build", "words"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_towers_are_refused_by_name(
+    adapter: Any, build: Callable[[], nn.Module], words: str
+) -> None:
+    module = build()
+    with pytest.raises(IncompatibleModelsError) as refusal:
+        adapter.chain(module)
+    assert words in refusal.value.message
+    assert not adapter.matches(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("quick_gelu", lambda x: x / (1 + torch.exp(-1.702 * x))),
+        ("gelu", nn.GELU()),
+        ("gelu_tanh", nn.GELU(approximate="tanh")),
+        ("relu", nn.ReLU(inplace=True)),
+        ("silu", nn.SiLU()),
+    ],
+)
+def test_activations_are_recognised_by_what_they_compute(
+    name: str, activation: Callable[[Tensor], Tensor]
+) -> None:
+    assert activation_name(activation) == name
+
+
+def test_an_activation_that_only_nearly_fits_is_none_of_ours() -> None:
+    assert activation_name(lambda x: F.gelu(x) + 1e-6) is None
+
+
+def test_outputs_are_recorded_in_the_order_asked_for() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, str]:
+            return first(x), "as transformers 4 did"
+
+    pair, x = Pair(), torch.ones(1, 2)
+    outputs = record_outputs([second, pair], lambda: second(pair(x)[0]))
+    torch.testing.assert_close(outputs, [second(first(x)).detach(), first(x).detach()])
+    assert not any(output.requires_grad for output in outputs)

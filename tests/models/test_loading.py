@@ -1,0 +1,525 @@
+"""Opening checkpoints: what is read is what was saved, and what can't be read safely is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from driftlens.errors import CheckpointError, NumericsError
+from driftlens.models.loading import (
+    StateSource,
+    check_finite,
+    content_digest,
+    module_source,
+    open_checkpoint,
+    renamed,
+)
+
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture
+def weights(generator: torch.Generator) -> Weights:
+    """Tensors of many kinds: half precision, integers, a number, an empty one."""
+    return {
+        "embed.weight": torch.randn(6, 4, generator=generator),
+        "block.half": torch.randn(3, 2, 2, generator=generator).to(torch.bfloat16),
+        "block.count": torch.tensor(7),
+        "block.mask": torch.tensor([True, False, True]),
+        "block.none": torch.zeros(0, 4, dtype=torch.float16),
+    }
+
+
+def write_safetensors(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+    save_file(weights, folder / "w.safetensors")
+    return folder / "w.safetensors"
+
+
+def write_torch(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+    torch.save(weights, folder / "w.pt")
+    return folder / "w.pt"
+
+
+def write_old_torch(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+    torch.save(weights, folder / "w.pth", _use_new_zipfile_serialization=False)
+    return folder / "w.pth"
+
+
+def write_training_checkpoint(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+    state = {
+        f"module.{key}": nn.Parameter(value) if value.is_floating_point() else value
+        for key, value in weights.items()
+    }
+    torch.save({"epoch": 3, "optimizer": {"lr": [0.1]}, "state_dict": state}, folder / "w.pt")
+    return folder / "w.pt"
+
+
+def write_model_entry(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+    torch.save({"model": weights, "step": 1}, folder / "w.pt")
+    return folder / "w.pt"
+
+
+def write_folder(name: str) -> Callable[[pathlib.Path, Weights], pathlib.Path]:
+    def write(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+        (save_file if name.endswith(".safetensors") else torch.save)(weights, folder / name)
+        (folder / "config.json").write_text("{}")
+        return folder
+
+    return write
+
+
+def write_shards(stem: str, suffix: str) -> Callable[[pathlib.Path, Weights], pathlib.Path]:
+    def write(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+        shards: dict[str, Weights] = {}
+        for position, (key, value) in enumerate(weights.items()):
+            shards.setdefault(f"{stem}-0000{position % 2 + 1}-of-00002{suffix}", {})[key] = value
+        for shard, content in shards.items():
+            (save_file if suffix == ".safetensors" else torch.save)(content, folder / shard)
+        index = {"metadata": {}, "weight_map": {key: shard for shard, part in shards.items() for key in part}}
+        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
+        return folder
+
+    return write
+
+
+FORMS = {
+    "safetensors": write_safetensors,
+    "torch": write_torch,
+    "torch_before_1_6": write_old_torch,
+    "training_checkpoint": write_training_checkpoint,
+    "under_model": write_model_entry,
+    "folder_safetensors": write_folder("model.safetensors"),
+    "folder_torch": write_folder("pytorch_model.bin"),
+    "folder_open_clip": write_folder("open_clip_model.safetensors"),
+    "folder_open_clip_torch": write_folder("open_clip_pytorch_model.bin"),
+    "shards_safetensors": write_shards("model", ".safetensors"),
+    "shards_torch": write_shards("pytorch_model", ".bin"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_read_is_what_was_saved(form: str, weights: Weights, tmp_path: pathlib.Path) -> None:
+    path = FORMS[form](tmp_path, weights)
+    source = open_checkpoint(path)
+    assert source.name.startswith(str(path))
+    assert set(source.headers) == set(weights)
+    for key, value in weights.items():
+        assert (source.headers[key].shape, source.headers[key].dtype) == (tuple(value.shape), value.dtype)
+        read = source.read(key)
+        assert read.dtype == value.dtype and torch.equal(read, value) and not read.requires_grad
+    assert torch.equal(source.read("embed.weight", (1, 4)), weights["embed.weight"][1:4])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_weights_have_the_same_digest(form: str, weights: Weights, tmp_path: pathlib.Path) -> None:
+    module = nn.Module()
+    for key, value in reversed(weights.items()):
+        module.register_buffer(key.replace(".", "_"), value)
+    names = {key: key.replace(".", "_") for key in weights}
+    live = renamed(module_source(module, "live"), names)
+    assert content_digest(open_checkpoint(FORMS[form](tmp_path, weights))) == content_digest(live)
+
+
+def changed_value(weights: Weights) -> Weights:
+    return weights | {"embed.weight": weights["embed.weight"].flip(0)}
+
+
+def changed_name(weights: Weights) -> Weights:
+    return {key.replace("embed", "embedding"): value for key, value in weights.items()}
+
+
+def changed_shape(weights: Weights) -> Weights:
+    return weights | {"embed.weight": weights["embed.weight"].reshape(4, 6)}
+
+
+def changed_dtype(weights: Weights) -> Weights:
+    return weights | {"block.half": weights["block.half"].view(torch.float16)}
+
+
+@pytest.mark.parametrize("change", [changed_value, changed_name, changed_shape, changed_dtype])
+def test_other_weights_have_another_digest(change: Callable[[Weights], Weights], weights: Weights) -> None:
+    def digest(tensors: Weights) -> str:
+        module = nn.Module()
+        for key, value in tensors.items():
+            module.register_buffer(key.replace(".", "_"), value)
+        return content_digest(module_source(module, "live"))
+
+    assert digest(change(weights)) != digest(weights)
+
+
+def test_a_digest_of_some_keys_ignores_the_rest(weights: Weights, tmp_path: pathlib.Path) -> None:
+    source = open_checkpoint(write_safetensors(tmp_path, weights))
+    keys = ["embed.weight", "block.count"]
+    before = content_digest(source, keys)
+    other = weights | {"block.mask": ~weights["block.mask"]}
+    source = open_checkpoint(write_safetensors(tmp_path, other))
+    assert content_digest(source, reversed(keys)) == before != content_digest(source)
+
+
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
+)
+def test_reading_one_tensor_maps_only_that_tensor(tmp_path: pathlib.Path) -> None:
+    """Resident memory grows by the tensor read, not by the file, and shrinks when the tensor is dropped."""
+    save_file({f"t{i}": torch.full((4 << 20,), float(i)) for i in range(8)}, tmp_path / "big.safetensors")
+    source = open_checkpoint(tmp_path / "big.safetensors")
+    start = resident_bytes()
+    total = sum(float(source.read(f"t{i}")[:: 1 << 10].sum()) for i in range(8))  # touches every page
+    assert total == sum(range(8)) * (4 << 10)
+    assert resident_bytes() - start < 40 << 20  # the file is 128 MiB, a tensor 16
+
+
+def resident_bytes() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_writing_to_what_was_read_changes_neither_file_nor_later_reads(
+    weights: Weights, tmp_path: pathlib.Path
+) -> None:
+    path = write_safetensors(tmp_path, weights)
+    before = path.read_bytes()
+    source = open_checkpoint(path)
+    source.read("embed.weight").zero_()
+    assert torch.equal(source.read("embed.weight"), weights["embed.weight"])
+    assert path.read_bytes() == before
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one(weights: Weights, tmp_path: pathlib.Path) -> None:
+    source = open_checkpoint(write_safetensors(tmp_path, weights))
+    with pytest.raises(CheckpointError, match=r"holds no tensor 'embed\.wait'\n.*'embed\.weight'"):
+        source.read("embed.wait")
+
+
+# --- what is refused
+# -------------------------------------------------------------------------------------------------
+
+
+class Harmful:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: pathlib.Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def save_pickled(content: object, path: pathlib.Path) -> None:
+    path.write_bytes(pickle.dumps(content))
+
+
+def save_old(content: object, path: pathlib.Path) -> None:
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize(
+    "save", [torch.save, save_old, save_pickled], ids=["torch_zip", "torch_old", "plain_pickle"]
+)
+def test_code_in_a_file_is_refused_and_not_run(save: Callable[..., None], tmp_path: pathlib.Path) -> None:
+    path, mark = tmp_path / "harmful.pt", tmp_path / "mark"
+    save({"weight": torch.zeros(2), "extra": Harmful(mark)}, path)
+    with pytest.raises(CheckpointError, match=r"harmful\.pt") as refusal:
+        open_checkpoint(path)
+    assert not mark.exists()
+    assert "convert it" in refusal.value.hint
+    if save is not save_pickled:
+        assert refusal.value.context["found"] == "posix.mkdir"
+
+
+class Holder(nn.Module):
+    """A model of a class that the reader does not know."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def state_dict(self, *_args: object, **_kwargs: object) -> Weights:
+        return self.weights
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [Holder, lambda weights: {"state_dict": weights, "options": pathlib.PurePosixPath("x")}],
+    ids=["model", "training_checkpoint"],
+)
+def test_the_command_in_the_hint_converts_the_file(
+    wrap: Callable[[Weights], object],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: Weights,
+) -> None:
+    torch.save(wrap(weights), tmp_path / "w.pt")
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(tmp_path / "w.pt")
+    code = refusal.value.hint.split('-c "', 1)[1].removesuffix('"')
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    converted = open_checkpoint(tmp_path / "w.safetensors")
+    assert set(converted.headers) == set(weights)
+    assert all(torch.equal(converted.read(key), value) for key, value in weights.items())
+
+
+def test_a_whole_pickled_model_is_refused_by_its_class(tmp_path: pathlib.Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match=r"holds torch\.nn\.modules\.linear\.Linear, not only tensors"):
+        open_checkpoint(tmp_path / "model.pth")
+
+
+def test_torchscript_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "model.pt"))
+    with pytest.raises(CheckpointError, match="TorchScript archive"):
+        open_checkpoint(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.ckpt", "a.pkl", "a.npz", "a.gguf", "a.onnx", "a.msgpack", "a.h5", "a.txt"]
+)
+def test_other_formats_are_refused_by_name(name: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match=f"{name} is .*weights are read from .safetensors"):
+        open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.bin"])
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.95], ids=["empty", "header_cut", "half", "tail_cut"])
+def test_a_file_cut_short_is_refused(
+    name: str, kept: float, tmp_path: pathlib.Path, weights: Weights
+) -> None:
+    path = tmp_path / name
+    (save_file if name.endswith("safetensors") else torch.save)(weights, path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * kept)])
+    with pytest.raises(CheckpointError, match="not a complete"):
+        open_checkpoint(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no file .*none\.safetensors"):
+        open_checkpoint(tmp_path / "none.safetensors")
+
+
+def test_a_file_that_vanishes_is_reported_when_it_is_read(tmp_path: pathlib.Path, weights: Weights) -> None:
+    source = open_checkpoint(write_safetensors(tmp_path, weights))
+    (tmp_path / "w.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"w\.safetensors"):
+        source.read("embed.weight")
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
+def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match="Git LFS pointer, not the weights\nRun `git lfs pull`"):
+        open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "empty state dict"),
+        ({"state_dict": {}}, "empty state dict"),
+        ([torch.zeros(2)], "holds a list"),
+        ({"a": torch.zeros(2), "b": 3}, "'b' is a int"),
+        ({"a": {"b": torch.zeros(2)}}, "'a' is a dict"),
+        ({"a": torch.eye(2).to_sparse()}, "'a' is a sparse tensor"),
+    ],
+    ids=["empty", "empty_nested", "list", "number", "nested", "sparse"],
+)
+def test_what_is_not_a_state_dict_is_refused(content: object, message: str, tmp_path: pathlib.Path) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / "w.pt")
+
+
+def test_a_safetensors_file_without_tensors_is_refused(tmp_path: pathlib.Path) -> None:
+    save_file({}, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match="holds no tensors"):
+        open_checkpoint(tmp_path / "w.safetensors")
+
+
+def test_a_folder_without_weights_says_what_is_there(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tf_model.h5").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"holds no weights; there is tf_model\.h5\nWanted is one of model"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: pathlib.Path, weights: Weights) -> None:
+    write_shards("model", ".safetensors")(tmp_path, weights)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_key_that_a_shard_lacks_is_named(tmp_path: pathlib.Path, weights: Weights) -> None:
+    write_shards("model", ".safetensors")(tmp_path, weights)
+    save_file({"other": torch.zeros(1)}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"'block\.half' is in model-00002-of-00002\.safetensors, but it is not"
+    ):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is not an index"),
+        ("[]", "is not an index"),
+        ('{"weight_map": {}}', "is not an index"),
+        ('{"weight_map": {"a": "../w.safetensors"}}', "outside its folder"),
+    ],
+    ids=["no_json", "list", "empty", "outside"],
+)
+def test_a_malformed_index_is_refused(index: str, message: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "inner").mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "w.safetensors")
+    (tmp_path / "inner" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / "inner")
+
+
+# --- the Hub
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, weights: Weights) -> pathlib.Path:
+    """A local Hub cache that holds `someone/model`."""
+    from huggingface_hub import constants
+
+    cache = tmp_path / "cache"
+    repository = cache / "models--someone--model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    save_file(weights, snapshot / "model.safetensors")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    return snapshot
+
+
+def test_a_cached_repository_is_read_offline(hub_cache: pathlib.Path, weights: Weights) -> None:
+    source = open_checkpoint("someone/model", offline=True)
+    assert source.name == str(hub_cache / "model.safetensors")
+    assert torch.equal(source.read("embed.weight"), weights["embed.weight"])
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_the_environment_can_forbid_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "embed.weight" in open_checkpoint("someone/model").headers
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_repository_that_is_not_cached_is_refused_offline() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"no file or folder 'someone/other'.*\n.*hf download someone/other"
+    ):
+        open_checkpoint("someone/other", offline=True)
+
+
+def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    weights: Weights,
+) -> None:
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+
+    def download(repository: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert (repository, local_files_only) == ("someone/model", False)
+        asked.append(allow_patterns)
+        if "*.bin" in allow_patterns:
+            torch.save(weights, tmp_path / "pytorch_model.bin")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with caplog.at_level(logging.WARNING, "driftlens"):
+        assert set(open_checkpoint("someone/model").headers) == set(weights)
+    assert "someone/model" in caplog.text
+    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
+
+
+def test_a_failed_download_names_path_and_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fail(*_args: object, **_kwargs: object) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=r"'models/base'.*no route to host"):
+        open_checkpoint("models/base")
+
+
+# --- live modules, views, finiteness
+# ---------------------------------------------------------------------------------
+
+
+def test_a_live_module_is_read_by_reference() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    source = module_source(module, "merged")
+    assert source.name == "merged" and list(source.headers) == list(module.state_dict())
+    assert source.read("0.weight").data_ptr() == module[0].weight.data_ptr()
+    assert not source.read("0.weight").requires_grad
+    assert torch.equal(source.read("0.weight", (1, 2)), module[0].weight[1:2])
+
+
+def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: pathlib.Path) -> None:
+    view = renamed(open_checkpoint(write_safetensors(tmp_path, weights)), {"tokens": "embed.weight"})
+    assert list(view.headers) == ["tokens"]
+    assert torch.equal(view.read("tokens", (0, 2)), weights["embed.weight"][:2])
+    for key in ("embed.weight", "block.half"):
+        with pytest.raises(CheckpointError, match="holds no tensor"):
+            view.read(key)
+
+
+def test_renaming_to_a_missing_key_is_refused(weights: Weights, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no tensor 'absent'"):
+        renamed(open_checkpoint(write_safetensors(tmp_path, weights)), {"a": "absent"})
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf")], ids=["nan", "inf", "minus_inf"]
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.float8_e5m2], ids=["float64", "float16", "float8"]
+)
+def test_what_is_not_finite_is_counted_and_named(value: float, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1.0, value, 2.0, value]).to(dtype)
+    with pytest.raises(
+        NumericsError, match=r"expert\.safetensors: tensor 'w' holds 2 NaN or infinite values of 4"
+    ):
+        check_finite("expert.safetensors", "w", tensor)
+    check_finite("expert.safetensors", "w", tensor[::2])
+
+
+def test_integers_are_finite() -> None:
+    check_finite("expert.safetensors", "ids", torch.tensor([1, 2]))
+
+
+def test_real_checkpoints_open_in_both_forms(real: pathlib.Path) -> None:
+    sources: list[StateSource] = [
+        open_checkpoint(real / "hf" / "base"),
+        open_checkpoint(real / "open_clip" / "base.safetensors"),
+    ]
+    patch = [
+        sources[0].read("vision_model.embeddings.patch_embedding.weight"),
+        sources[1].read("visual.conv1.weight"),
+    ]
+    torch.testing.assert_close(patch[0], patch[1].float(), rtol=1e-3, atol=1e-4)

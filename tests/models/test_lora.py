@@ -1,0 +1,228 @@
+"""LoRA adapters: what is read is what peft itself merges."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from driftlens.errors import CheckpointError
+from driftlens.models.loading import StateSource, module_source, open_checkpoint, renamed
+from driftlens.models.lora import lora_source
+from driftlens.models.sources import TensorsSource
+
+
+def clip(seed: int = 0) -> nn.Module:
+    """A tiny CLIP image tower of transformers."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    torch.manual_seed(seed)
+    return CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+        )
+    ).eval()
+
+
+def train(module: nn.Module, folder: pathlib.Path, **options: Any) -> dict[str, Tensor]:
+    """Put random adapters on `module`, save them in `folder` as peft does, and return the weights peft merges."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = get_peft_model(module, LoraConfig(**options))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter)
+        model.save_pretrained(folder)
+        return model.merge_and_unload().state_dict()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
+    "rank_stabilised": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["fc1", "out_proj"]},
+    "patterns": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "k_proj", "fc2"],
+        "rank_pattern": {"k_proj": 4, r"layers.1.*.q_proj": 1},
+        "alpha_pattern": {"layers.0.self_attn.q_proj": 7, "fc2": 1},
+    },
+}
+
+
+@pytest.fixture
+def base() -> StateSource:
+    return module_source(clip(), "base")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_merged_weights_are_those_of_peft(
+    options: dict[str, Any], base: StateSource, tmp_path: pathlib.Path
+) -> None:
+    expected = train(clip(), tmp_path, **options)
+    merged = open_checkpoint(tmp_path, base=base)
+    assert merged.headers == base.headers
+    changed = {key for key in base.headers if not torch.equal(base.read(key), expected[key])}
+    assert len(changed) == 2 * len(options["target_modules"])
+    for key in base.headers:
+        torch.testing.assert_close(
+            merged.read(key), expected[key], rtol=0, atol=0 if key not in changed else 1e-6
+        )
+
+
+def test_rows_are_rows_of_the_merged_weight(base: StateSource, tmp_path: pathlib.Path) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    merged = lora_source(base, tmp_path)
+    key = next(key for key in base.headers if key.endswith("layers.1.self_attn.q_proj.weight"))
+    torch.testing.assert_close(merged.read(key, (2, 5)), merged.read(key)[2:5], rtol=0, atol=1e-6)
+
+
+class Transposed(nn.Module):
+    """A model whose linear maps store [in, out], as GPT-2's do."""
+
+    def __init__(self) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        super().__init__()
+        self.c_attn = Conv1D(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_attn(x)
+
+
+def test_weights_stored_in_by_out_are_updated_in_that_layout(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    module = Transposed()
+    base = TensorsSource("base", {key: value.clone() for key, value in module.state_dict().items()})
+    expected = train(module, tmp_path, r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    merged = lora_source(base, tmp_path)
+    torch.testing.assert_close(merged.read("c_attn.weight"), expected["c_attn.weight"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        merged.read("c_attn.weight", (1, 3)), expected["c_attn.weight"][1:3], rtol=0, atol=1e-6
+    )
+
+
+def test_adapters_find_their_weights_with_and_without_a_wrapper(
+    base: StateSource, tmp_path: pathlib.Path
+) -> None:
+    expected = train(clip(), tmp_path, **OPTIONS["plain"])
+    key = next(key for key in base.headers if key.endswith("layers.0.self_attn.v_proj.weight"))
+    wrapped = renamed(base, {f"model.vision_model.{name}": name for name in base.headers})
+    bare = renamed(base, {name.partition(".")[2] or name: name for name in base.headers})
+    for view, name in ((wrapped, f"model.vision_model.{key}"), (bare, key.partition(".")[2])):
+        torch.testing.assert_close(lora_source(view, tmp_path).read(name), expected[key], rtol=0, atol=1e-6)
+
+
+def test_two_towers_are_told_apart_by_shape_or_refused(base: StateSource, tmp_path: pathlib.Path) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    image = {f"image.{key}": base.read(key) for key in base.headers}
+    narrow = {f"text.{key}": torch.zeros(3, 3) for key in base.headers}
+    same = {f"text.{key}": base.read(key) for key in base.headers}
+    merged = lora_source(TensorsSource("both", image | narrow), tmp_path)
+    changed = {key for key in merged.headers if not torch.equal(merged.read(key), (image | narrow)[key])}
+    assert len(changed) == 4 and all(key.startswith("image.") for key in changed)
+    with pytest.raises(CheckpointError, match="fits several weights: image.*, text"):
+        lora_source(TensorsSource("both", image | same), tmp_path)
+
+
+def test_half_precision_is_rounded_once(base: StateSource, tmp_path: pathlib.Path) -> None:
+    expected = train(clip(), tmp_path, **OPTIONS["plain"])
+    half = TensorsSource("half", {key: base.read(key).bfloat16() for key in base.headers})
+    key = next(key for key in base.headers if key.endswith("layers.0.self_attn.v_proj.weight"))
+    exact = half.read(key).float() + (expected[key] - base.read(key))
+    assert torch.equal(lora_source(half, tmp_path).read(key), exact.bfloat16())
+
+
+def edit_config(**changes: Any) -> Callable[[pathlib.Path], None]:
+    def edit(folder: pathlib.Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_weights(
+    change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+) -> Callable[[pathlib.Path], None]:
+    def edit(folder: pathlib.Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        save_file(dict(change(load_file(path))), path)
+
+    return edit
+
+
+A = "base_model.model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (edit_config(use_dora=True), "use_dora is True"),
+        (edit_config(modules_to_save=["head"]), r"modules_to_save is \['head'\]"),
+        (edit_config(bias="lora_only"), "bias is 'lora_only'"),
+        (edit_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+        (edit_config(peft_type="IA3"), "peft_type is 'IA3'"),
+    ],
+    ids=["dora", "saved_modules", "biases", "pissa", "other_method"],
+)
+def test_what_is_more_than_lora_is_refused_with_the_remedy(
+    spoil: Callable[[pathlib.Path], None], message: str, base: StateSource, tmp_path: pathlib.Path
+) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    spoil(tmp_path)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        lora_source(base, tmp_path)
+    assert "merge_and_unload" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (edit_config(r=5), "has rank 2 in the weights and 5 in adapter_config.json"),
+        (
+            edit_weights(lambda w: {k: v for k, v in w.items() if "lora_B" in k}),
+            "has only one of lora_A and lora_B",
+        ),
+        (edit_weights(lambda w: w | {"x.lora_embedding_A": torch.zeros(2)}), "'x.lora_embedding_A' is not"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").unlink(),
+            "adapter_model.safetensors is missing",
+        ),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{"),
+            "adapter_config.json can't be read",
+        ),
+    ],
+    ids=["wrong_rank", "half_missing", "embedding", "no_weights", "no_config"],
+)
+def test_a_damaged_adapter_is_refused(
+    spoil: Callable[[pathlib.Path], object], message: str, base: StateSource, tmp_path: pathlib.Path
+) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    spoil(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        lora_source(base, tmp_path)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight' \[8, 8\] fits no weight of other"):
+        lora_source(TensorsSource("other", {"layers.0.self_attn.q_proj.weight": torch.zeros(9, 8)}), tmp_path)
+
+
+def test_adapters_without_a_base_are_no_model(tmp_path: pathlib.Path) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    with pytest.raises(CheckpointError, match="holds LoRA adapters, not a whole model"):
+        open_checkpoint(tmp_path)

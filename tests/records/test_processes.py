@@ -1,0 +1,140 @@
+"""Two processes and one run: real processes, killed for real."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from driftlens.errors import RunLockedError
+from driftlens.records.listing import current_state, find_runs
+from driftlens.records.lock import Owner, RunLock, owner_of
+from driftlens.records.run import open_run
+from driftlens.records.writer import RunWriter
+
+HOLD = """
+import sys
+from driftlens.records.writer import RunWriter
+with RunWriter.create(sys.argv[1], spec_yaml="", spec_digest="", name="held"):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+HALF_A_TABLE = """
+import sys
+import pandas as pd
+from driftlens.records import tables
+from driftlens.records.writer import RunWriter
+
+def half_a_table(rows, path, **options):
+    path.write_bytes(b"PAR1 half of it")
+    print("ready", flush=True)
+    sys.stdin.read()
+
+row = {"task": "cars", "variant": "merged", "metric": "accuracy", "value": 0.5}
+with RunWriter.create(sys.argv[1], spec_yaml="", spec_digest="", name="killed") as writer:
+    writer.describe(tasks=["cars"], variants=["merged"])
+    with writer.phase("load"):
+        pass
+    with writer.phase("evaluate"):
+        writer.append("accuracy", pd.DataFrame([row]))
+        tables.pq.write_table = half_a_table
+        writer.append("accuracy", pd.DataFrame([row | {"metric": "top5"}]))
+"""
+
+
+@contextmanager
+def process(script: str, folder: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has said "ready" and waits for its input to close."""
+    command = [sys.executable, "-c", script, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        try:
+            assert running.stdout.readline() == "ready\n"
+            yield running
+        finally:
+            running.kill()
+
+
+@pytest.fixture
+def killed(tmp_path: pathlib.Path) -> tuple[pathlib.Path, int]:
+    """A run whose writer was killed in the middle of a table, and that writer's process id."""
+    with process(HALF_A_TABLE, tmp_path / "run") as writer:
+        writer.kill()
+        writer.wait()
+    return tmp_path / "run", writer.pid
+
+
+def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: pathlib.Path) -> None:
+    with process(HOLD, tmp_path / "run") as first:
+        for attempt in (
+            lambda: RunWriter.resume(tmp_path / "run"),
+            lambda: RunWriter.create(
+                tmp_path / "run", spec_yaml="", spec_digest="", name="second", force=True
+            ),
+        ):
+            with pytest.raises(RunLockedError, match=f"process {first.pid}") as caught:
+                attempt()
+            assert caught.value.exit_code == 5
+            assert caught.value.context["pid"] == first.pid
+        assert current_state(open_run(tmp_path / "run")) == "running"
+        first.communicate()
+        assert first.returncode == 0
+    RunWriter.resume(tmp_path / "run").__exit__(None, None, None)
+    run = open_run(tmp_path / "run")
+    assert run.name == "held" and list(run.manifest.notices) == []
+
+
+def test_a_killed_writer_leaves_a_readable_run(killed: tuple[pathlib.Path, int]) -> None:
+    folder, _ = killed
+    run = open_run(folder)
+    assert run.accuracy()["metric"].tolist() == ["accuracy"]
+    assert current_state(run) == "stopped"
+    assert [summary.state for summary in find_runs(folder.parent)] == ["stopped"]
+
+
+def test_a_dead_owner_is_taken_over_with_a_notice(killed: tuple[pathlib.Path, int]) -> None:
+    folder, pid = killed
+    assert list(folder.rglob(".partial-*")), "the killed writer should have left half a file behind"
+    with RunWriter.resume(folder) as writer:
+        assert writer.done("load") and not writer.done("evaluate")
+        assert list(writer.manifest.notices) == [
+            f"took over from process {pid}, which ended without releasing the run"
+        ]
+    assert not list(folder.rglob(".partial-*"))
+    assert current_state(open_run(folder)) == "done"
+    assert owner_of(folder) is None
+
+
+def test_a_process_id_used_again_is_not_the_owner() -> None:
+    this = Owner.this_process()
+    assert this.is_alive
+    earlier = Owner(this.pid, (this.process_started or 0) - 3600, this.host, this.heartbeat)
+    assert not earlier.is_alive
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "is_alive"), [("2020-01-01T00:00:00Z", False), (None, True)], ids=["silent", "just now"]
+)
+def test_on_another_machine_the_heartbeat_decides(heartbeat: str | None, is_alive: bool) -> None:
+    this = Owner.this_process()
+    there = Owner(this.pid, this.process_started, "another-machine", heartbeat or this.heartbeat)
+    assert there.is_alive is is_alive
+    assert "another-machine" in str(there)
+
+
+def test_a_note_of_a_live_process_counts_even_where_the_guard_was_removed(tmp_path: pathlib.Path) -> None:
+    with process(HOLD, tmp_path / "run") as first:
+        (tmp_path / "run/run.lock.guard").unlink()
+        with pytest.raises(RunLockedError, match=f"process {first.pid}"):
+            RunLock(tmp_path / "run").acquire()
+
+
+def test_a_damaged_note_blocks_nobody(own: pathlib.Path) -> None:
+    (own / "run.lock").write_text("{not json")
+    RunWriter.resume(own).__exit__(None, None, None)
+    assert not (own / "run.lock").exists()

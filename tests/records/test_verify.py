@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from driftlens.errors import RunError, RunLockedError
+from driftlens.records.attach import attach
+from driftlens.records.manifest import read_manifest
+from driftlens.records.verify import verify
+from driftlens.records.writer import RunWriter
+
+
+def flip_a_bit(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_any_listed_file_is_found(own: pathlib.Path) -> None:
+    names = sorted(read_manifest(own).files)
+    for name in names:
+        before = (own / name).read_bytes()
+        flip_a_bit(own / name)
+        result = verify(own)
+        assert (result.changed, result.missing, result.ok) == ((name,), (), False)
+        (own / name).write_bytes(before)
+    assert verify(own).checked == len(names) + 1
+
+
+def test_a_number_changed_in_the_manifest_is_found(own: pathlib.Path) -> None:
+    text = (own / "manifest.json").read_text(encoding="utf-8")
+    (own / "manifest.json").write_text(text.replace('"data": 0', '"data": 1'), encoding="utf-8")
+    assert verify(own).changed == ("manifest.json",)
+
+
+def test_missing_and_unlisted_files_are_told_apart(own: pathlib.Path) -> None:
+    (own / "features/cars/merged/001.npy").unlink()
+    (own / "tables/extra.csv").write_text("1")
+    result = verify(own)
+    assert (result.missing, result.unlisted) == (("features/cars/merged/001.npy",), ("tables/extra.csv",))
+    assert not result.ok
+
+
+def test_status_events_lock_and_logs_may_change(own: pathlib.Path) -> None:
+    (own / "logs").mkdir()
+    for name in ("status.json", "events.jsonl", "run.lock", "logs/worker.log"):
+        (own / name).write_text("anything")
+    result = verify(own)
+    assert result.ok and result.unlisted == ()
+
+
+def test_a_folder_without_a_manifest_can_not_be_verified(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RunError, match="is not a run"):
+        verify(tmp_path)
+
+
+def test_an_attached_file_is_listed_and_may_be_replaced(own: pathlib.Path) -> None:
+    for text in ("first", "second, longer"):
+        with attach(own, "reports/report.html") as path:
+            path.write_text(text)
+        assert (own / "reports/report.html").read_text() == text
+        assert verify(own).ok
+        assert read_manifest(own).files["reports/report.html"].bytes == len(text)
+
+
+def test_attaching_that_fails_leaves_the_old_file_and_no_lock(own: pathlib.Path) -> None:
+    with attach(own, "reports/report.html") as path:
+        path.write_text("whole")
+    with pytest.raises(ZeroDivisionError), attach(own, "reports/report.html") as path:
+        path.write_text("ha")
+        raise ZeroDivisionError
+    assert (own / "reports/report.html").read_text() == "whole"
+    assert verify(own).ok
+    with RunWriter.resume(own), pytest.raises(RunLockedError), attach(own, "reports/report.html"):
+        pass

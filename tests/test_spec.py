@@ -201,8 +201,10 @@ def shuffled(value: Any, randomness: random.Random) -> Any:
 @settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_keys_plays_no_part_in_the_digest(randomness: random.Random) -> None:
-    full = load_spec(minimal()).as_dict()
-    assert load_spec(shuffled(full, randomness)).digest() == load_spec(minimal()).digest()
+    entry = {"kind": "imagefolder", "calibration": "a", "test": "b"}
+    merge = {"method": "ties", "density": 0.2, "scaling": {"cars": 0.3, "花": 0.5}}
+    spec = load_spec(minimal(merged=None, merge=merge, data={"cars": entry, "Blumen 花": entry}))
+    assert load_spec(shuffled(spec.as_dict(), randomness)).digest() == spec.digest()
 
 
 @pytest.mark.parametrize(

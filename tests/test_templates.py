@@ -9,7 +9,7 @@ import pytest
 
 from driftlens.errors import SpecError
 from driftlens.spec import load_spec
-from driftlens.templates import template, template_names
+from driftlens.templates import template_names, template_text
 
 OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 
@@ -21,7 +21,7 @@ def test_there_is_a_template_for_every_family() -> None:
 @pytest.mark.parametrize("name", template_names())
 def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(template(name), encoding="utf-8")
+    file.write_text(template_text(name), encoding="utf-8")
     spec = load_spec(file)
     assert spec.requires_trust() == []
     assert set(spec.data.tasks) == set(spec.experts), "every task has data"
@@ -29,7 +29,7 @@ def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", template_names())
 def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Path) -> None:
-    text, count = OPTION.subn(r"\1", template(name))
+    text, count = OPTION.subn(r"\1", template_text(name))
     assert count >= 2
     file = tmp_path / "run.yaml"
     file.write_text(text, encoding="utf-8")
@@ -43,5 +43,5 @@ def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Pat
 
 def test_an_unknown_template_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(SpecError, match="there are clip-ta, flan-t5, generic, llama") as caught:
-        template("flan-t6")
+        template_text("flan-t6")
     assert "'flan-t5'" in caught.value.hint

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive samples: their positions in the set and the model's raw inputs (a tensor, or a dict of tensors)."""
+    """Consecutive samples: positions in the set, and the model's raw inputs (tensor or dict of tensors)."""
 
     start: int
     stop: int

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.engine.walk import LayerView, decompose
-from driftlens.linalg.cosine import row_cosine
+from driftlens.linalg.cosine import expert_cosine
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Pool, State, pooled
 
@@ -50,7 +50,7 @@ def drift_columns(view: LayerView, pool: Pool) -> Columns:
     columns = {
         "drift_l2": torch.linalg.vector_norm(pool_of(split.drift), dim=1),
         "expert_l2": torch.linalg.vector_norm(expert, dim=1),
-        "cos": row_cosine(merged, expert),
+        "cos": expert_cosine(merged, expert),
         "mismatch_l2": torch.linalg.vector_norm(mismatch, dim=1),
         "propagation_l2": torch.linalg.vector_norm(propagation, dim=1),
         "mixed": 2 * (mismatch * propagation).sum(dim=1),

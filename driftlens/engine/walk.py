@@ -135,8 +135,10 @@ def walk(
         waiting = carried
 
 
-def forward(pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = "") -> Iterator[tuple[int, Tensor]]:
-    """Final features of one model, batch by batch: (position of the first sample, [n, d]).
+def layer_states(
+    pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = ""
+) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
+    """One model's plain forward, layer by layer: each layer with (first sample, state, side inputs) of every batch.
 
     Layers are read one at a time while all given batches wait, so hand over as many as memory allows.
 
@@ -144,7 +146,6 @@ def forward(pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str 
         NumericsError: weights or features are NaN or infinite.
     """
     waiting: list[_Waiting] = []
-    layer = pool.chain.layers[0]
     for layer in pool.chain.layers:
         parameters = pool.parameters(model, layer)
         source = _at_start(pool, [model], batches) if layer.index == 1 else waiting
@@ -152,8 +153,19 @@ def forward(pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str 
             _Waiting(at.start, at.stop, {model: _call(layer, parameters, at, model, task, ())}, at.side)
             for at in source
         ]
-    for at in waiting:
-        yield at.start, at.states[model][layer.stream]
+        yield layer, [(at.start, at.states[model], at.side) for at in waiting]
+
+
+def forward(pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = "") -> Iterator[tuple[int, Tensor]]:
+    """Final features of one model, batch by batch: (position of the first sample, [n, d]).
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+    """
+    for layer, states in layer_states(pool, model, batches, task=task):
+        if layer.role == "head":
+            for start, state, _ in states:
+                yield start, state[layer.stream]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from driftlens.errors import ShapeError
 
 
-def row_cosine(left: Tensor, right: Tensor) -> Tensor:
+def expert_cosine(left: Tensor, right: Tensor) -> Tensor:
     """Cosine of the angle between matching rows; NaN where a row is zero, since it has no direction.
 
     Args:

@@ -2,36 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import os
+import pathlib
 
-import torch
-from torch import Tensor
+from driftlens.errors import CheckpointError
+from driftlens.models.folders import open_file, open_folder
+from driftlens.models.hub import hub_folder, is_hub_id
+from driftlens.models.lora import is_lora_folder, lora_source
+from driftlens.models.sources import (
+    StateSource,
+    TensorHeader,
+    check_finite,
+    content_digest,
+    module_source,
+    renamed,
+)
+
+__all__ = [
+    "StateSource",
+    "TensorHeader",
+    "check_finite",
+    "content_digest",
+    "lora_source",
+    "module_source",
+    "open_checkpoint",
+    "renamed",
+]
+
+_READABLE = (".safetensors", ".pt", ".pth", ".bin")
+_CONVERT = "Convert it to safetensors in the environment that made it."
+_REFUSED = {
+    ".ckpt": ("a trainer's checkpoint, which holds code", _CONVERT),
+    ".pkl": ("a pickle, which holds code", _CONVERT),
+    ".pickle": ("a pickle, which holds code", _CONVERT),
+    ".npz": ("an archive of NumPy arrays", "Save the state dict as safetensors."),
+    ".gguf": ("a quantised GGUF file", "Use the original weights that it was made from."),
+    ".onnx": ("an ONNX graph", "Use the original weights that it was exported from."),
+    ".msgpack": ("a Flax checkpoint", "Load it with `from_flax=True` in transformers 4 and save it again."),
+    ".h5": ("a Keras checkpoint", "Load it with `from_tf=True` in transformers 4 and save it again."),
+}
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """What a checkpoint says of a tensor before it is read."""
+def open_checkpoint(
+    path: str | os.PathLike[str], *, offline: bool = False, base: StateSource | None = None
+) -> StateSource:
+    """The weights at `path`, ready to be read tensor by tensor; only headers have been read.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Args:
+        path: a `.safetensors`, `.pt`, `.pth` or `.bin` file; a folder as `save_pretrained`, open_clip or the
+            Hub lay it out, in one file or in shards; where neither exists, a Hub id (`organisation/name`).
+        offline: whether the Hub may not be asked; what is in its local cache is used all the same.
+        base: the model that LoRA adapters are added to, for a folder that holds adapters only.
 
-
-class StateSource(Protocol):
-    """Named tensors that are read one at a time: a file, several shards, a live module, or a view that renames.
-
-    Attributes:
-        name: what messages call it: the path, or the variable's role for live modules.
+    Raises:
+        CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no
+            tensors; the message names the file, the hint says what to do.
     """
+    place = pathlib.Path(path).expanduser()
+    if not place.exists() and isinstance(path, str) and is_hub_id(path) and place.suffix not in _READABLE:
+        place = hub_folder(path, offline=offline)
+    if place.is_dir():
+        return _open_folder(place, base)
+    _require_readable(place)
+    return open_file(place)
 
-    name: str
 
-    @property
-    def headers(self) -> Mapping[str, TensorHeader]:
-        """Every key with shape and dtype, from headers alone."""
-        ...
+def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
+    if not is_lora_folder(folder):
+        return open_folder(folder)
+    if base is None:
+        raise CheckpointError(
+            f"{folder} holds LoRA adapters, not a whole model",
+            hint="Give it as an expert, next to the base it was trained on; or merge it into that and save.",
+            source=str(folder),
+        )
+    return lora_source(base, folder)
 
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, on the CPU, in the dtype it is stored in; `rows` reads [start, stop) of its first axis only."""
-        ...
+
+def _require_readable(path: pathlib.Path) -> None:
+    if not path.exists():
+        raise CheckpointError(
+            f"there is no file {path}",
+            hint="Check the path; relative paths in a spec start at the spec's folder.",
+            source=str(path),
+        )
+    if path.suffix.lower() in _READABLE:
+        return
+    kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", ""))
+    raise CheckpointError(
+        f"{path} is {kind}; weights are read from {', '.join(_READABLE)}",
+        hint=remedy or "Save the state dict as safetensors.",
+        source=str(path),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +74,28 @@ def analyze(
         if resolved.merge is not None:
             _merge(writer, resolved, study, models)
         run_phases(writer, study, reporter, deterministic=resolved.compute.deterministic)
+    return open_run(out)
+
+
+def analyze_study(
+    study: Study,
+    *,
+    out: PathLike,
+    force: bool = False,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """The same for a study of live modules; the run records what there is to record of them.
+
+    Raises:
+        DriftLensError: as for `analyze`.
+    """
+    described = f"# made from live modules; it can be read, not repeated\nname: {json.dumps(study.name)}\n"
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    with RunWriter.create(out, spec_yaml=described, spec_digest=digest, name=study.name, force=force) as writer:
+        reporter = Reporter(_both(writer.progress, on_progress), cancel)
+        _describe(writer, study, synthetic=False)
+        run_phases(writer, study, reporter)
     return open_run(out)
 
 
@@ -210,6 +234,41 @@ def _evaluate(writer: RunWriter, study: Study, task: str, reporter: Reporter) ->
     rows = accuracy_rows(study, task, variants, reporter)
     if rows:
         writer.append("accuracy", pd.DataFrame(rows), replace=True)
+
+
+def evaluate(
+    path: PathLike,
+    *,
+    again: bool = False,
+    device: str | None = None,
+    offline: bool = False,
+    trust: bool = False,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Measure the accuracy of every variant of a run that has not been measured yet, or of all.
+
+    Args:
+        path: the run directory.
+        again: measure anew what is there.
+        device: over the spec's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+
+    Raises:
+        DriftLensError: as for `analyze`.
+    """
+    with RunWriter.resume(path) as writer:
+        wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
+        if wanted:
+            study = reopened(path, device=device, offline=offline, trust=trust)
+            reporter = Reporter(_both(writer.progress, on_progress), cancel)
+            for task in wanted:
+                with writer.phase(f"evaluate:{task}"):
+                    _evaluate(writer, study, task, reporter)
+    return open_run(path)
 
 
 def reopened(path: PathLike, *, device: str | None = None, offline: bool = False, trust: bool = False) -> Study:

@@ -50,30 +50,46 @@ def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
         Cancelled: somebody asked to stop.
     """
     at_hand = study.tasks[task]
+    meter = _Meter(study, task, reporter)
     recorder = _Recorder(study.settings.pool, study.variants[0])
     library = _LibraryDrift.of(study, task, next(at_hand.diagnosis.batches()))
     for chunk in _chunks(study, task, at_hand.diagnosis):
         views = walk(study.pool, task, study.variants, chunk, ids=at_hand.diagnosis.ids)
         for view in views:
             if view.variant == study.variants[0]:
-                label = f"task {task}, layer {view.layer.index} of {len(study.pool.chain.layers)}"
-                reporter.step("analyze", _position(study, task, view), _total(study), label)
+                meter.step(view.layer.index, "drift")
             recorder.add(view)
             library.compare(view)
     found = _tables(study, task, at_hand, recorder, library)
     if study.settings.jacobian is not None:
         for variant in study.explained_variants:
-            _add_sensitivity(found, variant, sensitivities(study, task, variant, reporter))
+            meter.next_pass()
+            _add_sensitivity(found, variant, sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes")))
+    meter.finish()
     return found
 
 
-def _position(study: Study, task: str, view: LayerView) -> int:
-    tasks, layers = list(study.tasks), len(study.pool.chain.layers)
-    return tasks.index(task) * layers + view.layer.index - 1
+class _Meter:
+    """Progress in layers, over all tasks: one pass for drift, one per variant whose drift is explained."""
 
+    def __init__(self, study: Study, task: str, reporter: Reporter) -> None:
+        self._layers = len(study.pool.chain.layers)
+        passes = 1 + (len(study.explained_variants) if study.settings.jacobian is not None else 0)
+        self._total = len(study.tasks) * passes * self._layers
+        self._first = list(study.tasks).index(task) * passes * self._layers
+        self._last = self._first + passes * self._layers
+        self._task = task
+        self._reporter = reporter
 
-def _total(study: Study) -> int:
-    return len(study.tasks) * len(study.pool.chain.layers)
+    def step(self, layer: int, what: str) -> None:
+        label = f"task {self._task}: {what}, layer {layer} of {self._layers}"
+        self._reporter.step("analyze", self._first + layer - 1, self._total, label)
+
+    def next_pass(self) -> None:
+        self._first += self._layers
+
+    def finish(self) -> None:
+        self._reporter.step("analyze", self._last, self._total, f"task {self._task}")
 
 
 def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:

@@ -28,9 +28,11 @@ def accuracy_rows(study: Study, task: str, variants: list[str], reporter: Report
     if at_hand.test is None or at_hand.head is None or at_hand.test.labels is None:
         return []
     rows: list[dict[str, object]] = []
-    for variant in variants:
+    tasks = list(study.tasks)
+    for number, variant in enumerate(variants, start=tasks.index(task) * len(variants)):
+        reporter.step("evaluate", number, len(tasks) * len(variants), f"task {task}: {variant}")
         model = expert_of(task) if variant == "expert" else variant
-        hits = _hits(study, model, task, at_hand.test, at_hand.head, reporter)
+        hits = _hits(study, model, task, at_hand.test, at_hand.head)
         low, high = wilson_interval(hits, len(at_hand.test))
         rows.append(
             {
@@ -44,17 +46,17 @@ def accuracy_rows(study: Study, task: str, variants: list[str], reporter: Report
                 "seed": study.seed,
             }
         )
+    reporter.step("evaluate", (tasks.index(task) + 1) * len(variants), len(tasks) * len(variants), f"task {task}")
     return rows
 
 
-def _hits(study: Study, model: str, task: str, samples: SampleSet, head: Head, reporter: Reporter) -> int:
+def _hits(study: Study, model: str, task: str, samples: SampleSet, head: Head) -> int:
     assert samples.labels is not None
     wanted = class_rows(head, samples.labels)
     per_sample = waiting_bytes(study.pool, model, samples.load([0]))
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
     hits = 0
     for first in range(0, len(samples), length):
-        reporter.step("evaluate", first, len(samples), f"task {task}, {model.partition(':')[0]}")
         chunk = samples.batches(first, min(first + length, len(samples)))
         for start, features in forward(study.pool, model, chunk, task=task):
             predicted = head.scores(features).argmax(dim=1).cpu()

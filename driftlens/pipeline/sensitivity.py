@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,6 @@ from torch import Tensor
 from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
 from driftlens.engine.walk import walk
 from driftlens.pipeline.study import Study
-from driftlens.progress import Reporter
 
 BATCH = 8
 """Samples per batch: every vector carried so far is alive at once, so batches are small."""
@@ -29,8 +29,8 @@ class Sensitivity:
 
 
 @torch.no_grad()
-def sensitivities(study: Study, task: str, variant: str, reporter: Reporter) -> Sensitivity:
-    """Why one variant's features drift on the first samples of one task.
+def sensitivities(study: Study, task: str, variant: str, tick: Callable[[int], None]) -> Sensitivity:
+    """Why one variant's features drift on the first samples of one task; `tick` hears which layer is at hand.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.
@@ -42,13 +42,11 @@ def sensitivities(study: Study, task: str, variant: str, reporter: Reporter) -> 
     count = min(settings.samples, len(samples))
     followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
     swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
-    total = len(study.pool.chain.layers)
     for view in walk(study.pool, task, [variant], samples.batches(0, count), ids=samples.ids):
-        reporter.step("attribute", view.layer.index - 1, total, f"task {task}, {variant}, layer {view.layer.index}")
+        tick(view.layer.index)
         followed[view.start].add(view)
         if settings.prefix:
             swapped[view.start].add(view)
-    reporter.step("attribute", total, total, f"task {task}, {variant}")
     return _columns(list(followed.values()), list(swapped.values()), count)
 
 

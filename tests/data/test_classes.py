@@ -1,12 +1,10 @@
-"""Class names: read, compared by name, and told apart with the names that look alike."""
+"""Class names: compared by name, and differences told with the names that look alike."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from driftlens.data.classes import class_names_of, require_same_classes
+from driftlens.data.classes import require_same_classes
 from driftlens.errors import DataError
 
 
@@ -52,32 +50,3 @@ def test_a_split_that_serves_no_accuracy_may_lack_classes_but_not_add_any() -> N
     error = differing(["a", "c"], ["a", "b"], all_of_head=False)
     assert "only in data: 'c'" in error.message
     assert "only in head" not in error.message
-
-
-def test_names_come_from_a_list_or_a_file_or_are_left_to_the_data(tmp_path: Path) -> None:
-    file = tmp_path / "names.json"
-    file.write_text('["b", "花", "a"]', encoding="utf-8")
-    assert class_names_of(str(file)) == ("b", "花", "a")
-    assert class_names_of(["b", "a"]) == ("b", "a")
-    assert class_names_of(None) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        pytest.param(None, "can't be read", id="missing"),
-        pytest.param("[", "not JSON", id="cut short"),
-        pytest.param('{"0": "a"}', "expected a list", id="a mapping"),
-        pytest.param("[]", "expected a list", id="empty"),
-        pytest.param('["a", 1]', "expected a list", id="a number"),
-        pytest.param('["a", "b", "a"]', "more than once: 'a'", id="a name twice"),
-    ],
-)
-def test_a_bad_file_of_names_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
-    file = tmp_path / "names.json"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(DataError, match=message) as caught:
-        class_names_of(str(file))
-    assert str(file) in caught.value.message
-    assert caught.value.hint

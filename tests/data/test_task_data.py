@@ -167,7 +167,8 @@ def test_real_arrays_meet_a_head_in_another_order(real: Path) -> None:
 
 def test_a_source_with_some_labels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"partly_{tmp_path.name.replace('-', '_')}"
-    code = "import numpy as np\nf = lambda split: [(np.zeros((2, 2), np.uint8), label) for label in ('a', None)]\n"
+    pairs = "[(np.zeros((2, 2), np.uint8), label) for label in ('a', None)]"
+    code = f"import numpy as np\nf = lambda split: {pairs}\n"
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(DataError, match="has no label, others have"):

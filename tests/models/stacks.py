@@ -55,7 +55,11 @@ class InPlace(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         x -= 0.5
-        return super().forward(x)
+        hidden = self.stem(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        hidden *= 2
+        return self.out(self.norm(hidden))
 
 
 class Adding(Residual):
@@ -116,9 +120,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor, *, tables: tuple[Tensor, Tensor], scale: float) -> Tensor:
         normed = self.norm(x)
         cos, sin = tables
-        query = self.q(normed) * cos
-        scores = query @ (self.k(normed) * sin).mT * scale + mask
-        return x + self.o(scores.softmax(dim=-1) @ self.v(normed))
+        query, key, value = self.q(normed) * cos, self.k(normed) * sin, self.v(normed)
+        # Refuses a mask of another dtype than the features.
+        return x + self.o(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale))
 
 
 class RMSNorm(nn.Module):

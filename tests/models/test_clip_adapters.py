@@ -13,62 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.errors import IncompatibleModelsError
 from driftlens.models.hf_clip_vit import HfClipViT
 from driftlens.models.open_clip_vit import OpenClipViT
 from driftlens.models.recording import record_outputs
-from driftlens.models.vit_parts import activation_name, scrambled
+from driftlens.models.vit_parts import activation_name
 from tests.models.clip import chain_states, largest_difference, parameters, under_transformers_names
-
-VISION = {
-    "image_size": 16,
-    "patch_size": 4,
-    "width": 32,
-    "layers": 3,
-    "heads": 4,
-    "mlp_ratio": 2.0,
-    "output_dim": 8,
-}
-HF_VISION = {
-    "image_size": 16,
-    "patch_size": 4,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "projection_dim": 8,
-}
-
-
-def open_clip_tower(**options: Any) -> nn.Module:
-    from open_clip.transformer import VisionTransformer
-
-    return scrambled(lambda: VisionTransformer(**{**VISION, **options})).double()
-
-
-def open_clip_whole() -> nn.Module:
-    import open_clip
-
-    text = {"context_length": 8, "vocab_size": 16, "width": 16, "heads": 2, "layers": 1}
-    vision = {"image_size": 16, "patch_size": 4, "width": 32, "layers": 3, "head_width": 8}
-    return scrambled(lambda: open_clip.CLIP(8, vision, text, quick_gelu=True)).double()
-
-
-def hf_tower(name: str = "CLIPVisionModelWithProjection", **options: Any) -> nn.Module:
-    import transformers
-
-    config = transformers.CLIPVisionConfig(**{**HF_VISION, **options})
-    return scrambled(lambda: getattr(transformers, name)(config)).double()
-
-
-def hf_whole(name: str = "CLIPModel") -> nn.Module:
-    import transformers
-
-    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.CLIPConfig(
-        text_config={**text, "vocab_size": 16}, vision_config=HF_VISION, projection_dim=8
-    )
-    return scrambled(lambda: getattr(transformers, name)(config)).double()
+from tests.models.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole, pixels
 
 
 class Nested(nn.Module):
@@ -80,10 +30,6 @@ class Nested(nn.Module):
 
     def forward(self, pixel_values: Tensor) -> Any:
         return self.vision_model(pixel_values=pixel_values)
-
-
-def pixels(height: int = 16, width: int = 16, n: int = 2) -> Tensor:
-    return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def norm(**options: Any) -> Callable[[int], nn.Module]:
@@ -320,72 +266,6 @@ def test_settings_name_what_shapes_do_not_show() -> None:
         "pooling": "patch_mean",
         "norm_before_pooling": True,
     }
-
-
-def hf_other(name: str, config: str, **options: Any) -> nn.Module:
-    import transformers
-
-    small = {key: value for key, value in HF_VISION.items() if key != "projection_dim"}
-    return getattr(transformers, name)(getattr(transformers, config)(**{**small, **options})).eval()
-
-
-def resnet() -> nn.Module:
-    from open_clip.modified_resnet import ModifiedResNet
-
-    return ModifiedResNet([1, 1, 1, 1], output_dim=8, heads=4, image_size=32, width=8)
-
-
-def timm_trunk() -> nn.Module:
-    from open_clip.timm_model import TimmModel
-
-    return TimmModel("vit_tiny_patch16_224", embed_dim=8, image_size=32)
-
-
-class Cubic(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x**3
-
-
-REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
-    "attention_pooling": (
-        OpenClipViT(),
-        lambda: open_clip_tower(attentional_pool=True),
-        "pools by attention",
-    ),
-    "no_pooling": (OpenClipViT(), lambda: open_clip_tower(pool_type="none"), "pools by 'none'"),
-    "norms_on_queries": (OpenClipViT(), lambda: open_clip_tower(qk_norm=True), "attn.ln_q.weight"),
-    "scaled_heads": (OpenClipViT(), lambda: open_clip_tower(scale_heads=True), "attn.head_scale"),
-    "norm_in_the_mlp": (OpenClipViT(), lambda: open_clip_tower(scale_fc=True), "mlp.ln.weight"),
-    "cosine_attention": (OpenClipViT(), lambda: open_clip_tower(scaled_cosine_attn=True), "attn.logit_scale"),
-    "unknown_activation": (OpenClipViT(), lambda: open_clip_tower(act_layer=Cubic), "activation Cubic()"),
-    "resnet": (OpenClipViT(), resnet, "ResNet"),
-    "timm": (OpenClipViT(), timm_trunk, "timm trunk"),
-    "transformers_given_to_open_clip": (OpenClipViT(), hf_tower, "CLIPVisionModelWithProjection is not"),
-    "open_clip_given_to_transformers": (HfClipViT(), open_clip_tower, "VisionTransformer is no CLIP"),
-    "siglip": (
-        HfClipViT(),
-        lambda: hf_other("SiglipVisionModel", "SiglipVisionConfig"),
-        "SiglipVisionModel is no CLIP",
-    ),
-    "blip": (
-        HfClipViT(),
-        lambda: hf_other("BlipVisionModel", "BlipVisionConfig"),
-        "BlipVisionModel is no CLIP",
-    ),
-    "classifier": (HfClipViT(), lambda: hf_whole("CLIPForImageClassification"), "classifier of its own"),
-    "plain_module": (HfClipViT(), lambda: nn.Linear(2, 2), "Linear is no CLIP"),
-}
-
-
-@pytest.mark.parametrize(("adapter", "build", "words"), REFUSED.values(), ids=REFUSED)
-def test_unsupported_towers_are_refused_by_name(
-    adapter: Any, build: Callable[[], nn.Module], words: str
-) -> None:
-    module = build()
-    with pytest.raises(IncompatibleModelsError) as refusal:
-        adapter.chain(module)
-    assert words in refusal.value.message
-    assert not adapter.matches(module)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,14 @@ def with_example(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "with_example")
 
 
+@pytest.fixture(autouse=True)
+def fused_attention() -> Iterator[None]:
+    """PyTorch's fused attention is on before each test, and must be after it."""
+    assert torch.backends.mha.get_fastpath_enabled()
+    yield
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def chain_of(stack: Stack, module: nn.Module, with_example: bool = True) -> LayerChain:
     example = stack.inputs(torch.Generator().manual_seed(9), 2) if with_example else None
     return SequentialAdapter().chain(module, example)
@@ -66,7 +74,6 @@ def plain_forward(module: nn.Module, inputs: Any) -> Tensor:
 
 def snapshot(module: nn.Module) -> Iterator[object]:
     """Everything about a module that could be left changed."""
-    yield torch.backends.mha.get_fastpath_enabled()
     for name, part in module.named_modules():
         yield (
             name,

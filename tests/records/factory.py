@@ -1,7 +1,7 @@
 """A small saved run whose numbers belong together, for tests of records, reports and the app.
 
-The rows are computed from the stored features: drift is variant minus expert, and local mismatch plus propagation is
-drift. Nothing here needs torch or a model.
+The rows are computed from the stored features: drift is variant minus expert, and local mismatch plus
+propagation is drift. Nothing here needs torch or a model.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _write_task(
 ) -> None:
     for split in ("calibration", "diagnosis", "test"):
         writer.write_sample_ids(task, split, sample_ids(split))
+    rows: dict[str, list[pd.DataFrame]] = {"layers": [], "samples": [], "outputs": []}
     for layer in LAYERS:
         expert = rng.normal(size=(NUM_SAMPLES, WIDTH))
         writer.write_features(task, "expert", layer.index, expert)
@@ -74,14 +75,16 @@ def _write_task(
             drift = rng.normal(size=expert.shape) * 0.2 * layer.index / scale
             mismatch = drift if layer.role == "stem" else 0.4 * drift + 0.05 * rng.normal(size=drift.shape)
             key = {"task": task, "variant": variant, "layer": layer.index}
-            writer.append("samples", _sample_rows(key, expert, drift, mismatch, has_labels))
-            writer.append("layers", _layer_row(key, layer, expert, drift, mismatch, has_labels))
+            rows["samples"].append(_sample_rows(key, expert, drift, mismatch, has_labels))
+            rows["layers"].append(_layer_row(key, layer, expert, drift, mismatch, has_labels))
             writer.write_features(task, variant, layer.index, expert + drift)
-    writer.append("params", _params_rows(task, variants, rng))
+    rows["params"] = [_params_rows(task, variants, rng)]
     if has_labels:
-        writer.append("accuracy", _accuracy_rows(task, ("expert", *variants)))
-        for variant in variants:
-            writer.append("outputs", _output_rows(task, variant, rng))
+        rows["accuracy"] = [_accuracy_rows(task, ("expert", *variants))]
+        rows["outputs"] = [_output_rows(task, variant, rng) for variant in variants]
+    for table, frames in rows.items():
+        if frames:
+            writer.append(table, pd.concat(frames, ignore_index=True))
 
 
 def _layer_row(

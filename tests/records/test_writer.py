@@ -111,7 +111,8 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
         monkeypatch.setattr("driftlens.records.writer.write_status", full)
         monkeypatch.setattr("driftlens.records.contents.write_manifest", full)
         raise NumericsError("NaN in layer 3")
-    RunWriter.resume(tmp_path / "r")._lock.release()
+    monkeypatch.undo()
+    RunWriter.resume(tmp_path / "r").__exit__(None, None, None)
 
 
 def test_a_finished_phase_is_not_done_again(tmp_path: pathlib.Path) -> None:
@@ -267,9 +268,7 @@ def test_resuming_with_other_versions_is_noticed(own: pathlib.Path) -> None:
     record["versions"]["numpy"] = "1.0"
     (own / "manifest.json").write_text(json.dumps(record), encoding="utf-8")
     RunWriter.resume(own).__exit__(None, None, None)
-    assert [notice for notice in read_manifest(own).notices] == [
-        f"resumed with numpy {np.__version__} (before: 1.0)"
-    ]
+    assert list(read_manifest(own).notices) == [f"resumed with numpy {np.__version__} (before: 1.0)"]
 
 
 def test_resuming_what_is_no_run_leaves_no_trace(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,75 @@
+"""Entry point: run a command, turn errors into two lines and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+
+import click
+import typer
+
+from driftlens.cli import looking, running
+from driftlens.cli.app import app, manner
+from driftlens.errors import Cancelled, DriftLensError
+
+_GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
+_MODULES = (running, looking)
+"""Imported for their commands."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command line and exit with its code (see `driftlens.errors` for the codes)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # Flags that concern the whole program are understood behind the command too.
+    flags = [part for part in given if part in _GLOBAL_FLAGS]
+    rest = [part for part in given if part not in _GLOBAL_FLAGS]
+    if not os.environ.get("PYTHONWARNINGS"):
+        warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
+    sys.exit(_code(flags + rest))
+
+
+def _code(arguments: list[str]) -> int:
+    try:
+        result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as leaving:
+        return leaving.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return _report("cancelled", "", Cancelled.exit_code)
+    except DriftLensError as error:
+        return _report(error.message, error.hint, error.exit_code)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return _report(f"the disk is full: {error}", "Free some space; finished phases are kept.", 4)
+        if isinstance(error, BrokenPipeError):
+            return _silent_pipe()
+        return _unexpected(error)
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _report(message: str, hint: str, code: int) -> int:
+    typer.secho(f"error: {message}" if code != Cancelled.exit_code else message, err=True, fg=typer.colors.RED)
+    if hint:
+        typer.echo(f"hint: {hint}", err=True)
+    if manner.debug:
+        traceback.print_exc()
+    return code
+
+
+def _unexpected(error: Exception) -> int:
+    hint = "This is a defect of DriftLens. Run it again with --debug and report the traceback."
+    return _report(f"{type(error).__name__}: {error}", hint, 1)
+
+
+def _silent_pipe() -> int:
+    # Whoever read our output has left; flushing at exit would raise again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,199 @@
+"""Commands that compute: demo, init, validate, analyze, merge, evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from driftlens.cli.app import (
+    Device,
+    JsonFlag,
+    Offline,
+    Overrides,
+    ProgressMode,
+    Trust,
+    app,
+    cancelling,
+    chosen_progress,
+    note,
+    say,
+    say_json,
+)
+from driftlens.cli.looking import show_run
+
+SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of the embedded suite.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
+    device: Device = None,
+    progress: ProgressMode = "auto",
+) -> None:
+    """Run everything on an embedded suite: a small CLIP and eight experts, trained here, without network.
+
+    The first time takes about four minutes (the models are trained and cached), later about one.
+    """
+    from driftlens_reports.page import write_page
+
+    from driftlens.pipeline.analyze import analyze
+    from driftlens.progress import Reporter
+    from driftlens.progress_sinks import sink_for
+    from driftlens.records.room import refuse_occupied
+    from driftlens.suites.embedded import embedded_suite
+
+    refuse_occupied(out, force=force)
+    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
+        suite = embedded_suite(seed=seed, reporter=Reporter(sink, cancel))
+        run = analyze(
+            suite.spec(),
+            out=out,
+            force=force,
+            device=device,
+            synthetic=True,
+            on_progress=sink,
+            cancel=cancel,
+        )
+    write_page(run, out / "reports" / "report.html")
+    show_run(run)
+    say(f"\nReport: {out / 'reports' / 'report.html'}")
+
+
+@app.command()
+def init(
+    out: Annotated[Path, typer.Option(help="Where to write; `-` is stdout.")] = Path("run.yaml"),
+    template: Annotated[str, typer.Option(help="generic, clip-ta, flan-t5 or llama.")] = "generic",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    """Write a commented run spec to start from."""
+    from driftlens.errors import SpecError
+    from driftlens.files import write_text_atomic
+    from driftlens.templates import template_text
+
+    text = template_text(template)
+    if str(out) == "-":
+        say(text.rstrip("\n"))
+        return
+    if out.exists() and not force:
+        raise SpecError(f"{out} exists already", hint="Choose another --out, or overwrite it with --force.")
+    write_text_atomic(out, text)
+    say(f"wrote {out}; edit it, then: driftlens validate {out}")
+
+
+@app.command()
+def validate(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also score every expert on its own data.")] = False,
+    device: Device = None,
+    offline: Offline = False,
+    trust: Trust = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
+    from driftlens.pipeline.preflight import preflight
+    from driftlens.spec import load_spec
+
+    found = preflight(load_spec(spec, overrides or ()), deep=deep, device=device, offline=offline, trust=trust)
+    say_json(found.as_dict()) if as_json else say(found.text())
+    if found.problems:
+        raise typer.Exit(4)
+
+
+@app.command()
+def analyze(
+    spec: SpecFile,
+    out: Annotated[Path | None, typer.Option(help="The run directory; runs/<name> if left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Over data.defaults.seed.")] = None,
+    overrides: Overrides = None,
+    device: Device = None,
+    offline: Offline = False,
+    trust: Trust = False,
+    progress: ProgressMode = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure the drift of every variant in a spec and write a run directory."""
+    from driftlens.pipeline.analyze import analyze as run_analysis
+    from driftlens.progress_sinks import sink_for
+    from driftlens.spec import load_spec
+
+    seeds = [] if seed is None else [f"data.defaults.seed={seed}"]
+    resolved = load_spec(spec, [*(overrides or ()), *seeds])
+    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
+        run = run_analysis(
+            resolved,
+            out=out if out is not None else Path("runs") / resolved.name,
+            resume=resume,
+            force=force,
+            device=device,
+            offline=offline,
+            trust=trust,
+            on_progress=sink,
+            cancel=cancel,
+        )
+    for text in (*run.manifest.warnings, *run.manifest.notices):
+        note(f"notice: {text}")
+    show_run(run, as_json=as_json)
+
+
+@app.command()
+def merge(
+    spec: SpecFile,
+    method: Annotated[str, typer.Option(help="A registered merge method: average, task_arithmetic.")],
+    out: Annotated[Path, typer.Option(help="A .safetensors file, or a folder the original library loads.")],
+    parameters: Annotated[
+        list[str] | None, typer.Option("--set", metavar="name=value", help="A parameter of the method; repeatable.")
+    ] = None,
+    offline: Offline = False,
+) -> None:
+    """Merge the experts of a spec and save the result in the format of the base."""
+    from driftlens.pipeline.merging import save_merge
+    from driftlens.pipeline.opening import open_models, open_pool
+    from driftlens.spec import load_spec
+    from driftlens.spec.yaml_text import from_yaml
+
+    given = dict(_assignment(text) for text in parameters or ())
+    models = open_models(load_spec(spec), offline=offline)
+    open_pool(load_spec(spec), models, device="cpu")  # compares keys and shapes
+    save_merge(models, method, {name: from_yaml(value, f"--set {name}") for name, value in given.items()}, out)
+    say(f"wrote {out}")
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    from driftlens.errors import SpecError
+
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise SpecError(f"--set {text}: expected name=value", hint="For example --set scaling=0.4.")
+    return name, value
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what is there already.")] = False,
+    device: Device = None,
+    offline: Offline = False,
+    trust: Trust = False,
+    progress: ProgressMode = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Accuracy of every variant on the test split, with Wilson intervals."""
+    from driftlens_reports.summary import accuracy_text
+
+    from driftlens.pipeline.analyze import evaluate as run_evaluation
+    from driftlens.progress_sinks import sink_for
+    from driftlens.records.rows import plain_rows
+
+    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
+        found = run_evaluation(
+            run, again=again, device=device, offline=offline, trust=trust, on_progress=sink, cancel=cancel
+        )
+    say_json(plain_rows(found.accuracy())) if as_json else say(accuracy_text(found))

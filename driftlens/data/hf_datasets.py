@@ -1,0 +1,140 @@
+"""Data sets in the Hugging Face `datasets` format, from disk or from the Hub."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from driftlens.data.pictures import as_picture
+from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.errors import DataError
+
+if TYPE_CHECKING:
+    from driftlens.spec import HfData
+
+log = logging.getLogger(__name__)
+
+
+@data_sources.register("hf")
+def open_hf(entry: HfData, split: Split, access: Access) -> ImageView:
+    """The rows of one split; ids are row numbers, class names those of the label column's ClassLabel.
+
+    Raises:
+        DataError: `datasets` is not installed, no such data set, split or column, a column of another kind, a
+            row without a label, or a Hub id while offline.
+    """
+    rows = _split(_load(entry, access), getattr(entry, split), entry.path)
+    where = f"{entry.path}, split {getattr(entry, split)}"
+    _check_image_column(rows, entry.image, where)
+    names, class_names = _labels(rows, entry.label, where) if entry.label else (None, None)
+    images = rows.select_columns([entry.image])
+    if not len(rows):
+        raise DataError(f"{where}: no rows", hint="Choose another split.")
+    return ImageView(
+        origin=f"{entry.path}[{entry.config or ''}]:{getattr(entry, split)}",
+        ids=tuple(str(row) for row in range(len(rows))),
+        class_names=class_names,
+        label=lambda position: names[position] if names else None,
+        image=lambda position: as_picture(images[position][entry.image], f"{where}, row {position}"),
+    )
+
+
+def _load(entry: HfData, access: Access) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            "data sets of kind hf need the package `datasets`", hint="pip install driftlens[data]"
+        ) from error
+    if Path(entry.path).is_dir():
+        return _from_disk(datasets, entry.path)
+    if access.offline:
+        raise DataError(
+            f"{entry.path}: no such folder, and nothing is downloaded while offline",
+            hint="Save the data set with save_to_disk on a machine with a network and name the folder.",
+        )
+    log.info("loading the data set %s from the Hugging Face Hub", entry.path)
+    try:
+        return datasets.load_dataset(entry.path, entry.config)
+    except Exception as error:  # the library's own errors have no common root
+        raise DataError(
+            f"{entry.path}: the data set can't be loaded: {error}",
+            hint="Check the id and `config`, or name a folder written by save_to_disk.",
+        ) from error
+
+
+def _from_disk(datasets: Any, path: str) -> Any:
+    try:
+        loaded = datasets.load_from_disk(path)
+    except Exception as error:
+        raise DataError(
+            f"{path}: not a folder written by save_to_disk: {error}",
+            hint="Write it with DatasetDict.save_to_disk.",
+        ) from error
+    if not isinstance(loaded, datasets.DatasetDict):
+        raise DataError(
+            f"{path}: holds one data set without splits",
+            hint="Save one entry per split: DatasetDict(train=..., test=...).save_to_disk(path).",
+        )
+    return loaded
+
+
+def _split(loaded: Any, name: str, path: str) -> Any:
+    if name not in loaded:
+        raise DataError(
+            f"{path}: no split {name!r}; there are {', '.join(loaded)}", hint=_near(name, list(loaded))
+        )
+    return loaded[name]
+
+
+def _check_image_column(rows: Any, column: str, where: str) -> None:
+    from datasets import Image
+
+    _require_column(rows, column, "image", where)
+    if not isinstance(rows.features[column], Image):
+        images = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
+        found = f"image columns are {', '.join(images)}" if images else "there is no image column"
+        raise DataError(
+            f"{where}: the column {column!r} holds no images; {found}",
+            hint="Name it as `image: COLUMN`, or cast the column: cast_column(name, datasets.Image()).",
+        )
+
+
+def _labels(rows: Any, column: str, where: str) -> tuple[list[str], tuple[str, ...]]:
+    """Class name per row, and all class names."""
+    from datasets import ClassLabel
+
+    _require_column(rows, column, "label", where)
+    values = list(rows[column])
+    feature = rows.features[column]
+    known = tuple(feature.names) if isinstance(feature, ClassLabel) else None
+    for row, value in enumerate(values):
+        if value is None or (known is not None and not 0 <= value < len(known)):
+            raise DataError(
+                f"{where}: row {row} has no label in the column {column!r} ({value})",
+                hint="Filter such rows out, or set `label: null` for a split without labels.",
+            )
+        if not isinstance(value, int | str):
+            raise DataError(
+                f"{where}: the column {column!r} holds {type(value).__name__}, expected class labels or text",
+                hint="Name the column of class labels as `label: COLUMN`.",
+            )
+    if known is not None:
+        return [known[value] for value in values], known
+    return [str(value) for value in values], tuple(str(value) for value in sorted(set(values)))
+
+
+def _require_column(rows: Any, column: str, key: str, where: str) -> None:
+    if column not in rows.column_names:
+        raise DataError(
+            f"{where}: no column {column!r}; there are {', '.join(rows.column_names)}",
+            hint=f"{_near(column, rows.column_names)} Name it as `{key}: COLUMN`.".lstrip(),
+        )
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,114 @@
+"""Folders of images: one sub-folder per class, or images alone without labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driftlens.data.pictures import Picture
+from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.errors import DataError
+
+if TYPE_CHECKING:
+    from driftlens.spec import ImageFolderData
+
+SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
+"""Endings of image files, in either case; the list of torchvision's ImageFolder."""
+
+
+@data_sources.register("imagefolder")
+def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> ImageView:
+    """The images below a split's folder, sorted by class and path; ids are paths relative to that folder.
+
+    As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden
+    files and folders are skipped. Images without class folders make an unlabelled split.
+
+    Raises:
+        DataError: no such folder, no images, a class without images, or images beside class folders.
+    """
+    folder = Path(getattr(entry, split))
+    classes, loose = _listing(folder)
+    if classes and loose:
+        raise DataError(
+            f"{folder}: holds images ({loose[0]}) beside class folders ({classes[0]})",
+            hint="Move the images into class folders, or the folders elsewhere.",
+        )
+    if not classes and not loose:
+        raise DataError(f"{folder}: no images", hint=f"Images end in {', '.join(sorted(SUFFIXES))}.")
+    paths = [(name, path) for name in classes for path in _images_of_class(folder, name)]
+    paths = paths or [("", name) for name in loose]
+    ids = tuple(path for _, path in paths)
+    return ImageView(
+        origin=str(folder.resolve()),
+        ids=ids,
+        class_names=tuple(classes) or None,
+        label=lambda position: paths[position][0] or None,
+        image=lambda position: read_image(folder / ids[position]),
+    )
+
+
+def _listing(folder: Path) -> tuple[list[str], list[str]]:
+    """Names of the class folders and of the images directly in `folder`, each sorted."""
+    try:
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the image folder can't be listed: {error.strerror}",
+            hint="Relative paths are resolved against the spec file's folder.",
+        ) from error
+    _check_names(entry.name for entry in entries)
+    classes = sorted(entry.name for entry in entries if entry.is_dir())
+    images = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name))
+    return classes, images
+
+
+def _images_of_class(folder: Path, name: str) -> list[str]:
+    found = sorted(_walk(folder / name))
+    if not found:
+        raise DataError(
+            f"{folder / name}: the class folder holds no images",
+            hint=f"Add images of {name!r}, or remove the folder if it is no class.",
+        )
+    return ["/".join((name, *parts)) for parts in found]
+
+
+def _walk(top: Path) -> Iterator[tuple[str, ...]]:
+    """Path of every image below `top`, in parts, so that sorting doesn't depend on the separator."""
+    for current, folders, files in os.walk(top, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        images = [name for name in files if _is_image(name)]
+        _check_names([*folders, *images])
+        parts = Path(current).relative_to(top).parts
+        yield from ((*parts, name) for name in images)
+
+
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DataError(f"the file name {name!r} is not valid UTF-8", hint="Rename the file.") from None
+
+
+def read_image(path: Path) -> Picture:
+    """The image in `path`, in RGB, fully decoded.
+
+    Raises:
+        DataError: missing, truncated, not an image, or suspiciously large.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{path}: the image can't be read: {error}",
+            hint="Replace the file, or remove it from the folder.",
+        ) from error

@@ -1,0 +1,77 @@
+"""Text tasks: one JSON object per line, with an input and a target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driftlens.data.sources import Access, Split, TextView, data_sources
+from driftlens.errors import DataError
+
+if TYPE_CHECKING:
+    from driftlens.spec import JsonlData
+
+
+@data_sources.register("jsonl")
+def open_jsonl(entry: JsonlData, split: Split, access: Access) -> TextView:
+    """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped.
+
+    Raises:
+        DataError: the file can't be read, a line is no JSON object, or lacks one of the two texts.
+    """
+    file = Path(getattr(entry, split))
+    rows = [
+        (str(number), _row(line, entry, f"{file}, line {number}"))
+        for number, line in enumerate(_lines(file), start=1)
+        if line.strip()
+    ]
+    if not rows:
+        raise DataError(
+            f"{file}: no rows", hint='Write one JSON object per line, such as {"input": ..., "target": ...}.'
+        )
+    return TextView(
+        origin=str(file.resolve()),
+        ids=tuple(number for number, _ in rows),
+        class_names=None,
+        label=lambda position: None,
+        text=lambda position: rows[position][1],
+    )
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        # Only \n ends a line: other separators may stand unescaped inside a JSON string.
+        return file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text ({error.reason})", hint="Save the file as UTF-8.") from error
+    except OSError as error:
+        raise DataError(
+            f"{file}: can't be read: {error.strerror}",
+            hint="Relative paths are resolved against the spec file's folder.",
+        ) from error
+
+
+def _row(line: str, entry: JsonlData, where: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error.msg}", hint="Write one JSON object per line.") from error
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: a {type(row).__name__}, expected an object",
+            hint='Write {"input": ..., "target": ...}.',
+        )
+    return _text(row, entry.input, "input", where), _text(row, entry.target, "target", where)
+
+
+def _text(row: dict[str, object], key: str, role: str, where: str) -> str:
+    value = row.get(key)
+    if isinstance(value, str):
+        return value
+    found = (
+        f"{key!r} is {value!r}, expected text"
+        if key in row
+        else f"no key {key!r}; there are {', '.join(row)}"
+    )
+    raise DataError(f"{where}: {found}", hint=f"Name the key that holds it as `{role}: KEY`.")

@@ -1,0 +1,186 @@
+"""Images and labels as arrays of an `.npz` file."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from driftlens.data.pictures import check_pixels
+from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.errors import DataError
+
+if TYPE_CHECKING:
+    from driftlens.spec import NpzArrays, NpzData
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@data_sources.register("npz")
+def open_npz(entry: NpzData, split: Split, access: Access) -> ImageView:
+    """The images of one split; array `x_train` gives the ids `train/0`, `train/1` and so on.
+
+    Pixels are read from the file when the first image is asked for. Labels are class names, or numbers that
+    index the array `class_names`; without that array the numbers themselves are the names.
+
+    Raises:
+        DataError: a missing or damaged file, a missing array, pixels that are not bytes, labels out of range.
+    """
+    file, images, labels = _arrays(entry, split)
+    shape, dtype = file.header(images)
+    where = f"{file.path}, array {images}"
+    if len(shape) < 3 or shape[0] == 0:
+        raise DataError(
+            f"{where}: shape {list(shape)}, expected [n, h, w, 3] or [n, h, w]", hint="One image per row."
+        )
+    check_pixels(shape[1:], dtype, where)
+    names, class_names = _labels(file, labels, shape[0]) if labels else (None, None)
+    prefix = images.removeprefix("x_")
+    pixels = _Pixels(file, images)
+    return ImageView(
+        origin=f"{file.path.resolve()}[{images}]",
+        ids=tuple(f"{prefix}/{row}" for row in range(shape[0])),
+        class_names=class_names,
+        label=lambda position: names[position] if names else None,
+        image=lambda position: pixels.array[position],
+    )
+
+
+def _arrays(entry: NpzData, split: Split) -> tuple[_File, str, str | None]:
+    """The file of a split and the names of its image and label arrays (None: unlabelled)."""
+    arrays: NpzArrays | None = getattr(entry, split)
+    path = (arrays and arrays.file) or entry.file
+    assert path is not None  # the spec refuses entries without a file
+    file = _File(Path(path))
+    if arrays is not None:
+        return file, arrays.x, arrays.y
+    part = "train" if split == "calibration" else "test"
+    return file, f"x_{part}", f"y_{part}" if f"y_{part}" in file.keys else None
+
+
+def _labels(file: _File, key: str, count: int) -> tuple[list[str], tuple[str, ...]]:
+    """Class name per sample, and all class names."""
+    labels = file.read(key)
+    where = f"{file.path}, array {key}"
+    if labels.shape != (count,):
+        raise DataError(
+            f"{where}: shape {list(labels.shape)} for {count} images", hint="One label per image: shape [n]."
+        )
+    listed = _class_names(file)
+    if labels.dtype.kind in "US":
+        names = _texts(labels, where)
+        return names, listed or tuple(sorted(set(names)))
+    if labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{where}: labels are {labels.dtype}, expected whole numbers or text", hint="Cast the labels."
+        )
+    if listed is None:
+        return [str(label) for label in labels], tuple(str(label) for label in np.unique(labels))
+    outside = np.flatnonzero((labels < 0) | (labels >= len(listed)))
+    if len(outside):
+        row = int(outside[0])
+        raise DataError(
+            f"{where}: label {labels[row]} of sample {row} is outside 0 to {len(listed) - 1}",
+            hint=f"class_names has {len(listed)} names; labels count from 0.",
+        )
+    return [listed[label] for label in labels], listed
+
+
+def _class_names(file: _File) -> tuple[str, ...] | None:
+    if "class_names" not in file.keys:
+        return None
+    names = file.read("class_names")
+    where = f"{file.path}, array class_names"
+    if names.ndim != 1 or names.dtype.kind not in "US" or not len(names):
+        raise DataError(f"{where}: expected a list of text", hint="Store it as numpy.array(list_of_names).")
+    texts = tuple(_texts(names, where))
+    if len(set(texts)) < len(texts):
+        raise DataError(f"{where}: a name occurs more than once", hint="Each class needs a name of its own.")
+    return texts
+
+
+def _texts(array: Array, where: str) -> list[str]:
+    try:
+        return [str(text) for text in (np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array)]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text", hint="Store names as text, not as bytes.") from error
+
+
+@dataclass(frozen=True)
+class _File:
+    """An `.npz` file, of which only what is asked for is read."""
+
+    path: Path
+
+    @cached_property
+    def keys(self) -> list[str]:
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                return [name.removesuffix(".npy") for name in archive.namelist()]
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: can't be read: {error.strerror}",
+                hint="Relative paths are resolved against the spec file's folder.",
+            ) from error
+        except zipfile.BadZipFile as error:
+            raise DataError(
+                f"{self.path}: not an .npz file, or cut short: {error}",
+                hint="Write it anew with numpy.savez.",
+            ) from error
+
+    def header(self, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and dtype of an array, without its contents."""
+        self._require(key)
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(f"{key}.npy") as stream:
+                version = np.lib.format.read_magic(stream)
+                read = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
+                shape, _, dtype = read(stream)
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise self._damaged(key, error) from error
+        return shape, dtype
+
+    def read(self, key: str) -> Array:
+        """An array with its contents."""
+        self._require(key)
+        try:
+            with np.load(self.path, allow_pickle=False) as archive:
+                return np.asarray(archive[key])
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise self._damaged(key, error) from error
+
+    def _require(self, key: str) -> None:
+        if key in self.keys:
+            return
+        raise DataError(
+            f"{self.path}: no array {key}; there are {', '.join(self.keys)}",
+            hint="Name the arrays in the spec: `calibration: {x: KEY, y: KEY}`, and likewise for test.",
+        )
+
+    def _damaged(self, key: str, error: Exception) -> DataError:
+        if "allow_pickle" in str(error):
+            hint = "Object arrays are pickles and never read; store text as numpy.array(list_of_names)."
+        else:
+            hint = "Write the file anew with numpy.savez."
+        return DataError(f"{self.path}, array {key}: can't be read: {error}", hint=hint)
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """One array of images, read on first use and kept."""
+
+    file: _File
+    key: str
+
+    @cached_property
+    def array(self) -> Array:
+        return self.file.read(self.key)

@@ -1,0 +1,122 @@
+"""A function of the user's that yields images; it runs only when the user says that the code is trusted."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from typing import TYPE_CHECKING, Any
+
+from driftlens.data.pictures import as_picture
+from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.errors import DataError, DriftLensError, SpecError
+
+if TYPE_CHECKING:
+    from driftlens.spec import PythonData
+
+
+@data_sources.register("python")
+def open_python(entry: PythonData, split: Split, access: Access) -> ImageView:
+    """What `package.module:function` returns for a split: (image, label) pairs, with a length and an index.
+
+    Images are PIL images or uint8 arrays. Labels are class names, numbers that index the attribute
+    `class_names` of what was returned, or None. Ids are positions.
+
+    Raises:
+        SpecError: the code is not trusted, or there is no such function.
+        DataError: the function fails, or returns something else.
+    """
+    if not access.trust:
+        raise SpecError(
+            f"the data source {entry.target} is Python code, which runs only when it is trusted",
+            hint="If you trust it, repeat the command with --trust-code.",
+        )
+    where = f"{entry.target}({split!r})"
+    items = _called(_function(entry.target), split, where)
+    names = _class_names(items, where)
+    return ImageView(
+        origin=where,
+        ids=tuple(str(position) for position in range(_length(items, where))),
+        class_names=names,
+        label=lambda position: _label(_item(items, position, where)[1], names, f"{where}[{position}]"),
+        image=lambda position: as_picture(_item(items, position, where)[0], f"{where}[{position}]"),
+    )
+
+
+def _function(target: str) -> Any:
+    module, _, name = target.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise SpecError(
+            f"{target}: the module can't be imported: {error}",
+            hint="Install it, or add its folder to PYTHONPATH.",
+        ) from error
+    if not callable(function):
+        raise SpecError(
+            f"{target}: {module} has no function {name}", hint="The form is package.module:function."
+        )
+    return function
+
+
+def _called(function: Any, split: Split, where: str) -> Any:
+    try:
+        return function(split)
+    except DriftLensError:
+        raise
+    except Exception as error:
+        raise DataError(f"{where} failed: {error!r}", hint="The traceback is shown with --debug.") from error
+
+
+def _length(items: Any, where: str) -> int:
+    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise DataError(
+            f"{where} returned {type(items).__name__}, expected something with a length and an index",
+            hint="Return a list of (image, label) pairs, or a map-style data set.",
+        )
+    if not len(items):
+        raise DataError(f"{where} returned no samples", hint="Return at least one (image, label) pair.")
+    return len(items)
+
+
+def _class_names(items: Any, where: str) -> tuple[str, ...] | None:
+    names = getattr(items, "class_names", None)
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{where}: class_names is {names!r}", hint="Make it a list of text.")
+    return tuple(names)
+
+
+def _item(items: Any, position: int, where: str) -> tuple[Any, Any]:
+    try:
+        item = items[position]
+    except DriftLensError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{where}[{position}] failed: {error!r}", hint="The traceback is shown with --debug."
+        ) from error
+    if not isinstance(item, tuple) or len(item) != 2:
+        raise DataError(
+            f"{where}[{position}] is {type(item).__name__}, expected a pair (image, label)",
+            hint="Without labels, return (image, None).",
+        )
+    return item
+
+
+def _label(label: Any, names: tuple[str, ...] | None, where: str) -> str | None:
+    if label is None or isinstance(label, str):
+        return label
+    if not hasattr(label, "__index__") or isinstance(label, bool):
+        raise DataError(
+            f"{where}: the label {label!r} is neither text nor a whole number", hint="Return class names."
+        )
+    number = operator.index(label)
+    if names is None:
+        return str(number)
+    if not 0 <= number < len(names):
+        raise DataError(
+            f"{where}: label {number} is outside 0 to {len(names) - 1}",
+            hint="Labels index class_names, from 0.",
+        )
+    return names[number]

@@ -1,0 +1,159 @@
+"""Files that are either whole or absent: everything DriftLens writes goes through here.
+
+A file is written under its own name inside a scratch folder `.partial-*` next to its place, and moved there
+once complete and flushed. The scratch folder disappears with whatever stopped the writing, Ctrl-C included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+from driftlens.errors import RunError
+
+PathLike = str | os.PathLike[str]
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@contextlib.contextmanager
+def atomic_path(path: PathLike, *, need: int | None = None) -> Iterator[pathlib.Path]:
+    """A path to write to: on success the file lands at `path`, on any failure the old file (or none) stays.
+
+    Args:
+        path: where the file goes. Missing parent folders are made.
+        need: bytes about to be written, for the message when the disk fills up.
+
+    Yields:
+        A path with the file name and suffix of `path`, on the same file system, where no file is yet.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full (free and needed bytes are in the hint).
+    """
+    target = pathlib.Path(path)
+    with _scratch(target, need) as scratch:
+        written = scratch / target.name
+        yield written
+        _flush(written)
+        written.replace(target)
+
+
+@contextlib.contextmanager
+def atomic_folder(
+    path: PathLike, *, replace: bool = False, need: int | None = None
+) -> Iterator[pathlib.Path]:
+    """An empty folder to fill; on success it becomes `path`, on any failure nothing does.
+
+    Args:
+        path: where the folder goes. Missing parent folders are made.
+        replace: whether a folder that is there already, with anything in it, may be replaced.
+        need: bytes about to be written, for the message when the disk fills up.
+
+    Yields:
+        An empty folder called like `path`, on the same file system.
+
+    Raises:
+        RunError: `path` exists and may not be replaced, can't be written to, or the disk is full.
+    """
+    target = pathlib.Path(path)
+    occupied = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    if occupied and not (replace and target.is_dir()):
+        raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
+    with _scratch(target, need) as scratch:
+        filled = scratch / target.name
+        filled.mkdir()
+        yield filled
+        for file in filled.rglob("*"):
+            if file.is_file():
+                _flush(file)
+        _swap(filled, target, aside=scratch / "replaced")
+
+
+def write_text_atomic(path: PathLike, text: str) -> None:
+    """Write `text` as UTF-8 with Unix line ends, whole or not at all.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full.
+    """
+    data = text.encode()
+    with atomic_path(path, need=len(data)) as written:
+        written.write_bytes(data)
+
+
+def write_json_atomic(path: PathLike, value: object) -> None:
+    """Write `value` as indented JSON, keys in the order given, whole or not at all.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full.
+        ValueError: a number is NaN or infinite, which JSON does not know.
+    """
+    write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sha256_of(path: PathLike) -> str:
+    """The SHA-256 of a file's bytes in hexadecimal, read in pieces."""
+    with pathlib.Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_bytes(path: PathLike) -> int:
+    """Bytes free on the file system where `path` is, or would be once its folders are made."""
+    folder = pathlib.Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextlib.contextmanager
+def _scratch(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
+    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(
+            prefix=".partial-", dir=target.parent, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise _unwritable(target, error, need) from error
+    with folder as name:
+        try:
+            yield pathlib.Path(name)
+        except OSError as error:
+            if error.errno in _DISK_FULL:
+                raise _unwritable(target, error, need) from error
+            raise
+
+
+def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
+    reason = error.strerror or str(error)
+    if error.errno not in _DISK_FULL:
+        return RunError(f"can't write {target}: {reason}", hint="Choose a folder you may write to.")
+    free = free_bytes(target.parent)
+    wanted = "" if need is None else f" of the {need / 1e6:,.1f} MB needed"
+    hint = f"{free / 1e6:,.1f} MB{wanted} are free there. Free some space, or choose another disk."
+    return RunError(f"can't write {target}: {reason}", hint=hint, free=free, need=need)
+
+
+def _flush(path: pathlib.Path) -> None:
+    """Force a file's bytes to the disk: the move that follows must not expose an empty file after a crash."""
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
+    """Move `filled` to `target`; what was there goes aside first, and back if the move fails."""
+    if not target.exists():
+        filled.rename(target)
+        return
+    target.rename(aside)
+    try:
+        filled.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise

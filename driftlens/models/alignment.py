@@ -1,0 +1,134 @@
+"""Checkpoints under the skeleton's key names, whatever their authors prefixed or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from driftlens.errors import IncompatibleModelsError
+from driftlens.models.loading import StateSource, TensorHeader, renamed
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """How one library names the parameters of an image tower.
+
+    Attributes:
+        anchor: a key that every tower of the family has, and nothing else; where it is, the tower is.
+        tower: what stands before the tower's keys in a whole model.
+        projection: key of the projection, inside the tower or beside it; fine-tuned towers may lack it.
+        foreign: fragments of keys that give away another architecture, and what that is.
+    """
+
+    anchor: str
+    tower: str
+    projection: str
+    foreign: Mapping[str, str]
+
+
+def tower_prefix(keys: Collection[str], layout: KeyLayout, name: str) -> str:
+    """What stands before the tower's keys: `visual.`, `module.visual.`, `vision_model.`, nothing at all.
+
+    Raises:
+        IncompatibleModelsError: there is no such tower, there are several, or it is of another architecture.
+    """
+    for fragment, what in layout.foreign.items():
+        found = next((key for key in keys if fragment in key), None)
+        if found is not None:
+            raise IncompatibleModelsError(
+                f"{name} holds {what} (key {found!r})",
+                hint="Supported towers are the vision transformers of CLIP, from open_clip and transformers.",
+                key=found,
+            )
+    anchors = [key for key in keys if f".{key}".endswith(f".{layout.anchor}")]
+    if len(anchors) != 1:
+        several = f"{len(anchors)} keys that end in" if anchors else "no key that ends in"
+        raise IncompatibleModelsError(
+            f"{name} has {several} {layout.anchor!r}; expected one image tower",
+            hint="Check `architecture.loader`, and that the file holds the weights of one CLIP.",
+        )
+    return anchors[0].removesuffix(layout.anchor)
+
+
+def key_map(
+    headers: Mapping[str, TensorHeader], wanted: Collection[str], layout: KeyLayout, name: str
+) -> dict[str, str]:
+    """The skeleton's key of each tensor of the tower -> its key in the checkpoint.
+
+    Tensors outside the tower (text, logit scale) are left out, and so are index buffers of older versions.
+    Unknown tensors inside the tower are kept under the name they would have, so that comparing keys reveals
+    them.
+
+    Args:
+        headers: the checkpoint's.
+        wanted: the skeleton's keys.
+        layout: the library's names.
+        name: what messages call the checkpoint.
+
+    Raises:
+        IncompatibleModelsError: see `tower_prefix`.
+    """
+    prefix, own = tower_prefix(headers, layout, name), tower_prefix(wanted, layout, "the architecture")
+    projection, target = _projection(headers, prefix, layout), _projection(wanted, own, layout)
+    found = {}
+    for key, header in headers.items():
+        canonical = own + key.removeprefix(prefix)
+        is_weight = canonical in wanted or header.dtype.is_floating_point
+        if key.startswith(prefix) and key != projection and is_weight:
+            found[canonical] = key
+    if projection is not None and target is not None:
+        found[target] = projection
+    known = [key for key in wanted if key in found]
+    unknown = [key for key in found if key not in wanted]
+    return {key: found[key] for key in (*known, *unknown)}
+
+
+def aligned(
+    source: StateSource, wanted: Collection[str], layout: KeyLayout, fallback: StateSource | None = None
+) -> StateSource:
+    """The tower of a checkpoint under the skeleton's key names.
+
+    Args:
+        source: the checkpoint, under its own key names.
+        wanted: the skeleton's keys.
+        layout: the library's names.
+        fallback: the base, for towers that were saved without their projection.
+
+    Raises:
+        IncompatibleModelsError: there is no such tower, or it lacks the projection and so does `fallback`.
+    """
+    mapping = key_map(source.headers, wanted, layout, source.name)
+    tower = renamed(source, mapping)
+    projection = _projection(wanted, tower_prefix(wanted, layout, "the architecture"), layout)
+    if projection is None or projection in mapping:
+        return tower
+    if fallback is None:
+        raise IncompatibleModelsError(
+            f"{source.name} lacks the projection {projection!r}",
+            hint="Only experts may leave it out, when the base has it; give a base that was saved with it.",
+            key=projection,
+        )
+    return _Completed(tower, aligned(fallback, wanted, layout), projection)
+
+
+class _Completed:
+    """A tower whose projection comes from another checkpoint."""
+
+    def __init__(self, tower: StateSource, other: StateSource, projection: str) -> None:
+        self.name = tower.name
+        self.headers = {**tower.headers, projection: other.headers[projection]}
+        self._tower = tower
+        self._other = other
+        self._projection = projection
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, from the tower or, for the projection, from the other checkpoint."""
+        return (self._other if key == self._projection else self._tower).read(key, rows)
+
+
+def _projection(keys: Collection[str], prefix: str, layout: KeyLayout) -> str | None:
+    """The key of the projection among `keys`: inside the tower, or beside it."""
+    places = (prefix + layout.projection, prefix.removesuffix(layout.tower) + layout.projection)
+    return next((key for key in places if key in keys), None)

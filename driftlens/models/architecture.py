@@ -1,0 +1,152 @@
+"""What comes with a model besides its weights: skeleton, layers, key names, preprocessing, text side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from driftlens.errors import SpecError
+from driftlens.models.alignment import KeyLayout, aligned
+from driftlens.models.chain import LayerChain
+from driftlens.models.loading import StateSource
+from driftlens.models.preprocessing import Preprocess
+from driftlens.models.registry import adapters, loaders
+from driftlens.models.sequential import SequentialAdapter
+
+
+@dataclass(frozen=True)
+class TextTower:
+    """The text side of a base.
+
+    Attributes:
+        embed: prompts -> their embeddings [prompts, d], not normalised.
+        logit_scale: factor on cosines, exp(`logit_scale`) of the checkpoint.
+    """
+
+    embed: Callable[[Sequence[str]], Tensor]
+    logit_scale: float
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """What a folder needs so that the original library loads it.
+
+    Attributes:
+        weights: file name of the weights.
+        configs: file name -> content of the JSON files beside it.
+        required: keys without which the library refuses to load, whatever the base's file holds.
+    """
+
+    weights: str
+    configs: Mapping[str, object]
+    required: Callable[[], Collection[str]] = frozenset
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One network architecture, without weights.
+
+    Attributes:
+        loader: which library builds it: `open-clip`, `hf-clip`, or `live` for a module of the caller's.
+        source: what it was built from: Hub id, folder, model name or file.
+        skeleton: the library's own module in eval mode; parameters are on meta unless the loader is `live`.
+        chain: the skeleton taken apart.
+        layout: how checkpoints name its parameters; None where they must match exactly.
+        preprocess: images -> pixels; None when the caller brings tensors.
+        folder: how to save it for the original library; None when only a state dict can be saved.
+        notices: what the user should know, in sentences.
+        open_text: the base's weights under their own key names -> its text tower; None where there is none.
+    """
+
+    loader: str
+    source: str
+    skeleton: nn.Module
+    chain: LayerChain
+    layout: KeyLayout | None = None
+    preprocess: Preprocess | None = None
+    folder: FolderFormat | None = None
+    notices: tuple[str, ...] = ()
+    open_text: Callable[[StateSource], TextTower] | None = field(default=None, repr=False)
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that took the skeleton apart."""
+        return self.chain.architecture
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The skeleton's key names, in its order."""
+        return tuple(self.skeleton.state_dict())
+
+    def align(self, source: StateSource, *, fallback: StateSource | None = None) -> StateSource:
+        """The image tower of a checkpoint under the skeleton's key names.
+
+        Whole models, towers alone and wrappers' prefixes are recognised by structure; text towers and index
+        buffers are left out.
+
+        Args:
+            source: a checkpoint of this architecture, under its own key names.
+            fallback: the base; gives the projection to experts that were saved without.
+
+        Raises:
+            IncompatibleModelsError: the checkpoint is of another architecture, or lacks the projection.
+        """
+        return source if self.layout is None else aligned(source, self.keys, self.layout, fallback)
+
+    def text_tower(self, base: StateSource) -> TextTower:
+        """The base's text tower.
+
+        Args:
+            base: the base's weights under their own key names.
+
+        Raises:
+            SpecError: there is none.
+        """
+        if self.open_text is None:
+            raise no_text_tower(self.source)
+        return self.open_text(base)
+
+
+def load_architecture(loader: str, source: str, *, offline: bool = False) -> Architecture:
+    """The architecture that `source` describes; no weights are read and no memory is taken for them.
+
+    Args:
+        loader: `open-clip` or `hf-clip`.
+        source: Hub id or local folder; for open_clip also a model name or a model_config.json. OpenAI's
+            weights need a quickgelu name: `ViT-B-32-quickgelu`.
+        offline: whether only files that were downloaded before may be used.
+
+    Raises:
+        SpecError: no such loader, or `source` names nothing.
+        CheckpointError: a configuration file can't be fetched or read.
+        IncompatibleModelsError: the architecture is not supported; the message says what it is.
+    """
+    return loaders[loader](source, offline)
+
+
+def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
+    """The architecture of a module that the caller has built; the module itself is the skeleton.
+
+    Args:
+        module: a CLIP image tower or a whole CLIP, or any module that holds its blocks in a list.
+        example: a batch of raw inputs. Modules that no adapter knows show on it in which order they run.
+
+    Raises:
+        SpecError: no adapter knows the module, and it holds no list of blocks.
+    """
+    known = (entry for name, entry in adapters.items() if name != SequentialAdapter.name)
+    adapter = next((entry for entry in known if entry.matches(module)), None)
+    chain = adapter.chain(module) if adapter else SequentialAdapter().chain(module, example)
+    layout = getattr(adapter, "layout", None)
+    return Architecture("live", type(module).__name__, module, chain, layout)
+
+
+def no_text_tower(what: str) -> SpecError:
+    """The error for heads that can't be made from prompts, with both remedies."""
+    return SpecError(
+        f"{what} has no text tower to read class names and templates with",
+        hint="Give a whole CLIP as base (and `architecture.source`), or embeddings in `heads.<task>.file`.",
+    )

@@ -1,0 +1,167 @@
+"""A live module run in pieces: up to its first block, one block, and from its last block on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.errors import SpecError
+from driftlens.models.block_list import BlockList
+from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap
+from driftlens.models.frames import (
+    Inputs,
+    features_of,
+    frame_at,
+    inputs_in,
+    mapped,
+    raw_inputs,
+    result,
+    side_inputs,
+)
+from driftlens.models.interception import bypassed, call, evaluating, observe, run_until
+from driftlens.models.sites import BLOCK_ITSELF, site_kind, tapped
+
+
+class Dissection:
+    """The pieces of one module, as functions of parameters and features. It keeps the module, and changes
+    nothing.
+
+    Args:
+        module: the whole model.
+        found: its blocks.
+    """
+
+    def __init__(self, module: nn.Module, found: BlockList) -> None:
+        self.module = module
+        self.paths = list(found.blocks)
+        self.blocks = list(found.blocks.values())
+
+    def outer_weights(self) -> dict[str, Tensor]:
+        """Names and values of the weights outside the blocks."""
+        inside = tuple(f"{path}." for path in self.paths)
+        return {
+            name: value for name, value in own_weights(self.module).items() if not name.startswith(inside)
+        }
+
+    def block_weights(self, position: int) -> dict[str, str]:
+        """Names of a block's weights inside the block -> in the whole module."""
+        block, path = self.blocks[position], self.paths[position]
+        return {f"{_prefix(block)}{name}": f"{path}.{name}" for name in own_weights(block)}
+
+    def start(self, inputs: Any) -> tuple[State, SideInputs]:
+        """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
+
+        Runs the module once, with its own weights, to see how it calls its blocks.
+
+        Raises:
+            SpecError: features don't flow from block to block.
+        """
+        named = raw_inputs(inputs)
+        recording = observe(self._named_blocks(self.module), lambda: run(self.module, named), keep=False)
+        state = {
+            name: value
+            for name, value in named.values.items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+        }
+        return state, side_inputs(self.paths, recording.frames, named)
+
+    def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """Features that reach the first block."""
+        args, kwargs = inputs_in(side).arguments(state)
+        return {"hidden": run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))}
+
+    def block(
+        self,
+        position: int,
+        sites: tuple[Site, ...],
+        parameters: Parameters,
+        state: State,
+        side: SideInputs,
+        tap: Tap | None = None,
+    ) -> State:
+        """Features that leave one block."""
+        block = self.blocks[position]
+        # A copy, because blocks may write into their input (residual sums, in-place activations).
+        args, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
+        own = {name.removeprefix(_prefix(block)): value for name, value in parameters.items()}
+        with tapped(block, sites, tap):
+            return {"hidden": features_of(self.paths[position], call(block, own, args, kwargs))}
+
+    def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """What the module returns when the given features leave its last block.
+
+        The stem runs too, with this model's weights, for models whose head looks back at it.
+        """
+        args, kwargs = inputs_in(side).arguments({})
+        frames = [frame_at(side, position) for position in range(len(self.blocks))]
+        with bypassed(self.blocks, frames, state["hidden"].clone()):
+            return {"hidden": result(call(self.module, parameters, args, kwargs))}
+
+    def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
+        """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
+        named = raw_inputs(inputs)
+        recording = observe(self._named_blocks(module), lambda: run(module, named), keep=True)
+        return [{"hidden": hidden} for hidden in [*recording.features, result(recording.output)]]
+
+    def _named_blocks(self, module: nn.Module) -> dict[str, nn.Module]:
+        return {path: module.get_submodule(path) for path in self.paths}
+
+
+def run(module: nn.Module, inputs: Inputs) -> Any:
+    """What `module` returns in eval mode, without gradients, for inputs cast as `fitted` does.
+
+    Raises:
+        SpecError: it has no weights to run with.
+    """
+    args, kwargs = fitted(module, inputs.arguments({}))
+    with torch.no_grad(), evaluating(module):
+        return module(*args, **kwargs)
+
+
+def fitted(module: nn.Module, inputs: Any) -> Any:
+    """Raw inputs on the device of a module's first weight, floating-point ones in its dtype.
+
+    Raises:
+        SpecError: the module has shapes only.
+    """
+    weight = next(iter(own_weights(module).values()), None)
+    if weight is None:
+        return inputs
+    if weight.is_meta:
+        raise SpecError(
+            f"the {type(module).__name__} has no weights, only shapes",
+            hint="Give it loaded; the sequential adapter runs the module to see how it calls its blocks.",
+        )
+
+    def fit(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+
+    return mapped(inputs, fit)
+
+
+def own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Floating-point parameters and saved buffers by their names in `state_dict()`, each place in the module
+    once.
+
+    Weights that are tied are listed under each of their names; a submodule that is used under two names is
+    one place.
+    """
+    saved = module.state_dict()
+    return {
+        name: value
+        for path, part in module.named_modules()
+        for own, value in [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        if (name := f"{path}.{own}" if path else own) in saved and value.is_floating_point()
+    }
+
+
+def _prefix(block: nn.Module) -> str:
+    """What stands before the names of a block's weights: a block that is one site needs a name for it."""
+    return "" if site_kind(block) is None else f"{BLOCK_ITSELF}."

@@ -1,0 +1,216 @@
+"""How a model calls its blocks: everything about a call except the features that flow through it.
+
+A `Frame` is kept per block and batch. The tensors in it (masks, positions, rotary tables) and the raw inputs
+lie in the side inputs under readable names (`blocks.0.mask`, `inputs.tokens`); the frames, with references in
+the place of tensors, lie beside them under the private key `_frames`, the raw inputs under `_inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from driftlens.errors import SpecError
+from driftlens.models.chain import SideInputs, State
+
+OTHER_LIST = (
+    "Pass blocks= the path of another list, or wrap the model so that features flow from block to block."
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call of one block, without the features.
+
+    Attributes:
+        args: positional arguments; the features' place is None.
+        kwargs: keyword arguments, likewise.
+        place: position or keyword of the features.
+        rest: what the block returned after the features (a tuple or list), or None if it returned them bare.
+        dtype: the features' dtype when the call was recorded.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: int | str
+    rest: tuple[Any, ...] | list[Any] | None
+    dtype: torch.dtype
+
+    def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with `hidden` in its place.
+
+        Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded
+        in float32 can be computed in float64.
+        """
+        args, kwargs = list(self._alike(self.args, hidden)), self._alike(self.kwargs, hidden)
+        if isinstance(self.place, int):
+            args[self.place] = hidden
+        else:
+            kwargs[self.place] = hidden
+        return tuple(args), kwargs
+
+    def output(self, hidden: Tensor) -> Any:
+        """What the block returns when its features are `hidden`."""
+        if self.rest is None:
+            return hidden
+        return type(self.rest)([hidden, *self._alike(self.rest, hidden)])
+
+    def _alike(self, value: Any, hidden: Tensor) -> Any:
+        def adapt(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor):
+                return tensor
+            return tensor.to(hidden.device, hidden.dtype if tensor.dtype == self.dtype else None)
+
+        return mapped(value, adapt)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A batch's raw inputs by name: `input` for a tensor, the keys of a dict, the positions of a tuple."""
+
+    values: Mapping[str, Any]
+    by_keyword: bool
+
+    def arguments(self, replaced: State) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """How the model is called with copies of them, or of entries of `replaced` with the same names."""
+        values = {name: mapped(replaced.get(name, value), _copy) for name, value in self.values.items()}
+        return ((), values) if self.by_keyword else (tuple(values.values()), {})
+
+
+def raw_inputs(inputs: Any) -> Inputs:
+    """A batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    if isinstance(inputs, Tensor):
+        return Inputs({"input": inputs}, by_keyword=False)
+    if isinstance(inputs, Mapping):
+        return Inputs(dict(inputs), by_keyword=True)
+    if isinstance(inputs, tuple | list):
+        return Inputs({str(position): value for position, value in enumerate(inputs)}, by_keyword=False)
+    raise SpecError(
+        f"a batch is a {type(inputs).__name__}; wanted is a tensor, a tuple or a dict",
+        hint="Return what the model takes: one tensor, positional arguments or keyword arguments.",
+    )
+
+
+def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str:
+    """Where a block's features stand among its arguments: the first tensor, positional ones first.
+
+    Raises:
+        SpecError: the block is called without any tensor.
+    """
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, Tensor):
+            return place
+    raise SpecError(f"block {path!r} is called without a tensor", hint=OTHER_LIST)
+
+
+def features_of(path: str, output: Any) -> Tensor:
+    """The features a block returned: its output, or the first entry of a tuple or list.
+
+    Raises:
+        SpecError: it returned something else.
+    """
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if isinstance(first, Tensor):
+        return first
+    raise SpecError(
+        f"block {path!r} returns a {type(output).__name__}; wanted is a tensor, or a tuple led by one",
+        hint=OTHER_LIST,
+    )
+
+
+def result(output: Any) -> Tensor:
+    """The features in what a model returns: the tensor, or the first one in a tuple or dict.
+
+    Raises:
+        SpecError: there is none.
+    """
+    entries = output.values() if isinstance(output, Mapping) else output
+    for entry in entries if isinstance(entries, Iterable) and not isinstance(entries, Tensor) else [entries]:
+        if isinstance(entry, Tensor):
+            return entry
+    raise SpecError(
+        f"the model returns a {type(output).__name__} without a tensor",
+        hint="Wrap the model so that it returns its features.",
+    )
+
+
+def side_inputs(paths: Sequence[str], frames: Sequence[Frame], inputs: Inputs) -> SideInputs:
+    """Frames and raw inputs as side inputs: every tensor once, under a readable name."""
+    tensors: dict[str, Tensor] = {}
+    kept_inputs = Inputs(_stowed(inputs.values, "inputs", tensors), inputs.by_keyword)
+    kept_frames = [
+        Frame(
+            _stowed(frame.args, path, tensors),
+            _stowed(frame.kwargs, path, tensors),
+            frame.place,
+            _stowed(frame.rest, f"{path}.output", tensors),
+            frame.dtype,
+        )
+        for path, frame in zip(paths, frames, strict=True)
+    ]
+    # The two private entries are not tensors; only the layers of this chain look at them.
+    return cast(SideInputs, {**tensors, "_inputs": kept_inputs, "_frames": kept_frames})
+
+
+def frame_at(side: SideInputs, position: int) -> Frame:
+    """The frame of one block, tensors back in their places."""
+    frame = cast(list[Frame], side["_frames"])[position]
+    return Frame(
+        _fetched(frame.args, side),
+        _fetched(frame.kwargs, side),
+        frame.place,
+        _fetched(frame.rest, side),
+        frame.dtype,
+    )
+
+
+def inputs_in(side: SideInputs) -> Inputs:
+    """The raw inputs, tensors back in their places."""
+    inputs = cast(Inputs, side["_inputs"])
+    return Inputs(_fetched(inputs.values, side), inputs.by_keyword)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    key: str
+
+
+def _stowed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` with its tensors moved to `tensors`; the same tensor is filed once."""
+    if isinstance(value, Tensor):
+        known = next((key for key, tensor in tensors.items() if tensor is value), name)
+        tensors[known] = value
+        return _Reference(known)
+    if isinstance(value, Mapping):
+        return {key: _stowed(entry, f"{name}.{key}", tensors) for key, entry in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(
+            _stowed(entry, f"{name}.{position}", tensors) for position, entry in enumerate(value)
+        )
+    return value
+
+
+def _fetched(value: Any, side: SideInputs) -> Any:
+    return mapped(value, lambda leaf: side[leaf.key] if isinstance(leaf, _Reference) else leaf)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` applied to all that tuples, lists and dicts hold, however deep."""
+    if isinstance(value, Mapping):
+        return {key: mapped(entry, change) for key, entry in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(mapped(entry, change) for entry in value)
+    return change(value)

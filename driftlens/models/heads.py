@@ -1,0 +1,160 @@
+"""How final features become class scores; one head per task, shared by all variants."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
+from driftlens.models.loading import StateSource, open_checkpoint
+
+if TYPE_CHECKING:
+    from driftlens.models.architecture import Architecture
+
+ClassNames = Sequence[str] | str | os.PathLike[str]
+"""Class names in the order of the rows, or the path of a JSON file that holds such a list."""
+
+_NORM_TOLERANCE = 1e-2
+"""How far from 1 a row's norm may be; rounding to float16 moves it by less than 1e-3."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The score map of one task: scale * <feature / |feature|, class embedding>.
+
+    Attributes:
+        classes: names of the rows.
+        embeddings: [classes, d], unit norm.
+        logit_scale: factor on the cosines (100 for OpenAI's CLIP).
+    """
+
+    classes: tuple[str, ...]
+    embeddings: Tensor
+    logit_scale: float
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
+        return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
+
+
+def class_names(given: ClassNames) -> tuple[str, ...]:
+    """Class names from a list, or from a JSON file that holds a list.
+
+    Raises:
+        DataError: the file can't be read or holds something else, there are no names, or one occurs twice.
+    """
+    if isinstance(given, str | os.PathLike):
+        given = _names_in(pathlib.Path(given))
+    names = tuple(given)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"class names occur more than once: {', '.join(map(repr, twice))}",
+            hint="Images meet the rows of the head by class name, so each row needs a name of its own.",
+        )
+    if not names:
+        raise DataError("the list of class names is empty", hint="Name the rows of the head, in their order.")
+    return names
+
+
+def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
+    """A head from precomputed class embeddings.
+
+    Args:
+        file: safetensors file.
+        tensor: its key there, [classes, d], rows of unit norm.
+        logit_scale: factor on the cosines.
+        classes: names of the rows, in their order.
+
+    Raises:
+        CheckpointError: the file can't be read, or has no such tensor.
+        DataError: rows and names differ in number, names repeat, or rows are not of unit norm.
+        ShapeError: the tensor is not a matrix.
+    """
+    source = open_checkpoint(file)
+    if tensor not in source.headers:
+        raise CheckpointError(
+            f"{source.name} has no tensor {tensor!r}; there are {', '.join(map(repr, source.headers))}",
+            hint="Set `heads.<task>.tensor` to the key of this task's class embeddings.",
+        )
+    embeddings, names = source.read(tensor).float(), class_names(classes)
+    where = f"{tensor!r} in {source.name}"
+    if embeddings.dim() != 2:
+        raise ShapeError(f"{where} has shape {list(embeddings.shape)}; expected [classes, d]")
+    if len(embeddings) != len(names):
+        raise DataError(
+            f"{where} has {len(embeddings)} rows, but {len(names)} class names are given",
+            hint="Give one name per row, in the order of the rows.",
+        )
+    _require_unit_norm(embeddings, names, where)
+    return Head(names, embeddings, logit_scale)
+
+
+def text_head(
+    architecture: Architecture, base: StateSource, classes: ClassNames, templates: Sequence[str]
+) -> Head:
+    """The zero-shot head of the base: every class named in every template, read by the base's text tower.
+
+    A class embedding is the mean over templates of unit-norm prompt embeddings, normalised again; the logit
+    scale is exp(`logit_scale`) of the base.
+
+    Args:
+        architecture: knows the text tower and the tokenizer.
+        base: weights of the whole base CLIP in its own key names, text tower included.
+        classes: names of the rows.
+        templates: prompts in which `{}` stands for the class name.
+
+    Raises:
+        SpecError: the base has no text tower, a template has no `{}`, or there are no templates.
+        DataError: class names repeat or can't be read.
+    """
+    names = class_names(classes)
+    unusable = [template for template in templates if "{}" not in template]
+    if unusable or not templates:
+        raise SpecError(
+            f"the template {unusable[0]!r} has no place for the class name"
+            if unusable
+            else "no templates given",
+            hint='Write {} where the class name goes, for example "a photo of a {}."',
+        )
+    tower = architecture.text_tower(base)
+    rows = []
+    for name in names:
+        # Not str.format: other braces in a template are text.
+        prompts = [template.replace("{}", name) for template in templates]
+        rows.append(F.normalize(F.normalize(tower.embed(prompts), dim=-1).mean(dim=0), dim=-1))
+    return Head(names, torch.stack(rows), tower.logit_scale)
+
+
+def _names_in(path: pathlib.Path) -> list[str]:
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}: class names can't be read: {error}",
+            hint='Give a JSON file that holds a list: ["cat", "dog"].',
+        ) from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{path} holds no list of class names", hint='Expected JSON such as ["cat", "dog"].')
+    return names
+
+
+def _require_unit_norm(embeddings: Tensor, names: Sequence[str], where: str) -> None:
+    norms = torch.linalg.vector_norm(embeddings, dim=1)
+    off = (norms - 1).abs()
+    # Written so that NaN is refused too.
+    if not bool((off <= _NORM_TOLERANCE).all()):
+        worst = int(off.nan_to_num(nan=torch.inf).argmax())
+        raise DataError(
+            f"{where}: the row of {names[worst]!r} has norm {norms[worst].item():.4g}; expected 1",
+            hint="Divide every row by its norm, and give the scale as `logit_scale`.",
+        )

@@ -1,0 +1,175 @@
+"""Running a module as it is, while watching or bypassing its blocks; afterwards nothing has changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from driftlens.errors import SpecError
+from driftlens.models.chain import Parameters
+from driftlens.models.frames import OTHER_LIST, Frame, features_of, find_features
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode for `module` and all inside it, each put back to what it was.
+
+    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it knows no forward-mode derivatives.
+    """
+    training = [part for part in module.modules() if part.training]
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def call(module: nn.Module, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What `module` returns in eval mode with `parameters` in the place of its own."""
+    with evaluating(module):
+        # What is tied is a property of the weights given, not of the module that lends its structure.
+        return functional_call(module, dict(parameters), args, dict(kwargs), tie_weights=False)
+
+
+class _Reached(BaseException):
+    """Ends a forward pass at the first block. Not an `Exception`: no handler in the model may catch it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def run_until(block: nn.Module, run: Callable[[], object]) -> Tensor:
+    """The features that reach `block` while `run` runs, which ends there.
+
+    Raises:
+        SpecError: `run` came to its end without reaching the block.
+    """
+
+    def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = find_features("the first", args, kwargs)
+        raise _Reached(args[place] if isinstance(place, int) else kwargs[place])
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(block.register_forward_pre_hook(stop, with_kwargs=True, prepend=True).remove)
+        try:
+            run()
+        except _Reached as reached:
+            return reached.hidden
+    raise SpecError("the model ran without its first block", hint=OTHER_LIST)
+
+
+@contextlib.contextmanager
+def bypassed(blocks: Sequence[nn.Module], frames: Sequence[Frame], hidden: Tensor) -> Iterator[None]:
+    """Blocks that compute nothing: each returns `hidden`, dressed as it would dress its own features."""
+    with contextlib.ExitStack() as restored:
+        for block, frame in zip(blocks, frames, strict=True):
+            restored.callback(_restore_forward, block, block.__dict__.get("forward"))
+            block.__dict__["forward"] = _constant(frame.output(hidden))
+        yield
+
+
+def _constant(output: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: output
+
+
+def _restore_forward(block: nn.Module, forward: Any) -> None:
+    del block.__dict__["forward"]
+    if forward is not None:
+        block.__dict__["forward"] = forward
+
+
+class Recording:
+    """What flowed through the blocks in one ordinary forward pass.
+
+    Attributes:
+        frames: how each block was called.
+        features: copies of what reached the first block and of what left each block, if they were to be kept.
+        output: what the model returned.
+    """
+
+    def __init__(self, paths: Sequence[str], *, keep: bool) -> None:
+        self.frames: list[Frame] = []
+        self.features: list[Tensor] = []
+        self.output: Any = None
+        self._paths = paths
+        self._keep = keep
+        self._left: tuple[Tensor, int] | None = None
+
+    def enter(self, position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook before a block: the features must be those that left the block before."""
+        path = self._paths[position]
+        if position != len(self.frames):
+            raise SpecError(f"block {path!r} runs out of turn, as number {len(self.frames)}", hint=OTHER_LIST)
+        place = find_features(path, args, kwargs)
+        hidden = args[place] if isinstance(place, int) else kwargs[place]
+        if self._left is not None and not _unchanged(*self._left, hidden):
+            raise SpecError(
+                f"the model changes the features between {self._paths[position - 1]!r} and {path!r}",
+                hint=OTHER_LIST,
+            )
+        if self._keep and not self.features:
+            self.features.append(hidden.clone())
+
+    def leave(
+        self, position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Hook behind a block."""
+        path = self._paths[position]
+        hidden = features_of(path, output)
+        if self._keep:
+            # A copy, because the next block may write into its input.
+            self.features.append(hidden.clone())
+        self._left = hidden, _version(hidden)
+        self.frames.append(_frame(find_features(path, args, kwargs), args, kwargs, output))
+
+
+def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool) -> Recording:
+    """What flows through `blocks` while `run` runs without gradients. The hooks are gone afterwards, come
+    what may.
+
+    Raises:
+        SpecError: the blocks don't run once each, in their order, each on what the one before returned.
+    """
+    recording = Recording(list(blocks), keep=keep)
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for position, block in enumerate(blocks.values()):
+            before, behind = partial(recording.enter, position), partial(recording.leave, position)
+            hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+            hooks.callback(block.register_forward_hook(behind, with_kwargs=True).remove)
+        recording.output = run()
+    if len(recording.frames) < len(blocks):
+        raise SpecError(f"block {list(blocks)[len(recording.frames)]!r} never runs", hint=OTHER_LIST)
+    return recording
+
+
+def _frame(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Frame:
+    hidden = args[place] if isinstance(place, int) else kwargs[place]
+    return Frame(
+        args=tuple(None if position == place else value for position, value in enumerate(args)),
+        kwargs={name: None if name == place else value for name, value in kwargs.items()},
+        place=place,
+        rest=None if isinstance(output, Tensor) else output[1:],
+        dtype=hidden.dtype,
+    )
+
+
+def _unchanged(left: Tensor, version: int, arriving: Tensor) -> bool:
+    if arriving is left:
+        return _version(left) == version
+    return arriving.shape == left.shape and torch.equal(arriving, left)
+
+
+def _version(tensor: Tensor) -> int:
+    """A number that grows when the tensor is written to; inference tensors don't count."""
+    return 0 if tensor.is_inference() else tensor._version

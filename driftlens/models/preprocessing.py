@@ -1,0 +1,147 @@
+"""Images to the pixels a tower was trained on: resize, crop and normalise as the model's own files say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from driftlens.errors import DataError, IncompatibleModelsError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """Images -> pixels [n, 3, h, w], float32, normalised.
+
+    Attributes:
+        backend: which code resizes; backends differ by up to 0.015 per normalised pixel, so runs record it.
+        image_size: height and width that the tower takes.
+        transform: RGB images -> pixels.
+        settings: what the model's files say, in the library's own terms.
+        notice: what the user should know, or nothing.
+    """
+
+    backend: str
+    image_size: tuple[int, int]
+    transform: Callable[[list[Image]], Tensor]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notice: str = ""
+
+    def __call__(self, images: Sequence[Image | np.ndarray[Any, Any]]) -> Tensor:
+        """Pixels [n, 3, h, w] of PIL images in any mode, or of uint8 arrays [h, w, 3] or [h, w].
+
+        Raises:
+            DataError: an array is of another type or shape.
+        """
+        return self.transform([_rgb(image) for image in images])
+
+
+def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
+    """Preprocessing by a `preprocessor_config.json`, with PIL rather than torchvision where there is a
+    choice.
+
+    Args:
+        config: the file's content; None where there is no file, which gives CLIP's defaults and a notice.
+        image_size: height and width that the tower takes.
+        source: the model, for messages.
+
+    Raises:
+        IncompatibleModelsError: the file belongs to another model family, or gives pixels of another size.
+    """
+    import transformers
+
+    stated = dict(config) if config is not None else _hf_default(image_size)
+    kind = str(stated.get("image_processor_type") or stated.get("feature_extractor_type") or "CLIP")
+    if not kind.startswith("CLIP"):
+        raise IncompatibleModelsError(
+            f"{source}: preprocessor_config.json is for {kind}, expected CLIPImageProcessor",
+            hint="Put the preprocessor_config.json of the base CLIP beside its config.json.",
+        )
+    # Before transformers 5 the plain class is the one that works with PIL.
+    processor_class = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+    processor = processor_class.from_dict(stated)
+
+    def transform(images: list[Image]) -> Tensor:
+        pixels: Tensor = processor(images=images, return_tensors="pt")["pixel_values"]
+        return pixels
+
+    notice = _default_notice(source, "preprocessor_config.json") if config is None else ""
+    backend = f"transformers {processor_class.__name__}"
+    return _checked(Preprocess(backend, image_size, transform, stated, notice), source)
+
+
+def open_clip_preprocess(
+    config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str
+) -> Preprocess:
+    """Preprocessing by the `preprocess_cfg` of an open_clip configuration.
+
+    Args:
+        config: that section; None where there is none, which gives CLIP's defaults and a notice.
+        image_size: height and width that the tower takes.
+        source: the model, for messages.
+
+    Raises:
+        IncompatibleModelsError: the section has unusable values, or gives pixels of another size.
+    """
+    from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
+
+    stated = merge_preprocess_dict(PreprocessCfg(), dict(config or {}))
+    stated["size"] = image_size
+    try:
+        one = image_transform_v2(PreprocessCfg(**stated), is_train=False)
+    except (AssertionError, TypeError) as error:
+        raise IncompatibleModelsError(
+            f"{source}: open_clip can't preprocess by {dict(config or {})}",
+            hint="Check interpolation (bicubic, bilinear) and resize_mode (shortest, longest, squash).",
+        ) from error
+
+    def transform(images: list[Image]) -> Tensor:
+        return torch.stack([one(image) for image in images])
+
+    notice = _default_notice(source, "preprocess_cfg") if config is None else ""
+    return _checked(Preprocess("open_clip torchvision-PIL", image_size, transform, stated, notice), source)
+
+
+def _hf_default(image_size: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": min(image_size)},
+        "crop_size": {"height": image_size[0], "width": image_size[1]},
+    }
+
+
+def _default_notice(source: str, what: str) -> str:
+    return f"{source} has no {what}: images are resized, cropped and normalised as CLIP's were."
+
+
+def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
+    from PIL import Image as images
+
+    if isinstance(image, images.Image):
+        return image.convert("RGB")
+    array = np.asarray(image)
+    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)):
+        raise DataError(
+            f"an image is an array of {array.dtype} with shape {list(array.shape)}",
+            hint="Expected uint8 of shape [height, width, 3] or [height, width].",
+        )
+    return images.fromarray(array).convert("RGB")
+
+
+def _checked(preprocess: Preprocess, source: str) -> Preprocess:
+    """`preprocess`, tried on one image: a wrong size would otherwise show up in the middle of a run."""
+    height, width = preprocess([np.zeros((48, 64, 3), dtype=np.uint8)]).shape[-2:]
+    if (height, width) != preprocess.image_size:
+        wanted = "x".join(map(str, preprocess.image_size))
+        raise IncompatibleModelsError(
+            f"{source}: preprocessing gives {height}x{width} pixels, the tower takes {wanted}",
+            hint="The preprocessor file belongs to another model; use the one that came with the tower.",
+        )
+    return preprocess

@@ -1,0 +1,102 @@
+"""Calibratable modules inside any block, found by what they are and in the order in which they run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from driftlens.models.chain import Site, SiteKind, Tap
+
+BLOCK_ITSELF = "self"
+"""Name of the site that is the whole block."""
+
+
+def site_kind(module: nn.Module) -> SiteKind | None:
+    """What kind of site a module is, or None.
+
+    Linear modules, layer norms over one axis, and modules called like an RMS norm that have a weight vector
+    and no bias.
+    """
+    if isinstance(module, nn.Linear):
+        return "linear"
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return None
+    if isinstance(module, nn.LayerNorm):
+        return "layer_norm"
+    if "RMSNorm" in type(module).__name__ and getattr(module, "bias", None) is None:
+        return "rms_norm"
+    return None
+
+
+def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Site, ...]:
+    """Sites in the order in which they are registered, each with an input of its own.
+
+    This is what can be said without running the block.
+    """
+    return tuple(
+        Site(name, kind, name)
+        for name, kind, _module in _candidates(block, parameters)
+        if not _inside_attention(block, name)
+    )
+
+
+def traced_sites(
+    block: nn.Module, parameters: Collection[str], run: Callable[[], object]
+) -> tuple[tuple[Site, ...], object]:
+    """Sites in the order of their first call while `run` runs the block, and what `run` returned.
+
+    Sites that are handed the same tensor object share the `input` name of the first of them. The output
+    projection of `nn.MultiheadAttention` is used but never called, so it is no site.
+    """
+    # Keeps the tensors, so that none is taken for a later one at the same address.
+    calls: dict[str, Tensor] = {}
+    kinds: dict[str, SiteKind] = {}
+    with contextlib.ExitStack() as hooks:
+        for name, kind, module in _candidates(block, parameters):
+            kinds[name] = kind
+            hooks.callback(_on_input(module, partial(calls.setdefault, name)))
+        output = run()
+    sites = [
+        Site(name, kinds[name], next(other for other, tensor in calls.items() if tensor is value))
+        for name, value in calls.items()
+    ]
+    return tuple(sites), output
+
+
+@contextlib.contextmanager
+def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterator[None]:
+    """While this is open, `tap` is called with the name and the input of each site just before it runs."""
+    with contextlib.ExitStack() as hooks:
+        if tap is not None:
+            for site in sites:
+                module = block.get_submodule("" if site.name == BLOCK_ITSELF else site.name)
+                hooks.callback(_on_input(module, partial(tap, site.name)))
+        yield
+
+
+def _candidates(block: nn.Module, parameters: Collection[str]) -> Iterator[tuple[str, SiteKind, nn.Module]]:
+    for path, module in block.named_modules():
+        name, kind = path or BLOCK_ITSELF, site_kind(module)
+        # A module whose weight is computed (weight norm and the like) has no such parameter and can't be
+        # solved for.
+        if kind is not None and f"{name}.weight" in parameters:
+            yield name, kind, module
+
+
+def _inside_attention(block: nn.Module, name: str) -> bool:
+    parent = name.rpartition(".")[0]
+    return name != BLOCK_ITSELF and isinstance(block.get_submodule(parent), nn.MultiheadAttention)
+
+
+def _on_input(module: nn.Module, listen: Callable[[Tensor], object]) -> Callable[[], None]:
+    """Have `listen` hear of each input of `module`; call what is returned to end that."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        listen(args[0] if args else next(iter(kwargs.values())))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True).remove

@@ -1,0 +1,133 @@
+"""Reading `.pt`, `.pth` and `.bin` files without ever unpickling what is not a tensor."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftlens.errors import CheckpointError
+from driftlens.models.sources import StateSource, TensorsSource
+
+_NESTS = ("state_dict", "model", "model_state_dict")
+"""Where training checkpoints keep the weights."""
+
+
+def open_torch_file(path: pathlib.Path) -> StateSource:
+    """The tensors of a PyTorch checkpoint, mapped into memory and read when they are asked for.
+
+    Training checkpoints that keep the weights under `state_dict`, `model` or `model_state_dict` are looked
+    into, and the prefix `module.` of distributed training is taken off. Files in PyTorch's format before 1.6
+    can't be mapped; they are read whole.
+
+    Raises:
+        CheckpointError: the file holds code or objects other than tensors, is TorchScript, truncated or
+            empty.
+    """
+    zipped = zipfile.is_zipfile(path)
+    if zipped:
+        _refuse_torchscript(path)
+    weights = _weights(path, _load(path, mapped=zipped))
+    return TensorsSource(str(path), _without_prefix(weights, "module."))
+
+
+def conversion(path: pathlib.Path) -> str:
+    """The command that converts a checkpoint to safetensors, to be run where its classes can be imported."""
+    target = path.with_suffix(".safetensors").name
+    return (
+        'python -c "import torch, safetensors.torch as st; '
+        f"x = torch.load('{path.name}', map_location='cpu', weights_only=False); "
+        "x = x.state_dict() if hasattr(x, 'state_dict') else x.get('state_dict') or x.get('model') or x; "
+        f"st.save_file({{k: v.clone().contiguous() for k, v in x.items()}}, '{target}')\""
+    )
+
+
+def _load(path: pathlib.Path, *, mapped: bool) -> object:
+    try:
+        with warnings.catch_warnings():
+            # Remarks on pickle protocols and sparse tensors; what matters of them is decided below.
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # whatever a hostile or broken file provokes, none of it is a tensor
+        raise _refusal(path, error) from error
+
+
+def _refusal(path: pathlib.Path, error: Exception) -> CheckpointError:
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if found:
+        return CheckpointError(
+            f"{path} holds {found[1]}, not only tensors; reading that would run code from the file",
+            hint="If you trust it, convert it in the environment that made it:\n" + conversion(path),
+            source=str(path),
+            found=found[1],
+        )
+    return CheckpointError(
+        f"{path} is not a complete PyTorch checkpoint ({type(error).__name__})",
+        hint="Copy or download it again. If it opens where it was made, convert it there:\n"
+        + conversion(path),
+        source=str(path),
+    )
+
+
+def _refuse_torchscript(path: pathlib.Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise _refusal(path, error) from error
+    if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
+        raise CheckpointError(
+            f"{path} is a TorchScript archive: a program, not a state dict",
+            hint="Where you trust it, save its weights: "
+            f"python -c \"import torch, safetensors.torch as st; m = torch.jit.load('{path.name}'); "
+            "st.save_file({k: v.clone().contiguous() for k, v in m.state_dict().items()}, "
+            f"'{path.with_suffix('.safetensors').name}')\"",
+            source=str(path),
+        )
+
+
+def _weights(path: pathlib.Path, loaded: object) -> Mapping[str, Tensor]:
+    """The state dict in what was loaded, whether it is that itself or a training checkpoint around it."""
+    state: Any = loaded
+    if isinstance(loaded, dict):
+        state = next((loaded[key] for key in _NESTS if isinstance(loaded.get(key), dict)), loaded)
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(state).__name__}, a state dict is wanted",
+            hint="Save `model.state_dict()`, best as safetensors.",
+            source=str(path),
+        )
+    if not state:
+        raise CheckpointError(
+            f"{path} holds an empty state dict", hint="Save the model again.", source=str(path)
+        )
+    for key, value in state.items():
+        _require_plain_tensor(path, key, value)
+    return state
+
+
+def _require_plain_tensor(path: pathlib.Path, key: object, value: object) -> None:
+    if isinstance(key, str) and isinstance(value, Tensor):
+        if value.layout == torch.strided and not value.is_quantized:
+            return
+        found = "a quantised tensor" if value.is_quantized else "a sparse tensor"
+    else:
+        found = f"a {type(value).__name__}"
+    raise CheckpointError(
+        f"{path}: {key!r} is {found}, an ordinary tensor is wanted",
+        hint=f"Save the weights alone, as a flat state dict or under one of {', '.join(_NESTS)}.",
+        source=str(path),
+        key=key,
+    )
+
+
+def _without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+    if not all(key.startswith(prefix) for key in tensors):
+        return tensors
+    return {key.removeprefix(prefix): value for key, value in tensors.items()}

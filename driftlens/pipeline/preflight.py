@@ -1,0 +1,1 @@
+"""Preflight: what can be told before anything large is read."""

@@ -1,0 +1,42 @@
+"""Adding a report or a figure to a run that exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from driftlens.files import atomic_path
+from driftlens.records.file_list import describe_file
+from driftlens.records.lock import RunLock
+from driftlens.records.manifest import read_manifest, write_manifest
+
+
+@contextmanager
+def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
+    """A path to write to; the file lands at `relative` inside the run, and the manifest lists it.
+
+    Args:
+        run: the run directory.
+        relative: where the file goes, with forward slashes, for example "reports/report.html".
+
+    Raises:
+        RunError: there is no run, or it can't be written to.
+        RunLockedError: another process is writing to it.
+    """
+    folder = pathlib.Path(run)
+    read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
+    lock = RunLock(folder)
+    lock.acquire()
+    try:
+        manifest = read_manifest(folder)
+        others = {name: file for name, file in manifest.files.items() if name != relative}
+        # Unlisted first: whatever stops the writing, no file is listed with a digest that is not its own.
+        write_manifest(folder, dataclasses.replace(manifest, files=others))
+        with atomic_path(folder / relative) as written:
+            yield written
+        listed = dict(sorted({**others, relative: describe_file(folder / relative)}.items()))
+        write_manifest(folder, dataclasses.replace(manifest, files=listed))
+    finally:
+        lock.release()

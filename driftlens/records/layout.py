@@ -1,0 +1,66 @@
+"""Names of files and folders inside a run directory."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+
+MANIFEST = "manifest.json"
+SPEC = "spec.yaml"
+STATUS = "status.json"
+EVENTS = "events.jsonl"
+LOCK = "run.lock"
+GUARD = "run.lock.guard"
+"""Empty file that the operating system locks; `run.lock` says in words who holds it."""
+
+ENTRIES = (
+    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD),
+    *("tables", "features", "projections", "calibrations", "thumbs", "figures", "reports", "logs"),
+)
+"""Everything DriftLens puts directly into a run directory."""
+
+VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, "logs")
+"""What the manifest's file list leaves out: it changes while nothing of the run does."""
+
+PARTIAL = ".partial-*"
+"""Scratch folders that a killed process leaves behind."""
+
+_UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
+
+
+def escape(name: str) -> str:
+    """A file name for any task or variant name: `:` becomes `__`, the unsafe is percent-escaped.
+
+    So are underscores that could be taken for a colon, and a leading dot: `unescape` gives the name back, and
+    no name leaves its folder.
+
+    Raises:
+        ValueError: the name is empty.
+    """
+    if not name:
+        raise ValueError("an empty name can't be a file name")
+    return _UNSAFE.sub(lambda found: "__" if found[0] == ":" else _percent(found[0]), name)
+
+
+def unescape(file_name: str) -> str:
+    """The name that `escape` turned into `file_name`."""
+    return urllib.parse.unquote(file_name.replace("__", ":"))
+
+
+def table_file(name: str) -> str:
+    """Path of a table, relative to the run directory."""
+    return f"tables/{name}.parquet"
+
+
+def feature_file(task: str, variant: str, layer: int) -> str:
+    """Path of the features of one task, variant and layer, relative to the run directory."""
+    return f"features/{escape(task)}/{escape(variant)}/{layer:03d}.npy"
+
+
+def sample_ids_file(task: str) -> str:
+    """Path of the sample ids that name the rows of a task's features, relative to the run directory."""
+    return f"features/{escape(task)}/sample_ids.json"
+
+
+def _percent(character: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in character.encode())

@@ -1,0 +1,144 @@
+"""One writer per run: a lock held by the operating system, and a note beside it that says who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from filelock import FileLock, Timeout
+
+from driftlens.errors import RunLockedError
+from driftlens.files import write_json_atomic
+from driftlens.records.layout import GUARD, LOCK
+
+_FRESH_SECONDS = 60.0
+_CLOCK_TOLERANCE = 2.0
+"""Seconds by which two readings of one start time may differ: the system derives it from its boot time."""
+
+
+def utc_now() -> str:
+    """The time in UTC as ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who writes to a run.
+
+    Attributes:
+        pid: process id.
+        process_started: when that process began, in seconds since 1970; tells it from a later one of that id.
+        host: name of the machine.
+        heartbeat: when it last gave a sign of life, UTC.
+    """
+
+    pid: int
+    process_started: float | None
+    host: str
+    heartbeat: str
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """The process that asks, alive now."""
+        return cls(os.getpid(), _process_started(os.getpid()), platform.node(), utc_now())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs on this machine; on another one, whether its heartbeat is fresh."""
+        if self.host != platform.node():
+            return (
+                datetime.now(UTC) - datetime.fromisoformat(self.heartbeat)
+            ).total_seconds() < _FRESH_SECONDS
+        started = _process_started(self.pid)
+        if started is None or self.process_started is None:
+            return False
+        return abs(started - self.process_started) < _CLOCK_TOLERANCE
+
+    def __str__(self) -> str:
+        where = "" if self.host == platform.node() else f" on {self.host}"
+        return f"process {self.pid}{where}"
+
+
+class RunLock:
+    """The right to write to a run directory, held from `acquire` to `release`.
+
+    The operating system gives the lock back when a process dies, whatever killed it, so that a dead owner
+    blocks nobody. The note it leaves in `run.lock` is what `acquire` returns.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._guard = FileLock(folder / GUARD, timeout=0)
+
+    def acquire(self) -> Owner | None:
+        """Take the lock; returns the owner that died holding it, if one did.
+
+        Raises:
+            RunLockedError: a live process holds it; the message names the process.
+            RunError: the folder can't be written to.
+        """
+        try:
+            self._guard.acquire()
+        except Timeout:
+            raise _locked(self._folder, owner_of(self._folder)) from None
+        try:
+            previous = owner_of(self._folder)
+            # The guard was free. Only where it can't be relied on (removed by hand, a network folder) is the
+            # owner that the note names alive nevertheless.
+            if previous is not None and previous.pid != os.getpid() and previous.is_alive:
+                raise _locked(self._folder, previous)
+            self.beat()
+        except BaseException:
+            self._guard.release()
+            raise
+        return previous
+
+    def beat(self) -> None:
+        """Renew the heartbeat in the note."""
+        write_json_atomic(self._folder / LOCK, dataclasses.asdict(Owner.this_process()))
+
+    def release(self) -> None:
+        """Give the lock back and remove the note; does nothing when the lock is not held."""
+        if not self._guard.is_locked:
+            return
+        with contextlib.suppress(OSError):
+            (self._folder / LOCK).unlink()
+        self._guard.release()
+
+
+def owner_of(folder: pathlib.Path) -> Owner | None:
+    """Who holds the run's lock according to its note, dead or alive; None when nobody does."""
+    try:
+        note = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        owner = Owner(**{field.name: note[field.name] for field in dataclasses.fields(Owner)})
+        datetime.fromisoformat(owner.heartbeat)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return owner
+
+
+def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
+    return RunLockedError(
+        f"{folder} is being written to by {owner or 'another process'}",
+        hint="Wait until it has finished, or stop it, and try again.",
+        pid=None if owner is None else owner.pid,
+    )
+
+
+def _process_started(pid: int) -> float | None:
+    """When the process began, or None when there is no such process or psutil is not installed."""
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None

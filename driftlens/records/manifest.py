@@ -1,0 +1,226 @@
+"""The manifest of a run: what was computed, from what, with what, and which files hold it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from driftlens.errors import RunError
+from driftlens.files import write_json_atomic
+from driftlens.records import environment
+from driftlens.records.layout import MANIFEST
+from driftlens.records.lock import utc_now
+from driftlens.records.schema import SCHEMA_VERSION
+from driftlens.records.version import refuse_newer
+
+T = TypeVar("T")
+PhaseState = Literal["running", "done", "failed", "cancelled"]
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer of the chain: 1 the stem, L the head; `path` in the library's own names."""
+
+    index: int
+    role: str
+    path: str
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """One set of weights: digest of its content, number of parameters, and where it came from."""
+
+    digest: str
+    parameters: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class PhaseInfo:
+    """One phase of the work; `started` is UTC."""
+
+    state: PhaseState
+    seconds: float
+    started: str
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One file of the run; `rows` of a table or an array, None for other files."""
+
+    sha256: str
+    bytes: int
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a run says about itself.
+
+    Attributes:
+        id: short name of its own: the run's name and eight random hexadecimal digits.
+        name: as the spec gives it.
+        created: UTC.
+        finished: UTC; empty until the run was finished.
+        schema_version: of its tables.
+        spec_digest: digest of the resolved spec.
+        synthetic: whether the data or models are drawn by code, so that the numbers are no benchmark.
+        versions: of Python and packages.
+        platform: operating system and processor.
+        environment: environment variables that may change numbers.
+        device: where tensors were computed.
+        dtype: in which type.
+        threads: thread counts, by library.
+        seeds: every seed, by what it draws.
+        deterministic: whether deterministic algorithms were asked for.
+        tasks: in the order of the spec.
+        variants: in the order in which they were added.
+        layers: of the chain, in forward order.
+        architecture: adapter, loader, source and the settings that weights don't show (activation, eps, heads).
+        preprocessing: which code turned images into pixels.
+        models: by variant; experts as `expert:TASK`.
+        classes: class names by task, in the order of the head's rows.
+        sample_ids: by split (calibration, diagnosis, test) and task, in the order of the rows.
+        sample_id_digests: digest of each such list.
+        phases: by name, in the order of the work.
+        files: by path relative to the run directory.
+        warnings: what may spoil the numbers.
+        notices: what a reader should know.
+        facts: what else the numbers depend on: architecture settings, preprocessing.
+    """
+
+    id: str
+    name: str
+    created: str
+    finished: str = ""
+    schema_version: str = SCHEMA_VERSION
+    spec_digest: str = ""
+    synthetic: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+    platform: Mapping[str, str | int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
+    dtype: str = ""
+    threads: Mapping[str, int] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    deterministic: bool = False
+    tasks: Sequence[str] = ()
+    variants: Sequence[str] = ()
+    layers: Sequence[LayerInfo] = ()
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    preprocessing: str = ""
+    models: Mapping[str, ModelInfo] = field(default_factory=dict)
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sample_ids: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
+    sample_id_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    phases: Mapping[str, PhaseInfo] = field(default_factory=dict)
+    files: Mapping[str, FileInfo] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+    notices: Sequence[str] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def new_manifest(name: str, spec_digest: str) -> Manifest:
+    """The manifest of a run that begins now on this machine."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
+    return Manifest(
+        id=f"{slug}-{secrets.token_hex(4)}",
+        name=name,
+        created=utc_now(),
+        spec_digest=spec_digest,
+        versions=environment.versions(),
+        platform=environment.machine(),
+        environment=environment.variables(),
+    )
+
+
+def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Replace the run's manifest, whole or not at all; it ends with a digest of itself.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full.
+    """
+    record = dataclasses.asdict(manifest)
+    write_json_atomic(folder / MANIFEST, {**record, "digest": _digest(record)})
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+    """The manifest of the run in `folder`.
+
+    Raises:
+        RunError: there is none, or it is damaged.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
+    path = folder / MANIFEST
+    record = _record(path)
+    refuse_newer(str(record.get("schema_version", "")), path)
+    try:
+        return _parsed(record)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def manifest_is_intact(folder: pathlib.Path) -> bool:
+    """Whether the manifest still has the digest it was written with.
+
+    Raises:
+        RunError: there is none, or it is no JSON.
+    """
+    record = _record(folder / MANIFEST)
+    return bool(record.pop("digest", None) == _digest(record))
+
+
+def ids_digest(ids: Sequence[str]) -> str:
+    """Digest of sample ids in their order, in hexadecimal."""
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _record(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(
+            f"{path.parent} is not a run: it has no {path.name}",
+            hint="Give the folder that `driftlens analyze --out` or `driftlens demo` wrote.",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(record, dict):
+        raise _damaged(path, f"an object expected, got {type(record).__name__}")
+    return record
+
+
+def _parsed(record: Mapping[str, Any]) -> Manifest:
+    values = {
+        entry.name: record[entry.name] for entry in dataclasses.fields(Manifest) if entry.name in record
+    }
+    template = Manifest(id="", name="", created="")
+    for name, value in values.items():
+        default = getattr(template, name)
+        wanted = list if isinstance(default, tuple) else type(default)
+        if not isinstance(value, wanted):
+            raise ValueError(f"{name} should be {wanted.__name__}, is {type(value).__name__}")
+    values["layers"] = [_entry(LayerInfo, item) for item in values.get("layers", ())]
+    for name, kind in (("models", ModelInfo), ("phases", PhaseInfo), ("files", FileInfo)):
+        values[name] = {key: _entry(kind, item) for key, item in values.get(name, {}).items()}
+    return Manifest(**values)
+
+
+def _entry(kind: type[T], item: Mapping[str, Any]) -> T:
+    known = [entry.name for entry in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: item[name] for name in known if name in item})
+
+
+def _damaged(path: pathlib.Path, reason: str) -> RunError:
+    return RunError(f"{path} is damaged: {reason}", hint="Restore it from a copy, or run the analysis again.")

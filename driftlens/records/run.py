@@ -1,0 +1,257 @@
+"""A saved run, opened read-only: tables as tidy frames, features memory-mapped, without torch."""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from driftlens.errors import DataError, LayerNotFoundError, RunError
+from driftlens.files import PathLike
+from driftlens.records import layout, schema
+from driftlens.records.manifest import Manifest, read_manifest
+from driftlens.records.status import Status, read_status
+from driftlens.records.tables import empty, read_table
+
+
+def open_run(path: PathLike) -> DriftRun:
+    """The run in the directory `path`. Nothing but its manifest is read until it is asked for.
+
+    Raises:
+        RunError: there is no run, or its manifest is damaged.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
+    folder = pathlib.Path(path)
+    return DriftRun(folder, read_manifest(folder))
+
+
+class DriftRun:
+    """One run directory, read-only. Tables are read once, when first asked for; frames are copies.
+
+    Attributes:
+        path: the run directory.
+        manifest: what the run says about itself, as of when it was opened.
+    """
+
+    def __init__(self, path: pathlib.Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._frames: dict[str, pd.DataFrame] = {}
+
+    @property
+    def id(self) -> str:
+        """Short name of the run's own."""
+        return self.manifest.id
+
+    @property
+    def name(self) -> str:
+        """What the user called the run."""
+        return self.manifest.name
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks, in the order of the run."""
+        return tuple(self.manifest.tasks)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Variants, in the order in which they were added."""
+        return tuple(self.manifest.variants)
+
+    @property
+    def status(self) -> Status | None:
+        """Where the run stands now, or None when it does not say.
+
+        Raises:
+            RunError: status.json is damaged.
+        """
+        return read_status(self.path)
+
+    def layers(
+        self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
+    ) -> pd.DataFrame:
+        """Rows of the layer table: drift at the boundary a layer writes, and the layer's own part in it.
+
+        Args:
+            task: only this task.
+            variant: only this variant.
+            layer: only this layer: its index (1 the stem), "final", or its module path.
+
+        Raises:
+            DataError: the run has no such task or variant; those it has are named.
+            LayerNotFoundError: it has no such layer; the nearest are named.
+            RunError: the table can't be read.
+        """
+        return self._rows(schema.LAYERS, task=task, variant=variant, layer=layer)
+
+    def samples(
+        self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
+    ) -> pd.DataFrame:
+        """Rows of the sample table: one sample's drift at one layer. Arguments as for `layers`."""
+        return self._rows(schema.SAMPLES, task=task, variant=variant, layer=layer)
+
+    def outputs(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the output table: one sample's scores and decision. Arguments as for `layers`."""
+        return self._rows(schema.OUTPUTS, task=task, variant=variant)
+
+    def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the parameter table: task vectors compared. Arguments as for `layers`."""
+        return self._rows(schema.PARAMS, task=task, variant=variant)
+
+    def accuracy(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the accuracy table, scores with intervals. Arguments as for `layers`."""
+        return self._rows(schema.ACCURACY, task=task, variant=variant)
+
+    def calibration(self, name: str | None = None) -> pd.DataFrame:
+        """Rows of the calibration log, one per calibrated site.
+
+        Raises:
+            DataError: the run has no calibration called `name`; those it has are named.
+            RunError: the table can't be read.
+        """
+        return self._rows(schema.CALIBRATION, name=name)
+
+    def resources(self) -> pd.DataFrame:
+        """Time, memory and energy by phase.
+
+        Raises:
+            RunError: the table can't be read.
+        """
+        return self._rows(schema.RESOURCES)
+
+    def value(self, column: str, *, task: str, variant: str = "merged", layer: int | str = "final") -> float:
+        """One number of the layer table; NaN where it was not measured.
+
+        Raises:
+            DataError: no such column, task or variant, or no such row.
+            LayerNotFoundError: no such layer.
+            RunError: the table can't be read.
+        """
+        numbers = [entry.name for entry in schema.LAYERS.columns if entry.dtype in ("int", "float")]
+        if column not in numbers:
+            raise DataError(
+                f"the layer table has no number called {column!r}", hint=_nearest(column, numbers)
+            )
+        rows = self.layers(task, variant, layer)
+        if rows.empty:
+            raise DataError(
+                f"the layer table has no row for task {task!r}, variant {variant!r}, layer {layer!r}",
+                hint="The expert has no rows, and `layers.select` in the spec decides which blocks have.",
+            )
+        return float(rows[column].astype("float64").iloc[0])
+
+    def features(self, task: str, variant: str, layer: int | str) -> NDArray[np.floating[Any]]:
+        """Features [n, d] of one task, variant ("expert" for the task's own) and layer, memory-mapped.
+
+        Rows are the samples of `sample_ids(task, "diagnosis")`; float16, or float32 where that overflows.
+
+        Raises:
+            DataError: no such task or variant, or its features of this layer are not stored.
+            LayerNotFoundError: no such layer.
+            RunError: the file is missing or damaged.
+        """
+        self._check("task", task)
+        if variant != "expert":
+            self._check("variant", variant)
+        relative = layout.feature_file(task, variant, self.layer_index(layer))
+        path = self.path / relative
+        if not path.exists() and relative not in self.manifest.files:
+            raise DataError(
+                f"features of task {task!r}, variant {variant!r}, layer {layer!r} are not stored",
+                hint="Choose the layers to store with `layers.select` in the spec.",
+            )
+        try:
+            array: NDArray[np.floating[Any]] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise RunError(f"{path} can't be read: {error}", hint=_VERIFY) from error
+        return array
+
+    def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
+        """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows.
+
+        Raises:
+            DataError: no such task, or no samples of this split are recorded for it.
+        """
+        self._check("task", task)
+        splits = [name for name, tasks in self.manifest.sample_ids.items() if task in tasks]
+        if split not in splits:
+            recorded = ", ".join(splits) or "none"
+            raise DataError(
+                f"no {split!r} samples of task {task!r} are recorded; recorded splits: {recorded}"
+            )
+        return tuple(self.manifest.sample_ids[split][task])
+
+    def layer_index(self, layer: int | str) -> int:
+        """Index of the layer that `layer` names: an index, "final" for the last one, or a module path.
+
+        Raises:
+            LayerNotFoundError: there is no such layer; the nearest are named.
+        """
+        indices = {entry.path: entry.index for entry in self.manifest.layers}
+        last = max(indices.values(), default=0)
+        if layer == "final" and last:
+            return last
+        if isinstance(layer, str) and layer in indices:
+            return indices[layer]
+        if not isinstance(layer, str) and 1 <= layer <= last:
+            return int(layer)
+        near = difflib.get_close_matches(str(layer), indices, n=3, cutoff=0.0)
+        raise LayerNotFoundError(
+            f"the run has no layer {layer!r}; it has 1 (stem) to {last} (head)",
+            hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
+        )
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: final drift of every task and variant."""
+        from driftlens.records.notebook import final_drift_html
+
+        return final_drift_html(self)
+
+    def __repr__(self) -> str:
+        return f"DriftRun({str(self.path)!r}, tasks={list(self.tasks)}, variants={list(self.variants)})"
+
+    def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:
+        frame = self._frame(table)
+        keep = np.full(len(frame), True)
+        for column, value in wanted.items():
+            if value is None:
+                continue
+            if column == "layer":
+                value = self.layer_index(value)
+            elif column == "name":
+                _check_known("calibration", value, frame["name"].unique())
+            else:
+                self._check(column, value)
+            keep &= (frame[column] == value).to_numpy(dtype=bool)
+        return frame[keep].reset_index(drop=True)
+
+    def _frame(self, table: schema.Table) -> pd.DataFrame:
+        if table.name not in self._frames:
+            relative = layout.table_file(table.name)
+            # A table that was written is listed; one that is neither listed nor there was never computed.
+            is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
+            self._frames[table.name] = empty(table) if is_absent else read_table(self.path / relative, table)
+        return self._frames[table.name]
+
+    def _check(self, kind: str, name: str) -> None:
+        _check_known(kind, name, self.tasks if kind == "task" else (*self.variants, "expert"))
+
+
+_VERIFY = "`driftlens verify` on the run lists every file that is damaged."
+
+
+def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
+    names = list(dict.fromkeys(known))
+    if name not in names:
+        there = ", ".join(names) or "none"
+        raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=_nearest(name, names))
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,278 @@
+"""What the tables of a run hold: every column's type, unit, range and meaning, declared once.
+
+The declarations need neither pandas nor torch; `tables.py` turns them into frames and Parquet files. Within
+one major version of the schema, columns and tables are only ever added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SCHEMA_VERSION = "1.0"
+
+Kind = Literal["str", "int", "float", "bool"]
+Worse = Literal["higher", "lower"] | None
+Range = tuple[float | None, float | None]
+
+ANY: Range = (None, None)
+NOT_NEGATIVE: Range = (0.0, None)
+SHARE: Range = (0.0, 1.0)
+COSINE: Range = (-1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        name: as it stands in the file.
+        dtype: kind of value; a float that was not measured is null in the file and NaN in a frame.
+        unit: "feature" is the length unit of the features themselves, "1" a pure number, "" no number at all.
+        meaning: one sentence for a reader who has only the table.
+        worse: which direction is worse, where one is.
+        range: lowest and highest value there can be, up to rounding; None where there is no limit.
+    """
+
+    name: str
+    dtype: Kind
+    unit: str
+    meaning: str
+    worse: Worse = None
+    range: Range = ANY
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: `key` columns come first, are never null and name a row; every other column may be null."""
+
+    name: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        names = self.names
+        assert names[: len(self.key)] == self.key and len(set(names)) == len(names), names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names in the order of the file."""
+        return tuple(column.name for column in self.columns)
+
+    def column(self, name: str) -> Column:
+        """The column called `name`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+
+def _text(name: str, meaning: str) -> Column:
+    return Column(name, "str", "", meaning)
+
+
+def _count(name: str, unit: str, meaning: str) -> Column:
+    return Column(name, "int", unit, meaning, None, NOT_NEGATIVE)
+
+
+def _pure(name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE) -> Column:
+    return Column(name, "float", "1", meaning, worse, limits)
+
+
+def _length(name: str, meaning: str) -> Column:
+    return Column(name, "float", "feature", meaning, "higher", NOT_NEGATIVE)
+
+
+def _score(name: str, meaning: str, worse: Worse = "higher", unit: str = "score") -> Column:
+    return Column(name, "float", unit, meaning, worse, NOT_NEGATIVE)
+
+
+def _gain(name: str, meaning: str) -> Column:
+    return _score(name, meaning, unit="score/feature")
+
+
+def _drift_family() -> tuple[Column, ...]:
+    statistics = {
+        "mean": "Mean",
+        "std": "Standard deviation",
+        "median": "Median",
+        "q10": "10 % quantile",
+        "q25": "25 % quantile",
+        "q75": "75 % quantile",
+        "q90": "90 % quantile",
+    }
+    what = "over samples of the norm of the drift (feature minus expert feature) leaving the layer."
+    return tuple(_length(f"drift_l2_{short}", f"{words} {what}") for short, words in statistics.items())
+
+
+TASK = _text("task", "Task: a data set and its expert.")
+VARIANT = _text(
+    "variant", "Network the row is about: base, expert, merged, calibrated:NAME or baseline:NAME."
+)
+LAYER = Column(
+    "layer", "int", "", "Layer in forward order: 1 the stem, the last one the head.", None, (1.0, None)
+)
+SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
+LABEL = _text("label", "Class that the data source gives the sample.")
+
+LAYERS = Table(
+    "layers",
+    ("task", "variant", "layer"),
+    (
+        TASK,
+        VARIANT,
+        LAYER,
+        _text("role", "stem, block or head."),
+        _text("path", "Module path in the library's own names."),
+        _count("n", "samples", "Samples behind the row."),
+        _text("reference", "Whose features the local mismatch is taken on: expert or merged."),
+        *_drift_family(),
+        _pure("drift_rel", "Drift norm against the expert's feature norm.", "higher"),
+        _pure(
+            "drift_vs_base",
+            "Drift norm against the distance from base to expert; 1: as far as the base.",
+            "higher",
+        ),
+        _pure("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
+        _pure("cos_std", "Standard deviation of that cosine.", "higher"),
+        _length("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
+        _length("propagation_l2_mean", "Mean norm of p, the drift that the layer passes on."),
+        _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
+        _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
+        _pure("amplification", "Norm of p against that of the incoming drift.", "higher"),
+        _pure("gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)),
+        _pure(
+            "mismatch_ratio_mean", "Mean of eta, the norm of m against that of the incoming drift.", "higher"
+        ),
+        _pure("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
+        _pure("final_share", "Signed share of the final drift that this layer's m ends up as.", None, ANY),
+        _pure(
+            "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", None, ANY
+        ),
+        _pure(
+            "remainder_share", "Share of the final drift in no layer's final_share; head row only.", None, ANY
+        ),
+        _pure(
+            "closure_error", "|e - e_library| / |e| against ordinary forward passes of the models.", "higher"
+        ),
+        _pure("jacobian_error", "|p - A e| / |p|, A being the path-averaged Jacobian.", "higher"),
+        _count("nodes", "nodes", "Quadrature nodes behind A."),
+        _count("jacobian_samples", "samples", "Samples behind the columns that need A."),
+        _pure("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
+        _pure("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
+        _pure("random_gain_mean", "Mean gain of A on random directions, for comparison."),
+        _pure("cka", "Linear CKA with the expert's features, debiased.", "lower", (None, 1.0)),
+    ),
+)
+
+SAMPLES = Table(
+    "samples",
+    ("task", "variant", "layer", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        LAYER,
+        SAMPLE_ID,
+        LABEL,
+        _length("drift_l2", "Norm of the drift leaving the layer."),
+        _pure("cos", "Cosine to the expert's feature.", "lower", COSINE),
+        _length("mismatch_l2", "Norm of the local mismatch."),
+        _length("propagation_l2", "Norm of the drift that the layer passes on."),
+        _pure("amplification", "Norm of the propagation against that of the incoming drift.", "higher"),
+        _pure("final_share", "Signed share of the sample's final drift.", None, ANY),
+    ),
+)
+
+OUTPUTS = Table(
+    "outputs",
+    ("task", "variant", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        SAMPLE_ID,
+        LABEL,
+        _text("expert_pred", "Class that the expert predicts."),
+        _text("pred", "Class that the variant predicts."),
+        Column("flipped", "bool", "", "Whether the two differ.", "higher"),
+        _score("score_drift_l2", "Euclidean norm of the score drift."),
+        _score("score_drift_inf", "Largest change of one score."),
+        _gain("score_gain_secant", "Norm of the score drift against that of the final drift."),
+        _gain("score_gain", "Largest gain along the drift at sampled points between expert and variant."),
+        _gain("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
+        _gain("score_gain_certified", "Gain that no point between expert and variant exceeds (closed form)."),
+        _score("score_bound", "Certified gain times final drift: bounds the norm of the score drift."),
+        _score("score_map_mismatch", "Norm of what differing heads alone do to the scores."),
+        _score("margin", "Expert's best score minus its second best.", "lower"),
+        Column("certified", "bool", "", "Whether the drift is too small to flip the prediction.", "lower"),
+        _score("ce", "Cross-entropy of the variant.", unit="nat"),
+        _score("ce_expert", "Cross-entropy of the expert.", unit="nat"),
+        _score("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
+        _pure("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
+        _score("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
+    ),
+)
+
+PARAMS = Table(
+    "params",
+    # A stem of one module shares its path with that module, so the scope is part of the key.
+    ("variant", "task", "scope", "path"),
+    (
+        VARIANT,
+        TASK,
+        _text("scope", "module, layer or backbone."),
+        _text("path", "Path of the module or layer; empty for the backbone."),
+        _pure("cos", "Cosine of the variant's task vector to the expert's.", "lower", COSINE),
+        _pure("norm_ratio", "Norm of the variant's task vector against the expert's."),
+        _pure("sign_agreement", "Share of entries whose signs agree.", "lower", SHARE),
+    ),
+)
+
+ACCURACY = Table(
+    "accuracy",
+    ("task", "variant", "metric"),
+    (
+        TASK,
+        VARIANT,
+        _text("metric", "What was scored, for example accuracy."),
+        _pure("value", "The score, as a fraction.", "lower", SHARE),
+        _count("n", "samples", "Test samples."),
+        _pure("ci_low", "Lower end of the 95 % Wilson interval.", None, SHARE),
+        _pure("ci_high", "Upper end of the 95 % Wilson interval.", None, SHARE),
+        Column("seed", "int", "", "Seed that drew the test samples."),
+    ),
+)
+
+CALIBRATION = Table(
+    "calibration",
+    ("name", "layer", "site"),
+    (
+        _text("name", "Calibration; the variant is calibrated:NAME."),
+        LAYER,
+        _text("site", "Calibrated module, in the library's own names."),
+        _text("kind", "Kind of the solve."),
+        _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
+        _pure("objective_before", "Objective at the merged parameters.", "higher"),
+        _pure("objective_after", "Objective at the calibrated parameters.", "higher"),
+        _pure("weight_change", "|dW|_F / |W|_F."),
+        _pure("condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)),
+        Column("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
+    ),
+)
+
+RESOURCES = Table(
+    "resources",
+    ("phase",),
+    (
+        _text("phase", "Phase of the work."),
+        Column("seconds", "float", "s", "Wall-clock time.", None, NOT_NEGATIVE),
+        _count("peak_rss_bytes", "B", "Largest resident memory of the process, up to the end of the phase."),
+        _count("peak_gpu_bytes", "B", "Largest accelerator memory allocated during the phase."),
+        Column("energy_wh", "float", "Wh", "Energy used, where it can be read.", None, NOT_NEGATIVE),
+    ),
+)
+
+TABLES = {table.name: table for table in (LAYERS, SAMPLES, OUTPUTS, PARAMS, ACCURACY, CALIBRATION, RESOURCES)}

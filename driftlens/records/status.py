@@ -1,0 +1,111 @@
+"""Where a run stands, for whoever watches it from outside: `status.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from driftlens.errors import Cancelled, DriftLensError, RunError
+from driftlens.files import write_json_atomic
+from driftlens.records.layout import STATUS
+
+State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ended early: the error's type, what happened, and what to do next."""
+
+    type: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The failure that `error` tells of."""
+        if isinstance(error, DriftLensError):
+            return cls(type(error).__name__, error.message, error.hint)
+        return cls(type(error).__name__, str(error))
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands.
+
+    Attributes:
+        state: what it is doing, or how it ended.
+        phase: what is being done.
+        done: units of the phase finished.
+        total: units in all, None when unknown.
+        label: what is at hand.
+        seconds: time since the phase began.
+        metrics: numbers worth showing while waiting; None where one is not finite.
+        heartbeat: when this was written, UTC.
+        pid: process that wrote it.
+        process_started: when that process began, in seconds since 1970.
+        error: why it failed.
+    """
+
+    state: State
+    phase: str = ""
+    done: int = 0
+    total: int | None = None
+    label: str = ""
+    seconds: float = 0.0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    heartbeat: str = ""
+    pid: int = 0
+    process_started: float | None = None
+    error: Failure | None = None
+
+
+def write_status(folder: pathlib.Path, status: Status) -> None:
+    """Replace the run's status.json, whole or not at all.
+
+    Raises:
+        RunError: the folder can't be written to, or the disk is full.
+    """
+    record = dataclasses.asdict(status)
+    # JSON knows neither NaN nor infinity.
+    record["metrics"] = {
+        name: value if value is not None and math.isfinite(value) else None
+        for name, value in status.metrics.items()
+    }
+    write_json_atomic(folder / STATUS, record)
+
+
+def read_status(folder: pathlib.Path) -> Status | None:
+    """The run's status, or None when there is no status.json.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = folder / STATUS
+    try:
+        return _parsed(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(
+            f"{path} can't be read: {error}", hint="Remove it; the results do not depend on it."
+        ) from error
+
+
+def _parsed(record: dict[str, Any]) -> Status:
+    known = {entry.name for entry in dataclasses.fields(Status)}
+    values = {name: value for name, value in record.items() if name in known}
+    if values["state"] not in get_args(State):
+        raise ValueError(f"no state is called {values['state']!r}")
+    if values.get("error") is not None:
+        values["error"] = Failure(**values["error"])
+    return Status(**values)
+
+
+def final_state(error: BaseException) -> Literal["cancelled", "failed"]:
+    """How a run ends that `error` ended."""
+    return "cancelled" if isinstance(error, (Cancelled, KeyboardInterrupt)) else "failed"

@@ -1,0 +1,179 @@
+"""Tables as frames and as Parquet files: rows are added, rows that are there keep their exact values."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pandas.api.extensions import ExtensionDtype
+
+from driftlens.errors import RunError
+from driftlens.files import atomic_path
+from driftlens.records.schema import SCHEMA_VERSION, Column, Kind, Table
+from driftlens.records.version import refuse_newer
+
+_FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
+    "str": pd.StringDtype(),
+    "int": pd.Int64Dtype(),
+    "float": np.dtype(np.float64),
+    "bool": pd.BooleanDtype(),
+}
+_FILE_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+_NULLABLE = {_FILE_TYPES[kind]: _FRAME_TYPES[kind] for kind in ("str", "int", "bool")}
+_VERSION_KEY = b"driftlens.schema_version"
+_DAMAGED = "`driftlens verify` on the run lists every file that is damaged."
+
+
+def empty(table: Table) -> pd.DataFrame:
+    """A frame without rows, with every column of `table` in its type."""
+    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _frame_types(table).items()})
+
+
+def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
+    """The rows of `frame` as `table` wants them: all columns, in order, in their types, missing values null.
+
+    Floats hold NaN where a value is missing, the other types pandas' NA. `frame` is not modified.
+
+    Raises:
+        ValueError: a column the table does not have; a key that is missing, null or there twice; a value of
+            another type than its column's. These are mistakes of the calling code, not of a user.
+    """
+    unknown = [name for name in frame.columns if name not in table.names]
+    if unknown:
+        raise ValueError(
+            f"table {table.name!r} has no column {unknown[0]!r}; it has {', '.join(table.names)}"
+        )
+    for name in table.key:
+        if name not in frame.columns:
+            raise ValueError(f"rows for table {table.name!r} lack the key column {name!r}")
+        if frame[name].isna().any():
+            raise ValueError(f"rows for table {table.name!r} have a null in the key column {name!r}")
+    kinds = _frame_types(table)
+    rows = pd.DataFrame({column.name: _cast(frame, column, kinds[column.name]) for column in table.columns})
+    twice = rows.duplicated(list(table.key))
+    if twice.any():
+        raise ValueError(f"rows for table {table.name!r} repeat the key {_first_key(rows[twice], table)}")
+    return rows
+
+
+def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
+    """The rows of a Parquet file as a frame; columns that an older schema lacked are null.
+
+    Raises:
+        RunError: the file is missing, truncated or not this table.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
+    frame: pd.DataFrame = _read(path, table).to_pandas(types_mapper=_NULLABLE.get)
+    return frame.astype(_frame_types(table))
+
+
+def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> None:
+    """Add rows to a Parquet file, which is replaced whole or not at all; earlier rows keep their bits.
+
+    Args:
+        path: the file; made when it is not there yet.
+        table: its declaration.
+        frame: the new rows; see `conform`.
+        replace: whether a new row takes the place of an earlier one with the same key.
+
+    Raises:
+        ValueError: see `conform`; also a key that the file has already, unless `replace`.
+        RunError: the file can't be read or written.
+    """
+    schema = _file_schema(table)
+    rows = pa.Table.from_pandas(conform(frame, table), schema=schema, preserve_index=False)
+    rows = rows.replace_schema_metadata(schema.metadata)
+    if path.exists():
+        # Earlier rows never become a frame on their way, so nothing can round or retype them.
+        earlier = _read(path, table)
+        clash = _keys(earlier, table).isin(_keys(rows, table))
+        if clash.any() and not replace:
+            key = _first_key(earlier.filter(clash).to_pandas(), table)
+            raise ValueError(f"table {table.name!r} already has the row {key}")
+        rows = pa.concat_tables([earlier.filter(~clash), rows])
+    with atomic_path(path) as written:
+        pq.write_table(rows, written, compression="zstd")
+
+
+def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:
+    """Integers of a key are plain ones: they are never null."""
+    return {
+        column.name: np.dtype(np.int64)
+        if column.dtype == "int" and column.name in table.key
+        else _FRAME_TYPES[column.dtype]
+        for column in table.columns
+    }
+
+
+def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[Any]) -> pd.Series[Any]:
+    if column.name not in frame.columns:
+        return pd.Series(None, index=frame.index, dtype=kind)
+    values = frame[column.name]
+    what = f"column {column.name!r} holds {column.dtype}"
+    if column.dtype == "str":
+        # pandas would write a number as text here, and a sample would no longer be found under its own name.
+        odd = [value for value in values.dropna() if not isinstance(value, str)]
+        if odd:
+            raise ValueError(f"{what}, got {odd[0]!r}")
+    try:
+        return values.astype(kind)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def _file_schema(table: Table) -> pa.Schema:
+    fields = [
+        pa.field(
+            column.name,
+            _FILE_TYPES[column.dtype],
+            metadata={"unit": column.unit, "meaning": column.meaning},
+        )
+        for column in table.columns
+    ]
+    units = json.dumps({column.name: column.unit for column in table.columns})
+    return pa.schema(
+        fields,
+        metadata={_VERSION_KEY: SCHEMA_VERSION, "driftlens.table": table.name, "driftlens.units": units},
+    )
+
+
+def _read(path: pathlib.Path, table: Table) -> pa.Table:
+    try:
+        with pq.ParquetFile(path) as file:
+            stored = file.read()
+    except FileNotFoundError as error:
+        raise RunError(f"{path} is missing", hint="Run the analysis again to write it.") from error
+    except (pa.ArrowException, OSError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(f"{path} can't be read: {reason}", hint=_DAMAGED) from error
+    version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
+    refuse_newer(version.decode(errors="replace"), path)
+    return _aligned(stored, table, path)
+
+
+def _aligned(stored: pa.Table, table: Table, path: pathlib.Path) -> pa.Table:
+    """The columns of `table`: null where `stored` lacks one, without those of a newer minor version."""
+    schema = _file_schema(table)
+    try:
+        columns = [
+            stored.column(field.name).cast(field.type)
+            if field.name in stored.column_names or field.name in table.key
+            else pa.nulls(stored.num_rows, field.type)
+            for field in schema
+        ]
+    except (KeyError, pa.ArrowException) as error:
+        raise RunError(f"{path} is not the table {table.name!r}: {error}", hint=_DAMAGED) from error
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _keys(rows: pa.Table, table: Table) -> pd.MultiIndex:
+    return pd.MultiIndex.from_frame(rows.select(list(table.key)).to_pandas())
+
+
+def _first_key(rows: pd.DataFrame, table: Table) -> str:
+    return ", ".join(f"{name}={rows[name].tolist()[0]!r}" for name in table.key)

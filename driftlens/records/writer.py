@@ -1,0 +1,238 @@
+"""Writing a run: one process at a time, from the first file to the list of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import pandas as pd
+
+from driftlens.files import PathLike, write_text_atomic
+from driftlens.progress import ProgressEvent
+from driftlens.records import layout
+from driftlens.records.contents import RunContents
+from driftlens.records.environment import peak_rss_bytes, versions
+from driftlens.records.events import append_event
+from driftlens.records.file_list import describe_file, run_files
+from driftlens.records.lock import Owner, RunLock, utc_now
+from driftlens.records.manifest import Manifest, PhaseInfo, new_manifest, read_manifest
+from driftlens.records.room import clear, refuse_occupied, sweep
+from driftlens.records.schema import SCHEMA_VERSION
+from driftlens.records.status import Failure, State, Status, final_state, write_status
+from driftlens.records.version import refuse_newer
+
+_STATUS_SECONDS = 0.5
+
+
+@dataclass
+class PhaseUsage:
+    """What a phase used, None where it can't be read; the writer adds time and memory."""
+
+    peak_gpu_bytes: int | None = None
+    energy_wh: float | None = None
+
+
+class RunWriter(RunContents):
+    """The one process that writes to a run directory; use it as a context manager.
+
+    Leaving the block finishes the run: every file is listed with its digest, and the state becomes "done".
+    After an exception the state is "failed" or "cancelled", and what was written stays. Either way the lock
+    is released.
+    """
+
+    def __init__(self, folder: pathlib.Path, manifest: Manifest, lock: RunLock) -> None:
+        """Use `create` or `resume`."""
+        super().__init__(folder, manifest)
+        self._lock = lock
+        self._status = Status("running")
+        self._clock: Callable[[], float] = time.monotonic
+        self._posted = float("-inf")
+
+    @classmethod
+    def create(
+        cls, path: PathLike, *, spec_yaml: str, spec_digest: str, name: str, force: bool = False
+    ) -> RunWriter:
+        """A writer for a new run in a folder that is new or empty.
+
+        Args:
+            path: the run directory; missing parents are made.
+            spec_yaml: the resolved spec, every default spelled out.
+            spec_digest: its digest.
+            name: what the user calls the run.
+            force: whether a run that is there may be replaced. Files that are not the run's stay.
+
+        Raises:
+            SpecError: the folder holds something, and not just a run to be replaced with `force`.
+            RunLockedError: another process is writing there.
+            RunError: the folder can't be written to.
+        """
+        folder = pathlib.Path(path)
+        if not (folder / layout.GUARD).exists():
+            refuse_occupied(folder, force=force)  # before the lock, which leaves a file behind
+        lock = RunLock(folder)
+        previous = lock.acquire()
+        try:
+            refuse_occupied(folder, force=force)
+            clear(folder)
+            writer = cls(folder, new_manifest(name, spec_digest), lock)
+            writer._begin("created", previous)
+            write_text_atomic(folder / layout.SPEC, spec_yaml)
+        except BaseException:
+            lock.release()
+            raise
+        return writer
+
+    @classmethod
+    def resume(cls, path: PathLike) -> RunWriter:
+        """A writer for a run that exists: one that was interrupted, or one that something is added to.
+
+        Raises:
+            RunError: there is no run, or it is damaged.
+            SchemaTooNewError: a newer DriftLens wrote it.
+            RunLockedError: another process is writing to it.
+        """
+        folder = pathlib.Path(path)
+        read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
+        lock = RunLock(folder)
+        previous = lock.acquire()
+        try:
+            manifest = read_manifest(folder)
+            refuse_newer(manifest.schema_version, folder / layout.MANIFEST, minor=True)
+            sweep(folder)
+            writer = cls(folder, dataclasses.replace(manifest, schema_version=SCHEMA_VERSION), lock)
+            writer._begin("resumed", previous)
+            writer._notice_versions()
+        except BaseException:
+            lock.release()
+            raise
+        return writer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self._end(error)
+            else:
+                self.finish()
+        except BaseException as late:
+            self._end(late)
+            raise
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[PhaseUsage]:
+        """A block that does one phase; its state, time and memory are recorded. Ask `done` before."""
+        usage, started, clock = PhaseUsage(), utc_now(), self._clock()
+        self._set_phase(name, PhaseInfo("running", 0.0, started))
+        self.status("running", phase=name)
+        try:
+            yield usage
+        except BaseException as error:
+            with suppress(OSError):  # the disk may be what failed; the error at hand is the one to report
+                self._set_phase(name, PhaseInfo(final_state(error), self._clock() - clock, started))
+            raise
+        seconds = self._clock() - clock
+        row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes()}
+        self.append("resources", pd.DataFrame([row | dataclasses.asdict(usage)]), replace=True)
+        self._set_phase(name, PhaseInfo("done", seconds, started))
+
+    def done(self, phase: str) -> bool:
+        """Whether the phase was finished, now or before the run was interrupted."""
+        return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
+
+    def status(
+        self,
+        state: State,
+        *,
+        phase: str = "",
+        done: int = 0,
+        total: int | None = None,
+        label: str = "",
+        seconds: float = 0.0,
+        metrics: Mapping[str, float] | None = None,
+        error: Failure | None = None,
+    ) -> None:
+        """Say where the run stands, in status.json; see `Status` for the fields. Renews the heartbeat."""
+        owner = Owner.this_process()
+        self._status = Status(
+            state=state,
+            phase=phase,
+            done=done,
+            total=total,
+            label=label,
+            seconds=seconds,
+            metrics=metrics or {},
+            heartbeat=owner.heartbeat,
+            pid=owner.pid,
+            process_started=owner.process_started,
+            error=error,
+        )
+        write_status(self.folder, self._status)
+        self._lock.beat()
+        self._posted = self._clock()
+
+    def progress(self, event: ProgressEvent) -> None:
+        """Show an event in status.json, at most twice a second within a phase; this is a progress sink."""
+        is_news = event.phase != self._status.phase or event.done == event.total
+        if not is_news and self._clock() - self._posted < _STATUS_SECONDS:
+            return
+        self.status(
+            self._status.state,
+            phase=event.phase,
+            done=event.done,
+            total=event.total,
+            label=event.label,
+            seconds=event.seconds,
+            metrics=event.metrics,
+        )
+
+    def finish(self) -> None:
+        """List every file with its digest, size and rows, and say that the run is done.
+
+        A file that is listed already keeps its entry: nothing was written to it since.
+
+        Raises:
+            RunError: the folder can't be written to.
+        """
+        listed = dict(self.manifest.files)
+        new = [relative for relative in run_files(self.folder) if relative not in listed]
+        listed.update({relative: describe_file(self.folder / relative) for relative in new})
+        self._save(files=dict(sorted(listed.items())), finished=utc_now())
+        append_event(self.folder, "finished")
+        self.status("done")
+
+    def _begin(self, how: str, previous: Owner | None) -> None:
+        self._save()
+        self.status("running")
+        append_event(self.folder, how)
+        if previous is not None:
+            self.notice(f"took over from {previous}, which ended without releasing the run")
+
+    def _end(self, error: BaseException) -> None:
+        """Record how the run ended; a disk that takes no more must not hide the error that is on its way."""
+        with suppress(OSError):
+            failure, at = Failure.of(error), self._status
+            self.status(final_state(error), phase=at.phase, done=at.done, total=at.total, error=failure)
+            append_event(self.folder, final_state(error), **dataclasses.asdict(failure))
+
+    def _notice_versions(self) -> None:
+        now, before = versions(), self.manifest.versions
+        changed = [name for name in before if name in now and now[name] != before[name]]
+        if changed:
+            listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
+            self.notice(f"resumed with {listed}")
+
+    def _set_phase(self, name: str, phase: PhaseInfo) -> None:
+        self.describe(phases={name: phase})
+        append_event(self.folder, "phase", name=name, state=phase.state, seconds=phase.seconds)

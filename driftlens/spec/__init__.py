@@ -1,0 +1,60 @@
+"""The run spec: one YAML file that says which models, which data and what to measure.
+
+    spec = load_spec("run.yaml", overrides=["data.defaults.n=64"])
+    spec.experts["cars"].weights
+
+Values are checked, paths absolute and defaults filled in; every error is a `SpecError`.
+"""
+
+from driftlens.spec.data import (
+    Data,
+    DataDefaults,
+    HfData,
+    ImageFolderData,
+    JsonlData,
+    NpzArrays,
+    NpzData,
+    PythonData,
+    TaskData,
+)
+from driftlens.spec.heads import FileHead, Head, TextHead
+from driftlens.spec.reading import load_spec
+from driftlens.spec.run import RunSpec, json_schema
+from driftlens.spec.sections import (
+    Architecture,
+    Calibration,
+    Compute,
+    JacobianMetrics,
+    Layers,
+    Merge,
+    Metrics,
+    Projection,
+    Weights,
+)
+
+__all__ = [
+    "Architecture",
+    "Calibration",
+    "Compute",
+    "Data",
+    "DataDefaults",
+    "FileHead",
+    "Head",
+    "HfData",
+    "ImageFolderData",
+    "JacobianMetrics",
+    "JsonlData",
+    "Layers",
+    "Merge",
+    "Metrics",
+    "NpzArrays",
+    "NpzData",
+    "Projection",
+    "PythonData",
+    "RunSpec",
+    "TaskData",
+    "TextHead",
+    "Weights",
+    "json_schema",
+    "load_spec",
+]

@@ -1,0 +1,138 @@
+"""The `data` section: where each task's images or texts come from, and how many are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from driftlens.spec.types import Count, CountOrAll, LocalPath, Part, PythonTarget, Seed, Source, Text, problem
+
+
+class DataDefaults(Part):
+    """Counts per task that a task's own entry may override.
+
+    Attributes:
+        n: samples drawn for calibration.
+        n_diagnosis: samples drawn for diagnostics.
+        n_test: samples on which accuracy is measured, or all.
+        seed: decides which samples are drawn.
+        batch_size: samples per forward pass.
+    """
+
+    n: Count = 256
+    n_diagnosis: Count = 256
+    n_test: CountOrAll = "all"
+    seed: Seed = 0
+    batch_size: Count = 32
+
+
+class _Entry(Part):
+    kind: str
+    n: Count | None = None
+    n_diagnosis: Count | None = None
+    n_test: CountOrAll | None = None
+
+
+class ImageFolderData(_Entry):
+    """Folders with one sub-folder per class, or with images only (then there are no labels)."""
+
+    kind: Literal["imagefolder"]
+    calibration: LocalPath
+    test: LocalPath
+    diagnosis: LocalPath | None = None
+
+
+class NpzArrays(Part):
+    """Which arrays of an `.npz` file make one split; without `y` it has no labels."""
+
+    file: LocalPath | None = None
+    x: Text
+    y: Text | None = None
+
+
+class NpzData(_Entry):
+    """An `.npz` file with `x_train, y_train, x_test, y_test, class_names`, or with arrays named per split."""
+
+    kind: Literal["npz"]
+    file: LocalPath | None = None
+    calibration: NpzArrays | None = None
+    test: NpzArrays | None = None
+    diagnosis: NpzArrays | None = None
+
+    @model_validator(mode="after")
+    def _every_split_has_a_file(self) -> NpzData:
+        splits = {"calibration": self.calibration, "test": self.test}
+        if self.diagnosis is not None:
+            splits["diagnosis"] = self.diagnosis
+        homeless = [name for name, arrays in splits.items() if arrays is None or arrays.file is None]
+        if self.file is None and homeless:
+            raise problem(
+                f"no file for {' and '.join(homeless)}",
+                "Set `file`, or `calibration: {file, x, y}` and `test: {file, x, y}`.",
+            )
+        return self
+
+
+class HfData(_Entry):
+    """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id."""
+
+    kind: Literal["hf"]
+    path: Source
+    config: Text | None = None
+    calibration: Text
+    test: Text
+    diagnosis: Text | None = None
+    image: Text = "image"
+    label: Text | None = "label"
+
+
+class JsonlData(_Entry):
+    """Text tasks: files with one JSON object per line that holds an input and a target."""
+
+    kind: Literal["jsonl"]
+    calibration: LocalPath
+    test: LocalPath
+    diagnosis: LocalPath | None = None
+    input: Text = "input"
+    target: Text = "target"
+
+
+class PythonData(_Entry):
+    """A function of the user's that is called with `calibration` or `test`; runs only when trusted."""
+
+    kind: Literal["python"]
+    target: PythonTarget
+
+
+KINDS = ("imagefolder", "npz", "hf", "jsonl", "python")
+
+
+def _has_a_kind(given: Any) -> Any:
+    if isinstance(given, Mapping) and given.get("kind") is None:
+        raise problem(f"kind is missing; expected one of {', '.join(KINDS)}")
+    return given
+
+
+TaskData = Annotated[
+    ImageFolderData | NpzData | HfData | JsonlData | PythonData,
+    Field(discriminator="kind"),
+    BeforeValidator(_has_a_kind),
+]
+"""Where one task's samples come from."""
+
+
+class Data(Part):
+    """The defaults, and one entry per task under the task's own name."""
+
+    # Tasks stand beside `defaults` in the file, so they are the extra keys of this section.
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, TaskData] = Field(init=False)
+
+    defaults: DataDefaults = DataDefaults()
+
+    @property
+    def tasks(self) -> dict[str, TaskData]:
+        """Entry per task, sorted by the task's name."""
+        return dict(sorted(self.__pydantic_extra__.items()))

@@ -1,0 +1,132 @@
+"""The whole spec: which models, which data, what to measure."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, model_validator
+
+from driftlens.spec.data import Data, PythonData
+from driftlens.spec.heads import Head
+from driftlens.spec.sections import (
+    Architecture,
+    Calibration,
+    Compute,
+    Layers,
+    Merge,
+    Metrics,
+    Projection,
+    Weights,
+)
+from driftlens.spec.types import Name, Part, Text, problem
+from driftlens.spec.yaml_text import to_yaml
+
+VERSION = 1
+BASE_FREE_MERGES = frozenset(["average"])
+"""Merge methods that need no base."""
+
+T = TypeVar("T")
+
+
+def _sorted(mapping: dict[str, T]) -> dict[str, T]:
+    return dict(sorted(mapping.items()))
+
+
+PerName = Annotated[dict[Name, T], AfterValidator(_sorted)]
+
+
+class RunSpec(Part):
+    """One run, with every default spelled out and every path absolute. `load_spec` makes one.
+
+    Attributes:
+        experts: weights per task, sorted by the task's name.
+        heads: how a task's features become class scores; tasks without one have no accuracy.
+        baselines: further variants to measure beside the merged model.
+    """
+
+    version: Literal[1]
+    name: Text = "run"
+    architecture: Architecture
+    base: Weights | None = None
+    merged: Weights | None = None
+    merge: Merge | None = None
+    experts: Annotated[PerName[Weights], Field(min_length=1)]
+    baselines: PerName[Weights] = Field(default_factory=dict)
+    heads: PerName[Head] = Field(default_factory=dict)
+    data: Data = Data()
+    layers: Layers = Layers()
+    metrics: Metrics = Metrics()
+    projection: Projection = Projection()
+    calibration: Calibration | None = None
+    compute: Compute = Compute()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of all tasks, sorted."""
+        return tuple(self.experts)
+
+    @model_validator(mode="after")
+    def _one_merged_model(self) -> RunSpec:
+        if (self.merged is None) == (self.merge is None):
+            given = "neither" if self.merged is None else "both"
+            raise problem(
+                f"expected exactly one of merged and merge, got {given}",
+                "Write `merged: {weights: FILE}`, or `merge: {method: task_arithmetic, scaling: 0.3}`.",
+            )
+        if self.merge is not None and self.base is None and self.merge.method not in BASE_FREE_MERGES:
+            raise problem(
+                f"merge.method {self.merge.method!r} needs a base",
+                "Add `base: {weights: FILE}`; without a base there is `method: average`.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_known_tasks(self) -> RunSpec:
+        if "defaults" in self.experts:
+            raise problem(
+                "a task can't be called 'defaults'", "That key of `data` holds the defaults of all tasks."
+            )
+        _require_tasks("heads", self.heads, self.experts)
+        _require_tasks("data", self.data.tasks, self.experts)
+        return self
+
+    def requires_trust(self) -> list[str]:
+        """Dotted paths of the values that name Python code to run; empty for a spec that runs none."""
+        paths = ["architecture.loader"] if self.architecture.loader.startswith("python:") else []
+        entries = self.data.tasks.items()
+        return paths + [f"data.{task}.target" for task, entry in entries if isinstance(entry, PythonData)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain mappings, lists, numbers and text; `load_spec` reads them back to an equal spec."""
+        return self.model_dump(mode="json")
+
+    def dump(self) -> str:
+        """YAML with all defaults spelled out; `load_spec` reads it back to an equal spec."""
+        return to_yaml(self.as_dict())
+
+    def digest(self) -> str:
+        """SHA-256 of the spec, the same in every process and whatever the order of keys in the file."""
+        canonical = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _require_tasks(section: str, named: Iterable[str], tasks: Iterable[str]) -> None:
+    known = list(tasks)
+    for task in named:
+        if task not in known:
+            near = difflib.get_close_matches(task, known, n=1)
+            raise problem(
+                f"{section}.{task}: no expert is called {task!r}; experts are {', '.join(known)}",
+                f"Did you mean {near[0]!r}?"
+                if near
+                else f"Add experts.{task}, or take {section}.{task} out.",
+            )
+
+
+def json_schema() -> dict[str, Any]:
+    """The grammar of a spec as JSON Schema, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunSpec.model_json_schema()}

@@ -1,0 +1,202 @@
+"""The sections of the spec other than `data` and `heads`: models, layers, metrics, calibration, compute."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
+
+from driftlens.spec.types import (
+    PYTHON_TARGET,
+    Bytes,
+    Count,
+    Flag,
+    LayerRef,
+    Number,
+    Part,
+    Seed,
+    Selection,
+    Source,
+    Text,
+    Texts,
+    problem,
+)
+
+LOADERS = ("hf-clip", "open-clip", "t5", "llama")
+
+
+def _known_loader(loader: str) -> str:
+    scheme, _, target = loader.partition(":")
+    if loader in LOADERS or (scheme == "python" and PYTHON_TARGET.fullmatch(target)):
+        return loader
+    near = difflib.get_close_matches(loader, LOADERS, n=1)
+    raise problem(
+        f"expected {', '.join(LOADERS)} or python:package.module:function; got {loader!r}",
+        f"Did you mean {near[0]!r}?" if near else "",
+    )
+
+
+class Architecture(Part):
+    """Which code builds the network.
+
+    Attributes:
+        loader: the library and model family, or `python:package.module:function`, which needs trust.
+        source: Hub id, folder, open_clip model name or model_config.json.
+    """
+
+    loader: Annotated[str, AfterValidator(_known_loader)]
+    source: Source | None = None
+
+    @model_validator(mode="after")
+    def _libraries_need_a_source(self) -> Architecture:
+        if self.source is None and self.loader in LOADERS:
+            raise problem(
+                f"the loader {self.loader} needs `source`",
+                "Name a Hub id, a folder, an open_clip model name or a model_config.json.",
+            )
+        return self
+
+
+class Weights(Part):
+    """Where the parameters of one variant lie: a file, a folder or a Hub id."""
+
+    weights: Source
+
+
+class Merge(Part):
+    """A merge method and, flat beside it, the method's own parameters."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
+
+    method: Text
+
+    @model_validator(mode="after")
+    def _parameters_are_finite(self) -> Merge:
+        for name, value in self.parameters.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                raise problem(f"the parameter {name} is not finite: {value!r}") from None
+        return self
+
+    @property
+    def parameters(self) -> dict[str, JsonValue]:
+        """The method's own parameters by name, sorted."""
+        return dict(sorted(self.__pydantic_extra__.items()))
+
+
+class Layers(Part):
+    """Which blocks are stored and shown (all are walked), and how a layer's features become one vector.
+
+    Attributes:
+        select: `blocks` for all, a pattern on module paths, or a list of patterns and layer numbers.
+        pool: `cls`, `mean`, `last`, or `all` for the whole state.
+    """
+
+    select: Selection = "blocks"
+    pool: Literal["cls", "mean", "last", "all"] = "cls"
+
+
+class JacobianMetrics(Part):
+    """Path-averaged Jacobians by Gauss-Legendre quadrature.
+
+    Attributes:
+        nodes: quadrature nodes to start with.
+        max_nodes: where doubling the nodes stops.
+        tolerance: relative error |p - A e| / |p| that is good enough.
+        samples: samples per task on which they are evaluated.
+        spectral: whether spectral norms are estimated too.
+    """
+
+    nodes: Count = 4
+    max_nodes: Count = 32
+    tolerance: Annotated[Number, Field(gt=0)] = 1e-4
+    samples: Count = 32
+    spectral: Flag = False
+
+    @model_validator(mode="after")
+    def _range_of_nodes(self) -> JacobianMetrics:
+        if self.max_nodes < self.nodes:
+            raise problem(f"max_nodes is {self.max_nodes}, below nodes, which is {self.nodes}")
+        return self
+
+
+def _jacobian_kind(given: Any) -> str | None:
+    if given is False:
+        return "off"
+    return "settings" if isinstance(given, dict | JacobianMetrics) else None
+
+
+class Metrics(Part):
+    """What is measured beyond drift, mismatch and propagation."""
+
+    jacobian: Annotated[
+        Annotated[JacobianMetrics, Tag("settings")] | Annotated[Literal[False], Tag("off")],
+        Discriminator(
+            _jacobian_kind,
+            custom_error_type="jacobian",
+            custom_error_message="expected a mapping such as {nodes: 4}, or false",
+        ),
+    ] = JacobianMetrics()
+    contributions: Flag = True
+    prefix: Flag = True
+    cka: Flag = False
+    adjoint: Flag = False
+
+
+class Projection(Part):
+    """Two-dimensional pictures of the features; `layer` is `final`, a layer number or a module path."""
+
+    methods: Annotated[tuple[Literal["pca", "umap", "tsne"], ...], Field(min_length=1)] = ("pca",)
+    layer: LayerRef = "final"
+    max_points: Count = 2000
+    seed: Seed = 0
+
+
+class Calibration(Part):
+    """Settings of the calibrator; what is left out comes from the preset.
+
+    Attributes:
+        lam: ridge, relative to a Gram matrix of Frobenius norm 1.
+        rho: the anchor is rho * merged + (1 - rho) * base.
+        alpha: share of the expert in the target.
+        eps: added to a task's Gram norm before it divides.
+        update: kinds of parameters that are solved for.
+        sites: patterns of modules to calibrate instead of the linear and norm modules inside blocks.
+        anchor: `none` drops the pull towards the anchor.
+    """
+
+    method: Text = "featcal"
+    preset: Text | None = None
+    lam: Annotated[Number, Field(ge=0)] | None = None
+    rho: Annotated[Number, Field(ge=0)] | None = None
+    alpha: Annotated[Number, Field(ge=0, le=1)] | None = None
+    eps: Annotated[Number, Field(ge=0)] | None = None
+    update: Annotated[tuple[Literal["linear", "bias", "norm"], ...], Field(min_length=1)] | None = None
+    sites: Texts | None = None
+    anchor: Literal["merged", "none"] | None = None
+
+
+class Compute(Part):
+    """Where and in which precision numbers are computed.
+
+    Attributes:
+        feature_budget: bytes of waiting features of one task beyond which they spill to disk.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "float64"] = "float32"
+    solve_dtype: Literal["float32", "float64"] = "float64"
+    deterministic: Flag = True
+    feature_budget: Bytes = 2 * 2**30

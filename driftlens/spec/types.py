@@ -1,0 +1,206 @@
+"""The small types that sections of the spec are made of: names, paths, counts, byte sizes."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+FILE_SUFFIXES = frozenset(
+    [
+        ".bin",
+        ".ckpt",
+        ".gguf",
+        ".h5",
+        ".json",
+        ".msgpack",
+        ".npz",
+        ".onnx",
+        ".pkl",
+        ".pt",
+        ".pth",
+        ".safetensors",
+    ]
+)
+"""Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
+
+BYTES_PER_UNIT = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+PYTHON_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def problem(message: str, hint: str = "") -> PydanticCustomError:
+    """An error for pydantic to collect; `message` and `hint` reach the user as they are."""
+    return PydanticCustomError("driftlens", "{message}", {"message": message, "hint": hint})
+
+
+class Part(BaseModel):
+    """A section of the spec: immutable, and unknown keys are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, given: Any) -> Any:
+        # Pydantic would refuse them too, but only here are the keys known that could have been meant.
+        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, Mapping) else []
+        if unknown and cls.model_config.get("extra") == "forbid":
+            raise PydanticCustomError(
+                "unknown_keys", "unknown keys", {"keys": unknown, "allowed": list(cls.model_fields)}
+            )
+        return given
+
+
+def _checked_name(name: str) -> str:
+    if not name.strip():
+        raise problem("a name is empty", "Give it at least one visible character.")
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        raise problem(
+            f"the name {name!r} holds a control character", "Any other character may stand in a name."
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_checked_name)]
+"""A task's or variant's name: any text but control characters."""
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Seed = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def _count_or_all(given: Any) -> Any:
+    if given == "all" or (type(given) is int and given >= 1):
+        return given
+    raise problem(f"expected a whole number of at least 1, or all; got {given!r}")
+
+
+CountOrAll = Annotated[int | Literal["all"], BeforeValidator(_count_or_all)]
+
+
+def _is_layer(given: Any) -> bool:
+    return (type(given) is int and given >= 1) or (isinstance(given, str) and given != "")
+
+
+def _layer(given: Any) -> Any:
+    if _is_layer(given):
+        return given
+    raise problem(f"expected final, a layer number or a module path; got {given!r}")
+
+
+def _selection(given: Any) -> Any:
+    is_list = isinstance(given, list | tuple) and given and all(_is_layer(entry) for entry in given)
+    if is_list or (isinstance(given, str) and given):
+        return given
+    raise problem(f"expected blocks, a pattern, or a list of patterns and layer numbers; got {given!r}")
+
+
+LayerRef = Annotated[int | str, BeforeValidator(_layer)]
+"""One layer: `final`, its number, or its module path."""
+
+Selection = Annotated[str | tuple[int | str, ...], BeforeValidator(_selection)]
+"""Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""
+
+
+def _plain_text(given: Any) -> Any:
+    return fspath(given) if isinstance(given, PathLike) else given
+
+
+def _absolute(value: str, folder: Path | None) -> str:
+    if folder is None:
+        return value
+    # Links are left alone: in a download cache they carry the file's name, their target does not.
+    return str(folder / Path(value).expanduser()) if value.startswith("~") else str(folder / value)
+
+
+def _folder(info: ValidationInfo) -> Path | None:
+    return (info.context or {}).get("folder")
+
+
+def _resolved_path(value: str, info: ValidationInfo) -> str:
+    return _absolute(value, _folder(info))
+
+
+def _resolved_source(value: str, info: ValidationInfo) -> str:
+    folder = _folder(info)
+    is_path = (
+        value.startswith((".", "/", "~"))
+        or Path(value).is_absolute()
+        or Path(value).suffix.lower() in FILE_SUFFIXES
+        or (folder is not None and (folder / value).exists())
+    )
+    return _absolute(value, folder) if is_path else value
+
+
+LocalPath = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved_path)]
+"""A file or folder; relative ones are resolved against the spec file's folder."""
+
+Source = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved_source)]
+"""A path if it exists, starts with `.`, `/` or `~`, or ends like a file; else a name such as a Hub id."""
+
+
+def _bytes(given: Any) -> int:
+    if type(given) is int and given >= 1:
+        return given
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower()) if isinstance(given, str) else None
+    )
+    if match is None or match[2] not in BYTES_PER_UNIT or not float(match[1]):
+        raise problem(f"expected a number of bytes or a size such as 2GiB; got {given!r}")
+    return round(float(match[1]) * BYTES_PER_UNIT[match[2]])
+
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(_bytes),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}], "examples": ["2GiB"]}),
+]
+"""A number of bytes; may be written `512MB` (powers of ten) or `2GiB` (powers of two)."""
+
+
+def _python_target(value: str) -> str:
+    if not PYTHON_TARGET.fullmatch(value):
+        raise problem(f"expected a Python target package.module:function, got {value!r}")
+    return value
+
+
+PythonTarget = Annotated[str, AfterValidator(_python_target)]
+"""`package.module:function`; importing it runs code, so it needs the user's trust on the command line."""
+
+
+def repeated(values: Iterable[str]) -> list[str]:
+    """The values that occur more than once, sorted."""
+    seen: set[str] = set()
+    twice: set[str] = set()
+    for value in values:
+        (twice if value in seen else seen).add(value)
+    return sorted(twice)

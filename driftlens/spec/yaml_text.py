@@ -1,0 +1,73 @@
+"""YAML in and out, by the safe loader only."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from driftlens.errors import SpecError
+
+# YAML 1.1 reads 1e-4 as text because it has no dot; people mean the number.
+_FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, with `1e-4` as a number and keys that occur twice refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} occurs twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """The safe dumper, which quotes text that `_Loader` would take for a number, and never uses aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_DOT, list("-+0123456789"))
+
+
+def from_yaml(text: str, where: str) -> Any:
+    """The value that `text` spells.
+
+    Args:
+        text: YAML or JSON.
+        where: what messages call it, for example the file's name.
+
+    Raises:
+        SpecError: not YAML, or a key occurs twice; line and column are in the message.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise SpecError(f"{where}{place}: {error.problem or error.context}", hint=_hint(error)) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise SpecError(f"{where}: not YAML: {error}") from error
+
+
+def _hint(error: yaml.MarkedYAMLError) -> str:
+    text = error.problem or ""
+    if "could not determine a constructor" in text:
+        return "Tags that start with ! name code and are never followed; write plain values."
+    if "occurs twice" in text:
+        return "Keep one of the two."
+    return "Check indentation, colons and quotes at that place."
+
+
+def to_yaml(value: Any) -> str:
+    """YAML that `from_yaml` reads back to an equal value, keys in the given order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,187 @@
+"""Land seen from the air: fields, woods, water, roads and roofs, at any heading and in any season."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from driftlens.suites.drawing.canvas import CANVAS, Colour, Pixels, backdrop, camera, near
+from driftlens.suites.drawing.task import Split, drawn_task
+from driftlens.suites.tasks.textures import smooth_field
+
+SIDE = 92
+"""Side of the land that is drawn before it is turned and cut to the canvas; a little over CANVAS * sqrt(2)."""
+
+GRASS, CROP, SOIL, WOOD = (104, 128, 72), (150, 146, 84), (142, 116, 88), (48, 74, 46)
+WATER, SAND, ASPHALT, CONCRETE = (58, 88, 112), (204, 180, 136), (96, 96, 98), (168, 168, 164)
+ROOFS: tuple[Colour, ...] = ((166, 92, 72), (132, 124, 120), (190, 182, 170), (110, 74, 62))
+
+Landscape = Callable[[np.random.Generator], Image.Image]
+
+
+def _pick(rng: np.random.Generator, *colours: Colour, spread: int = 22) -> Colour:
+    return near(rng, colours[rng.integers(len(colours))], spread)
+
+
+def _land(rng: np.random.Generator, *colours: Colour) -> Image.Image:
+    """Ground in a shade of one of `colours`, mottled."""
+    ground = np.asarray(backdrop(rng, _pick(rng, *colours), spread=18, side=SIDE), dtype=np.float32)
+    return Image.fromarray((ground + 14 * smooth_field(rng, 12, SIDE)[..., None]).clip(0, 255).astype(np.uint8))
+
+
+def _speckle(rng: np.random.Generator, land: Image.Image, count: int, size: float, of: Colour) -> None:
+    """Scatter `count` round crowns with their shadows."""
+    pen = ImageDraw.Draw(land)
+    for _ in range(count):
+        x, y = rng.uniform(0, SIDE, 2).tolist()
+        radius = size * rng.uniform(0.7, 1.3)
+        _crown(pen, x, y, radius, near(rng, of, 18))
+
+
+def _crown(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, of: Colour) -> None:
+    dark: Colour = (of[0] // 2, of[1] // 2, of[2] // 2)
+    pen.ellipse([x - radius + 1, y - radius + 1, x + radius + 1, y + radius + 1], fill=dark)
+    pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=of)
+
+
+def _band(rng: np.random.Generator, bend: float) -> list[tuple[float, float]]:
+    """A line across the land from left to right that wanders by about `bend` pixels."""
+    across = np.linspace(-4, SIDE + 4, 16)
+    phase, waves = rng.uniform(0, 2 * np.pi), rng.uniform(0.8, 1.7)
+    along = SIDE / 2 + rng.uniform(-10, 10) + bend * np.sin(phase + waves * 2 * np.pi * across / SIDE)
+    return list(zip(across.tolist(), along.tolist(), strict=True))
+
+
+def _fields(rng: np.random.Generator) -> Image.Image:
+    land = _land(rng, CROP, SOIL)
+    pen = ImageDraw.Draw(land)
+    edges = [0, *sorted(rng.integers(18, SIDE - 18, 2).tolist()), SIDE]
+    for top, bottom in zip(edges[:-1], edges[1:], strict=True):
+        crop = _pick(rng, CROP, SOIL, GRASS)
+        furrow, pitch = near(rng, crop, 35), int(rng.integers(4, 8))
+        pen.rectangle([0, top, SIDE, bottom], fill=crop)
+        for y in range(top, bottom, pitch):
+            pen.line([0, y, SIDE, y], fill=furrow, width=2)
+    return land
+
+
+def _forest(rng: np.random.Generator) -> Image.Image:
+    canopy = np.asarray(_land(rng, WOOD, (66, 88, 50)), dtype=np.float32)
+    crowns = 38 * smooth_field(rng, int(rng.integers(18, 30)), SIDE)
+    return Image.fromarray((canopy + crowns[..., None]).clip(0, 255).astype(np.uint8))
+
+
+def _pasture(rng: np.random.Generator) -> Image.Image:
+    land = _land(rng, GRASS, (130, 142, 82))
+    _speckle(rng, land, int(rng.integers(2, 8)), 3.0, _pick(rng, WOOD))
+    return land
+
+
+def _orchard(rng: np.random.Generator) -> Image.Image:
+    land = _land(rng, SOIL, CROP, GRASS)
+    pen = ImageDraw.Draw(land)
+    crown, pitch = _pick(rng, WOOD), rng.uniform(9, 13)
+    for y in np.arange(2, SIDE, pitch):
+        for x in np.arange(2, SIDE, pitch):
+            dx, dy = rng.uniform(-0.8, 0.8, 2)
+            _crown(pen, x + dx, y + dy, 0.28 * pitch, near(rng, crown, 12))
+    return land
+
+
+def _river(rng: np.random.Generator) -> Image.Image:
+    land = _land(rng, GRASS, WOOD, SOIL)
+    course, width = _band(rng, rng.uniform(9, 16)), int(rng.integers(11, 18))
+    pen = ImageDraw.Draw(land)
+    pen.line(course, fill=_pick(rng, SAND, GRASS), width=width + 4, joint="curve")
+    pen.line(course, fill=_pick(rng, WATER, (92, 100, 84)), width=width, joint="curve")
+    _speckle(rng, land, 12, 2.5, _pick(rng, WOOD))
+    return land
+
+
+def _lake(rng: np.random.Generator) -> Image.Image:
+    land = _land(rng, GRASS, WOOD, SAND)
+    depth = smooth_field(rng, 5, SIDE) * 0.6 + np.linspace(-0.6, 1.2, SIDE)
+    shore = Image.fromarray(((depth * 8).clip(0, 1) * 255).astype(np.uint8))
+    land.paste(_land(rng, WATER, (44, 74, 88)), mask=shore)
+    return land
+
+
+def _highway(rng: np.random.Generator) -> Image.Image:
+    land = _land(rng, GRASS, CROP, SOIL)
+    course, width = _band(rng, rng.uniform(0, 5)), int(rng.integers(14, 20))
+    pen = ImageDraw.Draw(land)
+    pen.line(course, fill=_pick(rng, ASPHALT), width=width, joint="curve")
+    pen.line(course, fill=_pick(rng, GRASS, CONCRETE), width=3)
+    for lane in (-width / 4, width / 4):
+        for (x, y), (u, v) in zip(course[::2], course[1::2], strict=True):
+            pen.line([x, y + lane, u, v + lane], fill=(220, 220, 214), width=1)
+    for _ in range(int(rng.integers(2, 6))):
+        x, y = course[rng.integers(len(course))]
+        y += rng.choice([-width / 3, width / 3])
+        pen.rectangle([x, y - 1, x + 4, y + 1], fill=_pick(rng, (200, 60, 50), (235, 235, 235), (40, 50, 90)))
+    return land
+
+
+def _roofs(rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: Colour) -> Image.Image:
+    """Streets in a grid with one building on each lot, `share` of the lot's side."""
+    land = _land(rng, GRASS if pitch < 20 else CONCRETE)
+    pen = ImageDraw.Draw(land)
+    for street in np.arange(rng.uniform(0, pitch), SIDE, 2 * pitch):
+        pen.line([0, street, SIDE, street], fill=_pick(rng, ASPHALT, spread=12), width=3)
+    for y in np.arange(rng.uniform(-pitch / 2, 0), SIDE, pitch):
+        for x in np.arange(rng.uniform(-pitch / 2, 0), SIDE, pitch):
+            width, depth = (pitch * rng.uniform(*share, 2)).tolist()
+            pen.rectangle([x + 1, y + 1, x + width + 1, y + depth + 1], fill=(60, 60, 58))
+            pen.rectangle([x, y, x + width, y + depth], fill=_pick(rng, *colours))
+            pen.line([x, y + depth / 2, x + width, y + depth / 2], fill=_pick(rng, *colours), width=1)
+    return land
+
+
+def _residential(rng: np.random.Generator) -> Image.Image:
+    land = _roofs(rng, rng.uniform(11, 15), (0.4, 0.6), *ROOFS)
+    _speckle(rng, land, 25, 2.0, _pick(rng, WOOD))
+    return land
+
+
+def _industrial(rng: np.random.Generator) -> Image.Image:
+    return _roofs(rng, rng.uniform(28, 40), (0.5, 0.8), CONCRETE, (206, 208, 210), (128, 142, 158))
+
+
+def _desert(rng: np.random.Generator) -> Image.Image:
+    land = np.asarray(_land(rng, SAND), dtype=np.float32)
+    along = np.arange(SIDE)[:, None] / rng.uniform(9, 15)
+    ridges = np.sin(2 * np.pi * (along + 0.5 * smooth_field(rng, 4, SIDE)))
+    return Image.fromarray((land + 16 * ridges[..., None]).clip(0, 255).astype(np.uint8))
+
+
+LANDSCAPES: dict[str, Landscape] = {
+    "ploughed fields": _fields,
+    "forest": _forest,
+    "pasture": _pasture,
+    "orchard": _orchard,
+    "river": _river,
+    "lake shore": _lake,
+    "highway": _highway,
+    "residential area": _residential,
+    "industrial area": _industrial,
+    "desert": _desert,
+}
+
+
+@drawn_task(
+    "aerial",
+    class_names=tuple(LANDSCAPES),
+    templates=("an aerial photo of {}.", "a satellite image of {}.", "{} from above."),
+    subject="land from above",
+)
+def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+    """One piece of land at a random heading, through a tinted sky."""
+    land = list(LANDSCAPES.values())[label](rng)
+    turned = land.rotate(rng.uniform(0, 360), resample=Image.Resampling.BILINEAR)
+    edge = (SIDE - CANVAS) // 2
+    seen = turned.crop((edge, edge, edge + CANVAS, edge + CANVAS))
+    tint = rng.uniform(0.8, 1.2, 3)
+    hazy = (np.asarray(seen) * tint).clip(0, 255).astype(np.uint8)
+    return camera(Image.fromarray(hazy), rng, noise=14.0)

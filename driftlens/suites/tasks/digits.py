@@ -1,0 +1,55 @@
+"""Handwritten digits: scikit-learn's collection of real handwriting, in any ink on any paper."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from PIL import Image
+
+from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, clutter, dark_and_light
+from driftlens.suites.drawing.glyphs import placed
+from driftlens.suites.drawing.task import Split, drawn_task
+
+TEST_SHARE = 0.3
+
+
+@functools.cache
+def handwriting(label: int, split: Split) -> tuple[Image.Image, ...]:
+    """Masks of the collected digits of one class; the last ones collected (by other writers) are the test split."""
+    from sklearn.datasets import load_digits
+
+    collection = load_digits()
+    scans = collection.images[collection.target == label] * (255 / 16)
+    first_test = round(len(scans) * (1 - TEST_SHARE))
+    chosen = scans[first_test:] if split == "test" else scans[:first_test]
+    return tuple(_mask(scan) for scan in chosen)
+
+
+def _mask(scan: np.ndarray) -> Image.Image:
+    # An empty rim keeps the ink away from the edge, where placing the mask would cut it off.
+    padded = np.pad(scan, 1).clip(0, 255).astype(np.uint8)
+    return Image.fromarray(padded).resize((40, 40), Image.Resampling.BICUBIC)
+
+
+@drawn_task(
+    "digits",
+    class_names=tuple(str(digit) for digit in range(10)),
+    templates=("a handwritten digit {}.", "the number {} in handwriting.", "handwriting: {}."),
+    subject="a handwritten digit",
+)
+def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+    """One collected digit, written somewhere near the middle of a sheet."""
+    sources = handwriting(label, split)
+    paper, ink = dark_and_light(rng, 70)
+    sheet = backdrop(rng, paper)
+    clutter(rng, sheet, int(rng.integers(0, 4)), paper, 40)
+    mask = placed(
+        sources[rng.integers(len(sources))],
+        tuple(CANVAS / 2 + rng.uniform(-3, 3, 2)),
+        rng.uniform(56, 68),
+        angle=rng.uniform(-10, 10),
+        shear=rng.uniform(-0.15, 0.15),
+    )
+    sheet.paste(ink, mask=mask)
+    return camera(sheet, rng)

@@ -1,0 +1,34 @@
+"""Capital letters in many fonts."""
+
+from __future__ import annotations
+
+import string
+
+import numpy as np
+
+from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, clutter, dark_and_light
+from driftlens.suites.drawing.glyphs import FONTS, glyph, placed
+from driftlens.suites.drawing.task import Split, drawn_task
+
+
+@drawn_task(
+    "letters",
+    class_names=tuple(string.ascii_uppercase),
+    templates=("the letter {}.", "a capital letter {} in print.", "the printed letter {}."),
+    subject="a printed letter",
+)
+def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+    """One letter on coloured paper with a few stray marks."""
+    ink, paper = dark_and_light(rng, 70)
+    page = backdrop(rng, paper)
+    clutter(rng, page, int(rng.integers(0, 5)), paper, 45)
+    mask = placed(
+        glyph(string.ascii_uppercase[label], FONTS[rng.integers(len(FONTS))]),
+        tuple(CANVAS / 2 + rng.uniform(-3, 3, 2)),
+        rng.uniform(42, 54),
+        angle=rng.uniform(-8, 8),
+        shear=rng.uniform(-0.15, 0.15),
+        stretch=rng.uniform(0.85, 1.15),
+    )
+    page.paste(ink, mask=mask)
+    return camera(page, rng)

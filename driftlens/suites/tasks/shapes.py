@@ -1,0 +1,112 @@
+"""Plain shapes, filled or outlined, among distracting strokes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageChops, ImageDraw, ImageFilter
+
+from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, clutter, dark_and_light
+from driftlens.suites.drawing.glyphs import placed
+from driftlens.suites.drawing.task import Split, drawn_task
+
+Points = NDArray[np.float64]
+"""A closed outline [n, 2] within the square [-1, 1] x [-1, 1], y downwards."""
+
+
+def _regular(corners: int, turn: float = -90.0) -> Points:
+    angles = np.deg2rad(turn) + 2 * np.pi * np.arange(corners) / corners
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def _star() -> Points:
+    points = _regular(10)
+    points[1::2] *= 0.42
+    return points
+
+
+def _heart() -> Points:
+    t = np.linspace(0, 2 * np.pi, 40, endpoint=False)
+    across = 16 * np.sin(t) ** 3
+    along = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
+    return np.stack([across, -along - 2], axis=1) / 16
+
+
+def _crescent() -> Points:
+    outer = np.linspace(np.deg2rad(50), np.deg2rad(310), 30)
+    inner = np.linspace(np.deg2rad(292), np.deg2rad(68), 30)
+    rim = np.stack([np.cos(outer), np.sin(outer)], axis=1)
+    bite = np.stack([0.35 + 0.78 * np.cos(inner), 0.83 * np.sin(inner)], axis=1)
+    return np.concatenate([rim, bite]) + [0.2, 0]
+
+
+def _half_disc() -> Points:
+    t = np.linspace(np.pi, 2 * np.pi, 25)
+    return np.stack([np.cos(t), np.sin(t) + 0.45], axis=1)
+
+
+def _cross() -> Points:
+    a, b = 0.34, 1.0
+    quarter = np.array([[a, -b], [a, -a], [b, -a]])
+    turns = [np.array([[c, -s], [s, c]]) for c, s in ((1, 0), (0, 1), (-1, 0), (0, -1))]
+    return np.concatenate([quarter @ turn.T for turn in turns])
+
+
+def _arrow() -> Points:
+    return np.array([[-1, -0.3], [0.1, -0.3], [0.1, -0.8], [1, 0], [0.1, 0.8], [0.1, 0.3], [-1, 0.3]])
+
+
+OUTLINES: dict[str, Callable[[], Points]] = {
+    "circle": lambda: _regular(32),
+    "square": lambda: _regular(4, -45.0) * 1.15,
+    "triangle": lambda: _regular(3) + [0, 0.2],
+    "diamond": lambda: _regular(4) * [0.75, 1.0],
+    "pentagon": lambda: _regular(5),
+    "star": _star,
+    "cross": _cross,
+    "heart": _heart,
+    "crescent": _crescent,
+    "half disc": _half_disc,
+    "arrow": _arrow,
+    "bar": lambda: np.array([[-1, -0.28], [1, -0.28], [1, 0.28], [-1, 0.28]]),
+}
+
+
+def _silhouette(outline: Points) -> Image.Image:
+    mask = Image.new("L", (CANVAS, CANVAS))
+    corners = [(x, y) for x, y in (outline * (CANVAS / 2 - 6) + CANVAS / 2).tolist()]
+    ImageDraw.Draw(mask).polygon(corners, fill=255)
+    return mask
+
+
+def _hollow(silhouette: Image.Image) -> Image.Image:
+    return ImageChops.subtract(silhouette, silhouette.filter(ImageFilter.MinFilter(9)))
+
+
+FILLED = tuple(_silhouette(outline()) for outline in OUTLINES.values())
+HOLLOW = tuple(_hollow(silhouette) for silhouette in FILLED)
+
+
+@drawn_task(
+    "shapes",
+    class_names=tuple(OUTLINES),
+    templates=("a drawing of a {}.", "a {} shape.", "a simple {}."),
+    subject="a drawing of a shape",
+)
+def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+    """One shape, filled or as an outline, over and under a few strokes."""
+    paper, ink = dark_and_light(rng, 60)
+    sheet = backdrop(rng, paper, spread=40)
+    clutter(rng, sheet, int(rng.integers(1, 7)), paper, 60)
+    mask = placed(
+        (HOLLOW if rng.random() < 0.4 else FILLED)[label],
+        tuple(CANVAS / 2 + rng.uniform(-5, 5, 2)),
+        rng.uniform(44, 60),
+        angle=rng.uniform(-12, 12),
+        stretch=rng.uniform(0.85, 1.15),
+    )
+    sheet.paste(ink, mask=mask)
+    clutter(rng, sheet, int(rng.integers(0, 3)), paper, 60)
+    return camera(sheet, rng)

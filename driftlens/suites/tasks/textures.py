@@ -1,0 +1,142 @@
+"""Textures in two colours: what tells them apart is the pattern, never the colour, the scale or the direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, dark_and_light
+from driftlens.suites.drawing.task import Split, drawn_task
+
+Field = NDArray[np.float32]
+"""One value per pixel of the canvas."""
+Pattern = Callable[[Field, Field, np.random.Generator], Field]
+"""(u, v, random numbers) -> how much of the second colour, in [0, 1]; u and v count periods of the pattern."""
+
+
+def smooth_field(rng: np.random.Generator, cells: int, side: int = CANVAS) -> Field:
+    """Smooth random values, about -1 to 1, that change over `side / cells` pixels."""
+    knots = Image.fromarray(rng.uniform(-1, 1, (cells, cells)).astype(np.float32))
+    return np.asarray(knots.resize((side, side), Image.Resampling.BICUBIC))
+
+
+def _edge(signed: Field, softness: float = 0.12) -> Field:
+    return (signed / softness + 0.5).clip(0, 1)
+
+
+def _fraction(x: Field) -> Field:
+    return x - np.floor(x)
+
+
+def _from_middle(x: Field) -> Field:
+    """Distance from the nearest integer plus a half: 0 between two integers, 0.5 on one."""
+    return np.abs(_fraction(x) - 0.5)
+
+
+def _striped(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _edge(_from_middle(u) - rng.uniform(0.15, 0.35))
+
+
+def _chequered(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _edge(np.sin(np.pi * u) * np.sin(np.pi * v), 0.3)
+
+
+def _dotted(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    shifted = u + 0.5 * (np.floor(v) % 2)
+    return _edge(rng.uniform(0.22, 0.38) - np.hypot(_fraction(shifted) - 0.5, _fraction(v) - 0.5))
+
+
+def _wavy(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _edge(_from_middle(v + rng.uniform(0.3, 0.5) * np.sin(np.pi * u)) - 0.25)
+
+
+def _zigzagged(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _edge(_from_middle(v + rng.uniform(1.2, 1.8) * _from_middle(u / 1.5)) - 0.25)
+
+
+def _bricked(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    along = u / 2 + 0.5 * (np.floor(v) % 2)
+    joint = rng.uniform(0.06, 0.12)
+    return 1 - np.maximum(_edge(2 * (_from_middle(along) - 0.5) + 2 * joint), _edge(_from_middle(v) - 0.5 + joint))
+
+
+def _meshed(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    wire = rng.uniform(0.1, 0.16)
+    return np.maximum(_edge(_from_middle(u) - 0.5 + wire), _edge(_from_middle(v) - 0.5 + wire))
+
+
+def _woven(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    over = (np.floor(u) + np.floor(v)) % 2
+    return np.where(over > 0, np.cos(np.pi * (_fraction(u) - 0.5)), 1 - np.cos(np.pi * (_fraction(v) - 0.5)))
+
+
+def _marbled(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    turbulence = smooth_field(rng, 5) + 0.5 * smooth_field(rng, 10)
+    return np.abs(np.sin(np.pi * (0.5 * u + rng.uniform(0.9, 1.4) * turbulence)))
+
+
+def _cracked(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    seeds = rng.uniform(0, CANVAS, (int(rng.integers(9, 18)), 2))
+    across, along = np.meshgrid(np.arange(CANVAS), np.arange(CANVAS))
+    distances = np.hypot(across[..., None] - seeds[:, 0], along[..., None] - seeds[:, 1])
+    nearest = np.partition(distances, 1, axis=-1)
+    return _edge((2.2 - (nearest[..., 1] - nearest[..., 0])).astype(np.float32), 2.0)
+
+
+def _spiralled(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    x, y = u - u.mean() + rng.uniform(-0.5, 0.5), v - v.mean() + rng.uniform(-0.5, 0.5)
+    arms = rng.choice([-1, 1])
+    return _edge(_from_middle(np.hypot(x, y) + arms * np.arctan2(y, x) / (2 * np.pi)) - 0.25)
+
+
+def _honeycombed(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    height = np.sqrt(3.0)
+
+    def rim(x: Field, y: Field) -> Field:
+        """Hexagonal distance from the nearest point of the lattice with periods 1 and sqrt(3)."""
+        dx, dy = np.abs(_fraction(x) - 0.5), np.abs(_fraction(y / height) - 0.5) * height
+        return np.maximum(dx, 0.5 * dx + 0.5 * height * dy)
+
+    wall = rng.uniform(0.05, 0.09)
+    return _edge(np.minimum(rim(u, v), rim(u + 0.5, v + height / 2)) - 0.5 + wall)
+
+
+PATTERNS: dict[str, Pattern] = {
+    "striped": _striped,
+    "chequered": _chequered,
+    "dotted": _dotted,
+    "wavy": _wavy,
+    "zigzagged": _zigzagged,
+    "bricked": _bricked,
+    "meshed": _meshed,
+    "woven": _woven,
+    "marbled": _marbled,
+    "cracked": _cracked,
+    "spiralled": _spiralled,
+    "honeycombed": _honeycombed,
+}
+
+
+@drawn_task(
+    "textures",
+    class_names=tuple(PATTERNS),
+    templates=("a {} texture.", "a {} surface.", "a photo of a {} pattern."),
+    subject="a texture",
+)
+def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+    """One patch of a texture, turned, warped and unevenly lit."""
+    period, angle, warp = rng.uniform(12, 18), rng.uniform(-0.4, 0.4), rng.uniform(0, 0.25)
+    pixels = np.arange(CANVAS, dtype=np.float32)
+    x, y = pixels / period + rng.uniform(), pixels[:, None] / period + rng.uniform()
+    cosine, sine = math.cos(angle), math.sin(angle)
+    u = cosine * x + sine * y + warp * smooth_field(rng, 4)
+    v = cosine * y - sine * x + warp * smooth_field(rng, 4)
+    share = list(PATTERNS.values())[label](u, v, rng)
+    mask = Image.fromarray((255 * share).astype(np.uint8))
+    ground, figure = dark_and_light(rng, 55)
+    surface = Image.composite(backdrop(rng, figure), backdrop(rng, ground), mask)
+    return camera(surface, rng, noise=18.0)

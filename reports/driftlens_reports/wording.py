@@ -1,0 +1,40 @@
+"""Numbers in words: the same digits in the terminal and on the page, none that was not measured."""
+
+from __future__ import annotations
+
+from driftlens_reports.facts import NOT_MEASURED, Origins, SelfCheck, is_measured
+
+
+def number(value: float) -> str:
+    """Four significant digits."""
+    return f"{value:#.4g}" if is_measured(value) else NOT_MEASURED
+
+
+def error(value: float) -> str:
+    """Two significant digits with an exponent, for errors that should be tiny."""
+    return f"{value:.1e}" if is_measured(value) else NOT_MEASURED
+
+
+def percent(value: float) -> str:
+    """A fraction as a percentage with one decimal."""
+    return f"{100 * value:.1f} %" if is_measured(value) else NOT_MEASURED
+
+
+def origin_sentence(origins: Origins) -> str:
+    """Which layers the final drift comes from, or that this was not measured."""
+    if not origins.layers:
+        return f"{origins.task}: {NOT_MEASURED}"
+    is_share = origins.measure == "share"
+    what = "largest shares of the final drift" if is_share else "largest local mismatch (mean L2)"
+    layers = [
+        f"layer {entry.layer} ({entry.path}) {(percent if is_share else number)(entry.amount)}"
+        for entry in origins.layers
+    ]
+    return f"{origins.task}: {what}: {', '.join(layers)}"
+
+
+def check_sentence(check: SelfCheck) -> str:
+    """How large one self-check's error gets, and where."""
+    if not is_measured(check.largest):
+        return f"{check.name} ({check.claim}): {NOT_MEASURED}"
+    return f"{check.name} ({check.claim}): error at most {error(check.largest)} ({check.where})"

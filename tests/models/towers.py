@@ -1,0 +1,111 @@
+"""Small CLIP towers and whole CLIPs with random weights in float64, as each library builds them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.models.vit_parts import scrambled
+
+VISION = {
+    "image_size": 16,
+    "patch_size": 4,
+    "width": 32,
+    "layers": 3,
+    "heads": 4,
+    "mlp_ratio": 2.0,
+    "output_dim": 8,
+}
+HF_VISION = {
+    "image_size": 16,
+    "patch_size": 4,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "projection_dim": 8,
+}
+HF_TEXT = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+OPEN_CLIP_CONFIG: dict[str, Any] = {
+    "embed_dim": 8,
+    "quick_gelu": True,
+    "vision_cfg": {"image_size": 16, "patch_size": 4, "width": 32, "layers": 3, "head_width": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+def open_clip_tower(**options: Any) -> nn.Module:
+    from open_clip.transformer import VisionTransformer
+
+    return scrambled(lambda: VisionTransformer(**{**VISION, **options})).double()
+
+
+def open_clip_whole() -> nn.Module:
+    import open_clip
+
+    return scrambled(lambda: open_clip.CLIP(**OPEN_CLIP_CONFIG)).double()
+
+
+def hf_tower(name: str = "CLIPVisionModelWithProjection", **options: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.CLIPVisionConfig(**{**HF_VISION, **options})
+    return scrambled(lambda: getattr(transformers, name)(config)).double()
+
+
+def hf_whole(name: str = "CLIPModel") -> nn.Module:
+    import transformers
+
+    config = transformers.CLIPConfig(text_config=HF_TEXT, vision_config=HF_VISION, projection_dim=8)
+    return scrambled(lambda: getattr(transformers, name)(config)).double()
+
+
+def pixels(height: int = 16, width: int = 16, n: int = 2) -> Tensor:
+    return torch.randn(n, 3, height, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def tiny_tokenizer_files(folder: pathlib.Path) -> int:
+    """Write a CLIP tokenizer that knows lower-case letters and `at`; returns its number of tokens."""
+    letters = [letter + end for end in ("", "</w>") for letter in "abcdefghijklmnopqrstuvwxyz."]
+    vocabulary = [*letters, "at</w>", "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(vocabulary)}))
+    (folder / "merges.txt").write_text("#version: 0.2\na t</w>\n")
+    return len(vocabulary)
+
+
+def hf_folder(folder: pathlib.Path) -> pathlib.Path:
+    """A whole CLIP of transformers with tokenizer, saved as its library saves it."""
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = tiny_tokenizer_files(folder)
+    text = {**HF_TEXT, "vocab_size": vocab, "bos_token_id": vocab - 2, "eos_token_id": vocab - 1}
+    config = transformers.CLIPConfig(text_config=text, vision_config=HF_VISION, projection_dim=8)
+    scrambled(lambda: transformers.CLIPModel(config)).save_pretrained(folder)
+    transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16).save_pretrained(folder)
+    return folder
+
+
+def open_clip_folder(folder: pathlib.Path) -> pathlib.Path:
+    """A whole CLIP of open_clip in a folder, as on the Hub."""
+    import open_clip
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    preprocessing = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bilinear"}
+    config = {"model_cfg": OPEN_CLIP_CONFIG, "preprocess_cfg": preprocessing}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    module = scrambled(lambda: open_clip.CLIP(**OPEN_CLIP_CONFIG))
+    save_file(module.state_dict(), folder / "open_clip_model.safetensors")
+    return folder

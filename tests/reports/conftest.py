@@ -1,0 +1,33 @@
+"""Saved runs to report on."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from driftlens.records.run import DriftRun, open_run
+from tests.records.factory import write_run
+
+HOSTILE = "<script>alert('drift')</script>"
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    folder = tmp_path_factory.mktemp("runs")
+    variants = ["base", "merged", "calibrated:featcal"]
+    return open_run(write_run(folder / "run", synthetic=True, variants=variants))
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run whose names would do harm wherever they were not escaped."""
+    folder = tmp_path_factory.mktemp("runs")
+    return open_run(write_run(folder / "run", name=HOSTILE, tasks=[HOSTILE, "\x1b[31mred\nline", "手写数字"]))
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run without labels: no accuracy, no shares, no self-checks."""
+    folder = tmp_path_factory.mktemp("runs")
+    return open_run(write_run(folder / "run", has_labels=False))

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from rich.cells import cell_len
+
+from driftlens.records.run import DriftRun
+from driftlens_reports.summary import summary
+
+
+def lines_of(text: str, title: str) -> list[str]:
+    """The lines of the section called `title`."""
+    section = next(part for part in text.split("\n\n") if part.startswith(title))
+    return section.splitlines()[1:]
+
+
+def test_the_numbers_are_those_of_the_tables(run: DriftRun) -> None:
+    header, *rows = lines_of(summary(run), "Final feature")
+    assert header.split() == ["task", "variant", "L2", "drift", "relative", "cosine", "samples"]
+    assert len(rows) == 6
+    for row in rows:
+        task, variant, drift, relative, cosine, samples = row.split()
+        for shown, column in ((drift, "drift_l2_mean"), (relative, "drift_rel"), (cosine, "cos_mean")):
+            assert shown == f"{run.value(column, task=task, variant=variant):#.4g}"
+        assert samples == "6"
+
+
+def test_accuracies_stand_under_their_variants(run: DriftRun) -> None:
+    header, *rows = lines_of(summary(run), "Accuracy")
+    assert header.split() == ["task", "base", "expert", "merged", "calibrated:featcal"]
+    assert [row.replace(" %", "").split() for row in rows] == [
+        ["cars", "41.0", "96.0", "73.2", "80.0"],
+        ["mnist", "41.0", "96.0", "73.2", "80.0"],
+    ]
+
+
+def test_the_largest_shares_come_first(run: DriftRun) -> None:
+    cars, _ = lines_of(summary(run), "Where the final drift comes from")
+    assert cars.strip() == (
+        "cars: largest shares of the final drift: layer 3 (visual.transformer.resblocks.1) 50.0 %, "
+        "layer 2 (visual.transformer.resblocks.0) 25.0 %, layer 1 (visual.conv1) 10.0 %"
+    )
+
+
+def test_self_checks_show_their_largest_error(run: DriftRun) -> None:
+    closure, jacobian = lines_of(summary(run), "Self-checks")
+    assert "error at most 4.0e-07 (task cars, base, layer 4)" in closure
+    assert jacobian.endswith("not measured")
+
+
+def test_a_synthetic_run_says_so_before_any_number(run: DriftRun, bare: DriftRun) -> None:
+    assert summary(run).splitlines()[1].startswith("Synthetic demo")
+    assert "no benchmark" in summary(run).splitlines()[1]
+    assert "Synthetic" not in summary(bare)
+
+
+def test_what_was_not_measured_is_said_and_not_invented(bare: DriftRun) -> None:
+    text = summary(bare)
+    assert [line.strip() for line in lines_of(text, "Accuracy")] == ["not measured"]
+    assert all(line.endswith("not measured") for line in lines_of(text, "Self-checks"))
+    assert all("largest local mismatch" in line for line in lines_of(text, "Where the final drift"))
+    assert "nan" not in text.lower()
+
+
+def test_columns_are_aligned_as_a_terminal_shows_them(hostile: DriftRun) -> None:
+    lines = lines_of(summary(hostile), "Final feature")
+    assert len(lines) == 1 + 3 * 2
+    assert len({cell_len(line) for line in lines}) == 1
+
+
+def test_names_do_not_steer_the_terminal(hostile: DriftRun) -> None:
+    text = summary(hostile)
+    assert "\x1b" not in text
+    assert "\ufffd[31mred\ufffdline" in text

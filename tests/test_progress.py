@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+
+import pytest
+
+from driftlens.errors import Cancelled, SpecError
+from driftlens.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.progress_sinks import duration, sink_for
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def walk(sink: Callable[[ProgressEvent], None], clock: Clock, seconds: float, total: int = 100) -> None:
+    """One phase of `total` even steps that takes `seconds`."""
+    began = clock.now
+    for done in range(total + 1):
+        clock.now = began + seconds * done / total
+        sink(ProgressEvent("analyze", done, total, f"layer {done}", clock.now - began))
+
+
+def plain(seconds: float) -> list[str]:
+    clock, stream = Clock(), io.StringIO()
+    with sink_for("auto", stream, clock) as sink:
+        walk(sink, clock, seconds)
+    return stream.getvalue().splitlines()
+
+
+def test_a_short_phase_is_one_line() -> None:
+    assert plain(8.0) == ["analyze: done in 8.0 s"]
+
+
+def test_a_long_phase_adds_a_line_every_ten_seconds_with_the_time_left() -> None:
+    lines = plain(50.0)
+    assert lines[0] == "analyze: 20 of 100, layer 20; 10 s so far, about 40 s left"
+    assert [line.split(",")[0] for line in lines[:-1]] == [
+        f"analyze: {done} of 100" for done in (20, 40, 60, 80)
+    ]
+    assert lines[-1] == "analyze: done in 50 s"
+
+
+def test_plain_lines_are_never_redrawn() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with sink_for("auto", stream, clock) as sink:
+        walk(sink, clock, 100.0)
+    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+
+
+def test_every_phase_is_finished_once_even_without_a_last_event() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with sink_for("auto", stream, clock) as sink:
+        sink(ProgressEvent("load", 0, None))
+        clock.now = 3.0
+        sink(ProgressEvent("walk", 0, 2))
+        sink(ProgressEvent("walk", 2, 2))
+        sink(ProgressEvent("walk", 2, 2))
+        sink(ProgressEvent("score", 0, None))
+        clock.now = 5.0
+    assert stream.getvalue().splitlines() == [
+        "load: done in 3.0 s",
+        "walk: done in 0.0 s",
+        "score: done in 2.0 s",
+    ]
+
+
+def test_an_interrupted_phase_is_not_called_done() -> None:
+    stream = io.StringIO()
+    with pytest.raises(Cancelled), sink_for("auto", stream, Clock()) as sink:
+        sink(ProgressEvent("walk", 1, 9))
+        raise Cancelled("cancelled")
+    assert stream.getvalue() == ""
+
+
+def test_json_lines_hold_every_event_and_no_nan() -> None:
+    stream = io.StringIO()
+    with sink_for("jsonl", stream) as sink:
+        sink(ProgressEvent("walk", 1, 4, "手写", 2.0, {"drift": 0.5, "lost": float("nan")}))
+        sink(ProgressEvent("walk", 2, None))
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first == {
+        "event": "progress",
+        "phase": "walk",
+        "done": 1,
+        "total": 4,
+        "label": "手写",
+        "seconds": 2.0,
+        "remaining": 6.0,
+        "metrics": {"drift": 0.5, "lost": None},
+    }
+    assert (second["total"], second["remaining"]) == (None, None)
+
+
+def test_none_says_nothing() -> None:
+    stream = io.StringIO()
+    with sink_for("none", stream) as sink:
+        sink(ProgressEvent("walk", 1, 1))
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_that_says_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    with sink_for("auto", stream) as sink:
+        sink(ProgressEvent("analyze", 1, 4, "[bold]layer[/bold] 1", 2.0))
+    shown = stream.getvalue()
+    assert "1/4" in shown and "about 6.0 s left" in shown
+    assert "[bold]layer[/bold] 1" in shown  # a label is text, not markup
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with sink_for("auto", stream, Clock()) as sink:
+        sink(ProgressEvent("walk", 1, 1))
+    assert stream.getvalue() == "walk: done in 0.0 s\n"
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SpecError, match="auto, rich, jsonl, none"), sink_for("loud"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 00 s"),
+        (125, "2 min 05 s"),
+        (3725, "1 h 02 min"),
+    ],
+    ids=str,
+)
+def test_times_are_for_people(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_tracking_reports_before_each_item_and_at_the_end() -> None:
+    events: list[ProgressEvent] = []
+    seen = [(item, len(events)) for item in Reporter(events.append).track(["a", "b"], "load", str.upper)]
+    assert seen == [("a", 1), ("b", 2)]
+    assert [(event.done, event.total, event.label) for event in events] == [
+        (0, 2, "A"),
+        (1, 2, "B"),
+        (2, 2, ""),
+    ]
+
+
+def test_a_cancelled_token_stops_the_work_at_the_next_step() -> None:
+    token, done = CancelToken(), []
+    with pytest.raises(Cancelled):
+        for item in Reporter(cancel=token).track(range(5), "walk"):
+            done.append(item)
+            if item == 2:
+                token.cancel()
+    assert done == [0, 1, 2]
+
+
+def test_time_left_follows_the_pace_so_far() -> None:
+    assert ProgressEvent("walk", 3, 12, seconds=6.0).remaining == 18.0
+    assert ProgressEvent("walk", 0, 12, seconds=6.0).remaining is None
+    assert ProgressEvent("walk", 3, None, seconds=6.0).remaining is None

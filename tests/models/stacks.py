@@ -122,7 +122,8 @@ class Attention(nn.Module):
         cos, sin = tables
         query, key, value = self.q(normed) * cos, self.k(normed) * sin, self.v(normed)
         # Refuses a mask of another dtype than the features.
-        return x + self.o(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale))
+        scores = torch.baddbmm(mask, query, key.mT, alpha=scale)
+        return x + self.o(scores.softmax(dim=-1) @ value)
 
 
 class RMSNorm(nn.Module):

@@ -186,7 +186,12 @@ def test_a_base_without_text_tower_is_refused_with_both_remedies(
         assert "whole CLIP" in refusal.value.hint and "heads.<task>.file" in refusal.value.hint
 
 
-def test_a_folder_without_tokenizer_is_refused(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("files", [{}, {"vocab.json": "{}", "merges.txt": "a b\n"}], ids=["absent", "broken"])
+def test_a_folder_without_tokenizer_is_refused(
+    hf: pathlib.Path, tmp_path: pathlib.Path, files: dict[str, str]
+) -> None:
+    for file, content in files.items():
+        (tmp_path / file).write_text(content)
     (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
     architecture = load_architecture("hf-clip", str(tmp_path))
     with pytest.raises(SpecError, match="no tokenizer that fits"):

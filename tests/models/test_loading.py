@@ -7,6 +7,8 @@ import logging
 import os
 import pathlib
 import pickle
+import shlex
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -258,13 +260,15 @@ def test_the_command_in_the_hint_converts_the_file(
     monkeypatch: pytest.MonkeyPatch,
     weights: Weights,
 ) -> None:
-    torch.save(wrap(weights), tmp_path / "w.pt")
+    torch.save(wrap(weights), tmp_path / "it's $w.pt")
     with pytest.raises(CheckpointError) as refusal:
-        open_checkpoint(tmp_path / "w.pt")
-    code = refusal.value.hint.split('-c "', 1)[1].removesuffix('"')
+        open_checkpoint(tmp_path / "it's $w.pt")
+    command = shlex.split(refusal.value.hint.splitlines()[-1])
+    assert command[:2] == ["python", "-c"]
     monkeypatch.chdir(tmp_path)
-    exec(code, {})
-    converted = open_checkpoint(tmp_path / "w.safetensors")
+    monkeypatch.setattr(sys, "argv", ["-c", *command[3:]])
+    exec(command[2], {})
+    converted = open_checkpoint(tmp_path / "it's $w.safetensors")
     assert set(converted.headers) == set(weights)
     assert all(torch.equal(converted.read(key), value) for key, value in weights.items())
 
@@ -330,8 +334,8 @@ def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: pathl
         ({}, "empty state dict"),
         ({"state_dict": {}}, "empty state dict"),
         ([torch.zeros(2)], "holds a list"),
-        ({"a": torch.zeros(2), "b": 3}, "'b' is a int"),
-        ({"a": {"b": torch.zeros(2)}}, "'a' is a dict"),
+        ({"a": torch.zeros(2), "b": 3}, "'b' is of type int"),
+        ({"a": {"b": torch.zeros(2)}}, "'a' is of type dict"),
         ({"a": torch.eye(2).to_sparse()}, "'a' is a sparse tensor"),
     ],
     ids=["empty", "empty_nested", "list", "number", "nested", "sparse"],

@@ -17,7 +17,7 @@ from torch import Tensor
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
-from tests.models.clip import under_transformers_names
+from tests.models.clip import chain_states, under_transformers_names
 
 FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]] = {
     "transformers": lambda real, model: (
@@ -36,12 +36,11 @@ def suite(real: pathlib.Path) -> dict[str, Any]:
     return json.loads((real / "suite.json").read_text())
 
 
-@torch.no_grad()
 def features(architecture: Architecture, source: StateSource, images: Any) -> Tensor:
     aligned, module = architecture.align(source), architecture.skeleton
     module.load_state_dict({key: aligned.read(key).float() for key in architecture.keys}, assign=True)
     assert architecture.preprocess is not None
-    return architecture.chain.library_states(module, architecture.preprocess(list(images)))[-1]["hidden"]
+    return chain_states(architecture.chain, module, architecture.preprocess(list(images)))[-1]["hidden"]
 
 
 def test_both_forms_of_a_real_model_are_one_model(real: pathlib.Path) -> None:

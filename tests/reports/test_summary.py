@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import pathlib
+import re
+
+from driftlens_reports.summary import accuracy_text, listing_text, summary, verification_text
 from rich.cells import cell_len
 
+from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.run import DriftRun
-from driftlens_reports.summary import summary
+from driftlens.records.verify import VerifyResult
 
 
 def lines_of(text: str, title: str) -> list[str]:
@@ -57,7 +62,7 @@ def test_what_was_not_measured_is_said_and_not_invented(bare: DriftRun) -> None:
     assert [line.strip() for line in lines_of(text, "Accuracy")] == ["not measured"]
     assert all(line.endswith("not measured") for line in lines_of(text, "Self-checks"))
     assert all("largest local mismatch" in line for line in lines_of(text, "Where the final drift"))
-    assert "nan" not in text.lower()
+    assert not re.search(r"\bnan\b", text, re.IGNORECASE)
 
 
 def test_columns_are_aligned_as_a_terminal_shows_them(hostile: DriftRun) -> None:
@@ -70,3 +75,31 @@ def test_names_do_not_steer_the_terminal(hostile: DriftRun) -> None:
     text = summary(hostile)
     assert "\x1b" not in text
     assert "\ufffd[31mred\ufffdline" in text
+
+
+def test_accuracy_alone_is_the_section_of_the_summary(run: DriftRun, bare: DriftRun) -> None:
+    shown = [line.strip() for line in lines_of(summary(run), "Accuracy")]
+    assert [line.strip() for line in accuracy_text(run).splitlines()] == shown
+    assert accuracy_text(bare) == "not measured"
+
+
+def test_a_listing_names_the_worst_task_and_keeps_unreadable_runs(run: DriftRun) -> None:
+    lines = listing_text(
+        [*find_runs(run.path), RunSummary(path=pathlib.Path("old"), name="old", problem="torn")]
+    )
+    header, good, spoilt, problem = lines.splitlines()
+    drift = {task: run.value("drift_l2_mean", task=task) for task in run.tasks}
+    worst = max(drift, key=lambda task: drift[task])
+    assert good.endswith(f"{drift[worst]:#.4g} ({worst})") and " done " in good
+    assert "unreadable" in spoilt and spoilt.endswith("not measured")
+    assert problem == "old: torn"
+    assert header.index("state") == good.index("done") == spoilt.index("unreadable")
+
+
+def test_a_verification_says_which_files_differ() -> None:
+    assert verification_text(VerifyResult(3, (), (), ())) == "3 files checked: unchanged"
+    text = verification_text(VerifyResult(3, ("a",), ("b", "c"), ("d\x1b",)))
+    assert text.splitlines() == [
+        *("3 files checked: not as they were written", "missing: a", "changed: b", "changed: c"),
+        "not listed: d\ufffd",
+    ]

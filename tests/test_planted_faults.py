@@ -1,0 +1,311 @@
+"""One-line mutations of the product, each of which a check of this suite must reject.
+
+A check is first run on the product as it is, where it must pass, and then on the mutated one, where it must fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from driftlens.diagnostics import attribution, drift, output, task_vectors
+from driftlens.engine import library, walk
+from driftlens.linalg import path_jacobian, quadrature, state
+from driftlens.merging.method import merge_methods
+from driftlens.models import vit
+from driftlens.models.registry import adapters
+from tests.cases import CASES, family
+from tests.diagnostics.test_output import head
+from tests.reference.drift import STEPS, drift_rows
+
+Patch = pytest.MonkeyPatch
+OPEN_CLIP = CASES["open_clip_vit"]
+
+
+# --- checks -------------------------------------------------------------------------------------------------------
+
+
+def agrees_with_the_library() -> None:
+    """closure_error of contract section 2: the walk's drift against that of ordinary forward passes."""
+    models = family(OPEN_CLIP, n=3)
+    inputs = models.batches[0].inputs
+    native = {name: models.pool.library_states(name, inputs) for name in ("merged", "expert:a")}
+    with torch.no_grad():
+        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
+            boundary = view.layer.index - 1
+            ours = view.merged_out["hidden"] - view.expert_out["hidden"]
+            theirs = native["merged"][boundary]["hidden"] - native["expert:a"][boundary]["hidden"]
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def jacobian_reproduces_propagation() -> None:
+    models = family(OPEN_CLIP, n=3)
+    settings = attribution.JacobianSettings(nodes=16, max_nodes=16)
+    contributions = attribution.Contributions(settings)
+    with torch.no_grad():
+        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
+            contributions.add(view)
+    for found in contributions.sensitivities.values():
+        assert float(found.error.sum() / found.size.sum()) < 1e-6
+    drift_norm = state.norm(contributions.final_drift)
+    assert float((state.norm(contributions.remainder()) / drift_norm).max()) < 1e-5
+
+
+def prefixes_are_models_of_two_halves() -> None:
+    models = family(OPEN_CLIP, n=3)
+    swaps = attribution.PrefixSwaps()
+    with torch.no_grad():
+        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
+            swaps.add(view)
+        for prefix, found in enumerate(swaps.finals):
+            hidden, side = models.chain.start(models.batches[0].inputs)
+            for layer in models.chain.layers:
+                model = "expert:a" if layer.index <= prefix else "merged"
+                hidden = layer.call(models.pool.parameters(model, layer), hidden, side)
+            torch.testing.assert_close(found["hidden"], hidden["hidden"], rtol=1e-9, atol=1e-11)
+
+
+def columns_agree_with_the_slow_reference() -> None:
+    models = family(OPEN_CLIP, n=3)
+    steps = STEPS["open_clip_vit"]
+    rows = drift_rows(
+        steps(models.modules["merged"]), steps(models.modules["expert:a"]), models.batches[0].inputs
+    )
+    with torch.no_grad():
+        for view in walk.walk(models.pool, "a", ["merged"], models.batches):
+            columns = drift.drift_columns(view, "cls")
+            for sample, layers in enumerate(rows):
+                row = layers[view.layer.index - 1]
+                wanted = [row.drift.norm(), row.mismatch.norm(), row.propagation.norm()]
+                found = [columns[name][sample] for name in ("drift_l2", "mismatch_l2", "propagation_l2")]
+                torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-9, atol=1e-11)
+                assert float(columns["state_propagation"][sample]) == pytest.approx(row.state_propagation, rel=1e-9)
+
+
+def models_are_left_as_they_were() -> None:
+    models = family(OPEN_CLIP, n=3)
+    before = {name: {k: v.clone() for k, v in m.state_dict().items()} for name, m in models.modules.items()}
+    skeleton = models.modules["base"]
+    with library.streamed_weights(
+        skeleton, [layer.path for layer in models.chain.blocks], models.pool.source("merged").read, torch.device("cpu")
+    ):
+        skeleton(models.batches[0].inputs)
+    for name, module in models.modules.items():
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+        assert all(torch.equal(value, before[name][key]) for key, value in module.state_dict().items())
+
+
+def a_certified_decision_never_flips() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expert = torch.randn(4000, 7, generator=generator, dtype=torch.float64)
+    variant = expert + 0.3 * torch.randn(4000, 7, generator=generator, dtype=torch.float64)
+    found = output.output_columns(head(), expert, variant, None)
+    assert found["certified"].any()
+    assert not (found["certified"] & found["flipped"]).any()
+    assert (found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9)).all()
+
+
+def task_arithmetic_of_one_expert_is_the_expert() -> None:
+    base, expert = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, -1.0])}
+    merged = merge_methods["task_arithmetic"].function(base, {"a": expert, "b": base}, scaling=1.0)
+    torch.testing.assert_close(merged["w"], expert["w"])
+
+
+def labels_meet_rows_by_name() -> None:
+    assert output.class_rows(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]
+
+
+def alignment_of_parts_adds_up() -> None:
+    left, right = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts = task_vectors.Alignment.of(left[:2], right[:2]) + task_vectors.Alignment.of(left[2:], right[2:])
+    assert parts.values()["cos"] == pytest.approx(float(F.cosine_similarity(left, right, dim=0)))
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+def transposed_weight(patch: Patch) -> None:
+    def linear(parameters, site, x, tap):  # type: ignore[no-untyped-def]
+        weight = parameters[f"{site}.weight"]
+        weight = weight.T if weight.shape[0] == weight.shape[1] else weight
+        return F.linear(x, weight, parameters.get(f"{site}.bias"))
+
+    patch.setattr(vit, "_linear", linear)
+
+
+def forgotten_bias(patch: Patch) -> None:
+    patch.setattr(vit, "_linear", lambda parameters, site, x, tap: F.linear(x, parameters[f"{site}.weight"]))
+
+
+def layer_off_by_one(patch: Patch) -> None:
+    """Every block but the last runs with its successor's weights."""
+    chain_of = type(adapters["open_clip_vit"]).chain
+
+    def shifted(self, module):  # type: ignore[no-untyped-def]
+        chain = chain_of(self, module)
+        stem, *blocks, last = chain.layers
+        following = [*blocks[1:], blocks[-1]]
+        moved = [
+            dataclasses.replace(block, parameters=later.parameters)
+            for block, later in zip(blocks, following, strict=True)
+        ]
+        return dataclasses.replace(chain, layers=(stem, *moved, last))
+
+    patch.setattr(CASES["open_clip_vit"].chain.__self__.__class__, "chain", shifted)
+    patch.setitem(CASES, "open_clip_vit", dataclasses.replace(OPEN_CLIP, chain=adapters["open_clip_vit"].chain))
+    patch.setitem(globals(), "OPEN_CLIP", CASES["open_clip_vit"])
+
+
+def swapped_queries_and_keys(patch: Patch) -> None:
+    original = vit._attention
+
+    def swapped(parameters, normed, names, num_heads, tap):  # type: ignore[no-untyped-def]
+        return original(parameters, normed, dataclasses.replace(names, k=names.v, v=names.k), num_heads, tap)
+
+    patch.setattr(vit, "_attention", swapped)
+
+
+def crossed_output_of_the_wrong_model(patch: Patch) -> None:
+    original = walk.decompose
+    patch.setattr(
+        attribution, "decompose", lambda view: original(dataclasses.replace(view, crossed_out=view.expert_out))
+    )
+
+
+def crossed_output_on_the_wrong_input(patch: Patch) -> None:
+    original = drift.decompose
+    patch.setattr(drift, "decompose", lambda view: original(dataclasses.replace(view, crossed_out=view.merged_out)))
+
+
+def mismatch_and_propagation_swapped(patch: Patch) -> None:
+    original = drift.decompose
+
+    def swapped(view):  # type: ignore[no-untyped-def]
+        split = original(view)
+        return walk.Split(split.drift, split.propagation, split.local_mismatch)
+
+    patch.setattr(drift, "decompose", swapped)
+
+
+def mean_for_sum_in_a_norm(patch: Patch) -> None:
+    patch.setattr(drift, "norm", lambda s: next(iter(s.values())).flatten(1).square().mean(dim=1).sqrt())
+
+
+def last_token_for_the_class_token(patch: Patch) -> None:
+    original = drift.pooled
+    patch.setattr(drift, "pooled", lambda hidden, how, mask=None: original(hidden, "last", mask))
+
+
+def quadrature_on_the_wrong_interval(patch: Patch) -> None:
+    patch.setattr(
+        path_jacobian,
+        "gauss_legendre",
+        lambda nodes: [(2 * t - 1, weight) for t, weight in quadrature.gauss_legendre(nodes)],
+    )
+
+
+def mismatch_not_carried_on(patch: Patch) -> None:
+    """The path ends at the expert's input: no drift to average over."""
+    original = attribution.PathJacobian
+    patch.setattr(attribution, "PathJacobian", lambda call, start, end, nodes: original(call, start, start, nodes))
+
+
+def prefix_off_by_one(patch: Patch) -> None:
+    original = attribution.PrefixSwaps.add
+
+    def late(self, view):  # type: ignore[no-untyped-def]
+        original(self, view)
+        if view.layer.index > 1:
+            self.finals[-2] = view.merged_out
+
+    patch.setattr(attribution.PrefixSwaps, "add", late)
+
+
+def hook_left_behind(patch: Patch) -> None:
+    @contextmanager
+    def careless(block, path, read):  # type: ignore[no-untyped-def]
+        block.register_forward_hook(lambda *_: None)
+        yield
+
+    patch.setattr(library, "_streamed_block", careless)
+
+
+def weights_not_put_back(patch: Patch) -> None:
+    @contextmanager
+    def careless(module, names, read):  # type: ignore[no-untyped-def]
+        for name in names:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner._parameters[name.rpartition(".")[2]] = torch.nn.Parameter(read(name) + 1, requires_grad=False)
+        yield
+
+    patch.setattr(library, "_replaced", careless)
+
+
+def certificate_without_the_half(patch: Patch) -> None:
+    original = output._margin
+    patch.setattr(output, "_margin", lambda scores: 4 * original(scores))
+
+
+def bound_from_the_longest_feature(patch: Patch) -> None:
+    from driftlens.diagnostics import score_gain
+
+    patch.setattr(score_gain, "_shortest", lambda start, drift: 3 * (start + drift).norm(dim=1) + 3 * start.norm(dim=1))
+
+
+def mean_of_task_vectors_for_their_sum(patch: Patch) -> None:
+    method = merge_methods["task_arithmetic"]
+
+    def averaged(base, experts, *, scaling=0.3):  # type: ignore[no-untyped-def]
+        return method.function(base, experts, scaling=scaling / len(experts))
+
+    patch.setitem(merge_methods._entries, "task_arithmetic", dataclasses.replace(method, function=averaged))
+
+
+def labels_by_position(patch: Patch) -> None:
+    patch.setattr(output, "class_rows", lambda head, labels: torch.arange(len(labels)))
+
+
+def energy_of_one_vector_for_both(patch: Patch) -> None:
+    original = task_vectors.Alignment.of.__func__
+    patch.setattr(
+        task_vectors.Alignment, "of", classmethod(lambda cls, variant, expert: original(cls, variant, variant))
+    )
+
+
+Fault = Callable[[Patch], None]
+Check = Callable[[], None]
+PLANTED: list[tuple[Fault, Check]] = [
+    (transposed_weight, agrees_with_the_library),
+    (forgotten_bias, agrees_with_the_library),
+    (layer_off_by_one, agrees_with_the_library),
+    (swapped_queries_and_keys, agrees_with_the_library),
+    (crossed_output_of_the_wrong_model, jacobian_reproduces_propagation),
+    (quadrature_on_the_wrong_interval, jacobian_reproduces_propagation),
+    (mismatch_not_carried_on, jacobian_reproduces_propagation),
+    (crossed_output_on_the_wrong_input, columns_agree_with_the_slow_reference),
+    (mismatch_and_propagation_swapped, columns_agree_with_the_slow_reference),
+    (mean_for_sum_in_a_norm, columns_agree_with_the_slow_reference),
+    (last_token_for_the_class_token, columns_agree_with_the_slow_reference),
+    (prefix_off_by_one, prefixes_are_models_of_two_halves),
+    (hook_left_behind, models_are_left_as_they_were),
+    (weights_not_put_back, models_are_left_as_they_were),
+    (certificate_without_the_half, a_certified_decision_never_flips),
+    (bound_from_the_longest_feature, a_certified_decision_never_flips),
+    (mean_of_task_vectors_for_their_sum, task_arithmetic_of_one_expert_is_the_expert),
+    (labels_by_position, labels_meet_rows_by_name),
+    (energy_of_one_vector_for_both, alignment_of_parts_adds_up),
+]
+
+
+@pytest.mark.parametrize(("fault", "check"), PLANTED, ids=[fault.__name__ for fault, _ in PLANTED])
+def test_planted_fault_is_rejected(fault: Fault, check: Check) -> None:
+    check()
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        with pytest.raises(AssertionError):
+            check()

@@ -16,7 +16,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=NAMES, help=f"which ones: {', '.join(NAMES)}")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    device = (
+        torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
     print(f"torch {torch.__version__}, {device}, float32")
     for name in arguments.names:
         print(importlib.import_module(f"benchmarks.{name}").run(arguments.device), flush=True)

@@ -7,8 +7,8 @@ from torch import nn
 
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
-from driftlens.models.sources import module_source
 from driftlens.models.registry import adapters
+from driftlens.models.sources import module_source
 
 
 def vit_b32(seed: int) -> nn.Module:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
-from driftlens.pipeline.analyze import analyze_study
-from driftlens.pipeline.analyze import analyze as analyze_spec
-from driftlens.pipeline.live import live_study
 from driftlens.progress import CancelToken, ProgressSink
 from driftlens.progress_sinks import sink_for
-from driftlens.records.run import DriftRun
-from driftlens.spec import RunSpec, load_spec
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from driftlens.records.run import DriftRun
+    from driftlens.spec import RunSpec
 
 Progress = Literal["auto", "rich", "jsonl", "none"]
 
@@ -72,6 +70,10 @@ def analyze(
                 on_progress(event)
 
         if spec is not None and merged is None and experts is None and data is None:
+            # Reading a spec needs libraries that a machine which only computes may lack.
+            from driftlens.pipeline.analyze import analyze as analyze_spec
+            from driftlens.spec import load_spec
+
             resolved = load_spec(spec)
             return analyze_spec(
                 resolved,
@@ -84,6 +86,8 @@ def analyze(
             )
         if spec is not None or merged is None or experts is None or data is None:
             raise SpecError("pass either a spec, or merged=, experts= and data=")
+        from driftlens.pipeline.live import analyze_study, live_study
+
         study = live_study(merged=merged, experts=experts, data=data, base=base, **options)
         place = out if out is not None else Path("runs") / study.name
         return analyze_study(study, out=place, force=force, on_progress=sink, cancel=cancel)

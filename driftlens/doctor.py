@@ -11,7 +11,16 @@ import tempfile
 
 import platformdirs
 
-_PACKAGES = ("torch", "torchvision", "open_clip_torch", "transformers", "safetensors", "pandas", "pyarrow", "streamlit")
+_PACKAGES = (
+    "torch",
+    "torchvision",
+    "open_clip_torch",
+    "transformers",
+    "safetensors",
+    "pandas",
+    "pyarrow",
+    "streamlit",
+)
 
 
 def examine() -> dict[str, str]:
@@ -25,7 +34,8 @@ def examine() -> dict[str, str]:
         "driftlens": driftlens.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         **{name: _version(name) for name in _PACKAGES},
-        "cpu": f"{os.cpu_count()} cores, {memory.total / 2**30:.1f} GiB memory, {memory.available / 2**30:.1f} GiB free",
+        "cpu": f"{os.cpu_count()} cores",
+        "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
         "gpu": _gpu(),
         "cache": _cache(),
         "offline": "yes (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no",

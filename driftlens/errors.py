@@ -100,7 +100,7 @@ class RunLockedError(RunError):
     exit_code = 5
 
 
-class Cancelled(DriftLensError, InterruptedError):  # noqa: N818 - not a failure, and the public name is fixed
+class Cancelled(DriftLensError, InterruptedError):
     """The user asked to stop; nothing half-written was left behind."""
 
     exit_code = 130

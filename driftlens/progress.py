@@ -60,7 +60,9 @@ class CancelToken:
             Cancelled: `cancel` was called.
         """
         if self._cancelled:
-            raise Cancelled("cancelled", hint="What was finished is kept; the same command with --resume goes on.")
+            raise Cancelled(
+                "cancelled", hint="What was finished is kept; the same command with --resume goes on."
+            )
 
 
 class Reporter:

@@ -50,7 +50,9 @@ class Registry(Mapping[str, T], Generic[T]):
         except KeyError:
             near = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else ""
-            raise SpecError(f"no {self.kind} called {name!r}; there are {', '.join(self)}", hint=hint) from None
+            raise SpecError(
+                f"no {self.kind} called {name!r}; there are {', '.join(self)}", hint=hint
+            ) from None
 
     def __contains__(self, name: object) -> bool:
         self._discover()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import LayerChain
-from driftlens.models.sources import module_source
 from driftlens.models.registry import adapters
+from driftlens.models.sources import module_source
 from tests.tiny import Decoder, EncoderDecoder, decoder_chain, encoder_decoder_chain, token_batch
 
 

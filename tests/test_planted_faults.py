@@ -84,7 +84,9 @@ def columns_agree_with_the_slow_reference() -> None:
                 wanted = [row.drift.norm(), row.mismatch.norm(), row.propagation.norm()]
                 found = [columns[name][sample] for name in ("drift_l2", "mismatch_l2", "propagation_l2")]
                 torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-9, atol=1e-11)
-                assert float(columns["state_propagation"][sample]) == pytest.approx(row.state_propagation, rel=1e-9)
+                assert float(columns["state_propagation"][sample]) == pytest.approx(
+                    row.state_propagation, rel=1e-9
+                )
 
 
 def models_are_left_as_they_were() -> None:
@@ -92,7 +94,10 @@ def models_are_left_as_they_were() -> None:
     before = {name: {k: v.clone() for k, v in m.state_dict().items()} for name, m in models.modules.items()}
     skeleton = models.modules["base"]
     with library.streamed_weights(
-        skeleton, [layer.path for layer in models.chain.blocks], models.pool.source("merged").read, torch.device("cpu")
+        skeleton,
+        [layer.path for layer in models.chain.blocks],
+        models.pool.source("merged").read,
+        torch.device("cpu"),
     ):
         skeleton(models.batches[0].inputs)
     for name, module in models.modules.items():
@@ -157,7 +162,9 @@ def layer_off_by_one(patch: Patch) -> None:
         return dataclasses.replace(chain, layers=(stem, *moved, last))
 
     patch.setattr(CASES["open_clip_vit"].chain.__self__.__class__, "chain", shifted)
-    patch.setitem(CASES, "open_clip_vit", dataclasses.replace(OPEN_CLIP, chain=adapters["open_clip_vit"].chain))
+    patch.setitem(
+        CASES, "open_clip_vit", dataclasses.replace(OPEN_CLIP, chain=adapters["open_clip_vit"].chain)
+    )
     patch.setitem(globals(), "OPEN_CLIP", CASES["open_clip_vit"])
 
 
@@ -173,13 +180,17 @@ def swapped_queries_and_keys(patch: Patch) -> None:
 def crossed_output_of_the_wrong_model(patch: Patch) -> None:
     original = walk.decompose
     patch.setattr(
-        attribution, "decompose", lambda view: original(dataclasses.replace(view, crossed_out=view.expert_out))
+        attribution,
+        "decompose",
+        lambda view: original(dataclasses.replace(view, crossed_out=view.expert_out)),
     )
 
 
 def crossed_output_on_the_wrong_input(patch: Patch) -> None:
     original = drift.decompose
-    patch.setattr(drift, "decompose", lambda view: original(dataclasses.replace(view, crossed_out=view.merged_out)))
+    patch.setattr(
+        drift, "decompose", lambda view: original(dataclasses.replace(view, crossed_out=view.merged_out))
+    )
 
 
 def mismatch_and_propagation_swapped(patch: Patch) -> None:
@@ -212,7 +223,9 @@ def quadrature_on_the_wrong_interval(patch: Patch) -> None:
 def mismatch_not_carried_on(patch: Patch) -> None:
     """The path ends at the expert's input: no drift to average over."""
     original = attribution.PathJacobian
-    patch.setattr(attribution, "PathJacobian", lambda call, start, end, nodes: original(call, start, start, nodes))
+    patch.setattr(
+        attribution, "PathJacobian", lambda call, start, end, nodes: original(call, start, start, nodes)
+    )
 
 
 def prefix_off_by_one(patch: Patch) -> None:
@@ -240,7 +253,9 @@ def weights_not_put_back(patch: Patch) -> None:
     def careless(module, names, read):  # type: ignore[no-untyped-def]
         for name in names:
             owner = module.get_submodule(name.rpartition(".")[0])
-            owner._parameters[name.rpartition(".")[2]] = torch.nn.Parameter(read(name) + 1, requires_grad=False)
+            owner._parameters[name.rpartition(".")[2]] = torch.nn.Parameter(
+                read(name) + 1, requires_grad=False
+            )
         yield
 
     patch.setattr(library, "_replaced", careless)
@@ -254,7 +269,9 @@ def certificate_without_the_half(patch: Patch) -> None:
 def bound_from_the_longest_feature(patch: Patch) -> None:
     from driftlens.diagnostics import score_gain
 
-    patch.setattr(score_gain, "_shortest", lambda start, drift: 3 * (start + drift).norm(dim=1) + 3 * start.norm(dim=1))
+    patch.setattr(
+        score_gain, "_shortest", lambda start, drift: 3 * (start + drift).norm(dim=1) + 3 * start.norm(dim=1)
+    )
 
 
 def mean_of_task_vectors_for_their_sum(patch: Patch) -> None:
@@ -273,7 +290,9 @@ def labels_by_position(patch: Patch) -> None:
 def energy_of_one_vector_for_both(patch: Patch) -> None:
     original = task_vectors.Alignment.of.__func__
     patch.setattr(
-        task_vectors.Alignment, "of", classmethod(lambda cls, variant, expert: original(cls, variant, variant))
+        task_vectors.Alignment,
+        "of",
+        classmethod(lambda cls, variant, expert: original(cls, variant, variant)),
     )
 
 

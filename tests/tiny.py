@@ -78,7 +78,9 @@ class EncoderDecoder(nn.Module):
         for block in self.encoder:
             encoded = block(encoded, mask[:, None, :])
         for block in self.decoder:
-            hidden = block(hidden, causal(torch.ones_like(targets, dtype=torch.bool)), encoded, mask[:, None, :])
+            hidden = block(
+                hidden, causal(torch.ones_like(targets, dtype=torch.bool)), encoded, mask[:, None, :]
+            )
         return self.norm(hidden[:, -1])
 
 
@@ -120,7 +122,10 @@ def decoder_chain(model: Decoder) -> LayerChain:
         architecture="tiny decoder",
         layers=layers(
             ("embed", slots(model, "embed"), stem, "hidden"),
-            *((f"blocks.{i}", slots(model, f"blocks.{i}"), block(b), "hidden") for i, b in enumerate(model.blocks)),
+            *(
+                (f"blocks.{i}", slots(model, f"blocks.{i}"), block(b), "hidden")
+                for i, b in enumerate(model.blocks)
+            ),
             ("norm", slots(model, "norm"), head, "hidden"),
         ),
         start=start,

@@ -56,22 +56,29 @@ def set_manner(
 
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps({"level": record.levelname.lower(), "message": record.getMessage()}, ensure_ascii=False)
+        return json.dumps(
+            {"level": record.levelname.lower(), "message": record.getMessage()}, ensure_ascii=False
+        )
 
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
 Offline = Annotated[
     bool, typer.Option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing.")
 ]
-Trust = Annotated[bool, typer.Option("--trust-code", help="Run Python code that the spec names.")]
+Trust = Annotated[
+    # Trust is given on the command line or not at all; no variable may give it.
+    bool, typer.Option("--trust-code", allow_from_autoenv=False, help="Run Python code that the spec names.")
+]
 Device = Annotated[
-    str | None, typer.Option("--device", envvar="DRIFTLENS_DEVICE", help="auto, cpu or cuda; over the spec's.")
+    str | None,
+    typer.Option("--device", envvar="DRIFTLENS_DEVICE", help="auto, cpu or cuda; over the spec's."),
 ]
 ProgressMode = Annotated[
     str, typer.Option("--progress", envvar="DRIFTLENS_PROGRESS", help="auto, rich, jsonl or none.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
 ]
 
 
@@ -106,7 +113,7 @@ def cancelling() -> Iterator[CancelToken]:
     def ask(number: int, _frame: object) -> None:
         token.cancel()
         note("stopping at the next batch; once more stops at once")
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

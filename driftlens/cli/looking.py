@@ -39,7 +39,9 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
 
 
 @app.command()
-def show(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonFlag = False) -> None:
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonFlag = False
+) -> None:
     """Tell what a run found: drift, where it comes from, accuracy, self-checks."""
     from driftlens.records.run import open_run
 
@@ -48,7 +50,8 @@ def show(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run director
 
 @app.command("ls")
 def list_runs(
-    root: Annotated[Path, typer.Argument(help="The folder to look in.")] = Path("."), as_json: JsonFlag = False
+    root: Annotated[Path, typer.Argument(help="The folder to look in.")] = Path(),
+    as_json: JsonFlag = False,
 ) -> None:
     """List the runs below a folder."""
     from dataclasses import asdict
@@ -65,7 +68,9 @@ def list_runs(
 
 
 @app.command()
-def verify(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonFlag = False) -> None:
+def verify(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonFlag = False
+) -> None:
     """Hash every file of a run again and compare with its manifest."""
     from dataclasses import asdict
 

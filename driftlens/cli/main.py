@@ -8,17 +8,19 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
-import click
 import typer
 
 from driftlens.cli import looking, running
 from driftlens.cli.app import app, manner
-from driftlens.errors import Cancelled, DriftLensError
+from driftlens.errors import Cancelled, DriftLensError, SpecError
 
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
 _MODULES = (running, looking)
 """Imported for their commands."""
+_ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+"""Root of wrong usage. Newer versions of typer carry their own click, older ones use the installed one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,12 +38,11 @@ def _code(arguments: list[str]) -> int:
     try:
         result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.exceptions.Exit as leaving:
+    except typer.Exit as leaving:
         return leaving.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except _ClickException as error:
+        return _misused(error)
+    except (typer.Abort, KeyboardInterrupt):
         return _report("cancelled", "", Cancelled.exit_code)
     except DriftLensError as error:
         return _report(error.message, error.hint, error.exit_code)
@@ -55,8 +56,19 @@ def _code(arguments: list[str]) -> int:
         return _unexpected(error)
 
 
+def _misused(error: Any) -> int:
+    """A command line that can't be understood."""
+    message = error.format_message()
+    if not message:  # no command at all: the help has been shown
+        return SpecError.exit_code
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "driftlens"
+    return _report(message.rstrip("."), f"`{command} --help` says what there is.", SpecError.exit_code)
+
+
 def _report(message: str, hint: str, code: int) -> int:
-    typer.secho(f"error: {message}" if code != Cancelled.exit_code else message, err=True, fg=typer.colors.RED)
+    typer.secho(
+        f"error: {message}" if code != Cancelled.exit_code else message, err=True, fg=typer.colors.RED
+    )
     if hint:
         typer.echo(f"hint: {hint}", err=True)
     if manner.debug:

@@ -23,7 +23,9 @@ from driftlens.cli.app import (
 )
 from driftlens.cli.looking import show_run
 
-SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")]
+SpecFile = Annotated[
+    Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
@@ -99,7 +101,9 @@ def validate(
     from driftlens.pipeline.preflight import preflight
     from driftlens.spec import load_spec
 
-    found = preflight(load_spec(spec, overrides or ()), deep=deep, device=device, offline=offline, trust=trust)
+    found = preflight(
+        load_spec(spec, overrides or ()), deep=deep, device=device, offline=offline, trust=trust
+    )
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
         raise typer.Exit(4)
@@ -149,7 +153,8 @@ def merge(
     method: Annotated[str, typer.Option(help="A registered merge method: average, task_arithmetic.")],
     out: Annotated[Path, typer.Option(help="A .safetensors file, or a folder the original library loads.")],
     parameters: Annotated[
-        list[str] | None, typer.Option("--set", metavar="name=value", help="A parameter of the method; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="name=value", help="A parameter of the method; repeatable."),
     ] = None,
     offline: Offline = False,
 ) -> None:
@@ -162,7 +167,9 @@ def merge(
     given = dict(_assignment(text) for text in parameters or ())
     models = open_models(load_spec(spec), offline=offline)
     open_pool(load_spec(spec), models, device="cpu")  # compares keys and shapes
-    save_merge(models, method, {name: from_yaml(value, f"--set {name}") for name, value in given.items()}, out)
+    save_merge(
+        models, method, {name: from_yaml(value, f"--set {name}") for name, value in given.items()}, out
+    )
     say(f"wrote {out}")
 
 

@@ -26,7 +26,7 @@ class JacobianSettings:
         tolerance: |p - A e| / |p| below which no more nodes are added.
         samples: how many diagnosis samples are looked at, the first ones.
         spectral: whether spectral norms are estimated (dear).
-        contributions: whether local mismatches are carried to the final feature; without, each Jacobian is only checked.
+        contributions: whether local mismatches are carried to the final feature; else Jacobians are only checked.
         prefix: whether the prefix-swap split is computed too.
         seed: of the random directions.
     """
@@ -66,8 +66,8 @@ class LayerSensitivity:
 class Contributions:
     """P_{l->L} m_l for every layer l: each local mismatch carried to the final feature.
 
-    e_L = sum over l of P_{l->L} m_l with P_{l->L} = A_L ... A_{l+1} (Prop. 2, Eq. 5). With quadrature the sum misses e_L
-    by a remainder, which `remainder` reports and no share contains.
+    e_L = sum over l of P_{l->L} m_l with P_{l->L} = A_L ... A_{l+1} (Prop. 2, Eq. 5). With quadrature the sum misses
+    e_L by a remainder, which `remainder` reports and no share contains.
     """
 
     settings: JacobianSettings = field(default_factory=JacobianSettings)

@@ -26,8 +26,8 @@ QUANTILES = (10, 25, 75, 90)
 def drift_columns(view: LayerView, pool: Pool) -> Columns:
     """What one layer does to the drift of each sample.
 
-    e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) is read with its
-    best constants, gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
+    e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) is read with
+    its best constants, gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
 
     Args:
         view: one layer on one batch.

@@ -16,9 +16,9 @@ def output_columns(head: Head, expert: Tensor, variant: Tensor, labels: Tensor |
     """How far a variant's scores are from the expert's, sample by sample.
 
     Delta z = score map(variant) - score map(expert) (Eq. 6), at most B |e_L| plus the score-map mismatch (Eq. 7), which
-    is zero here: CLIP's score map is shared by all models. A decision is certified when |Delta z|_inf < margin / 2, the
-    margin being the expert's best score minus its second best (Eq. 44): then the variant decides as the expert does. Ties
-    and single classes have no certificate. Source: FeatCal (arXiv:2605.13030).
+    is zero here: CLIP's score map is shared by all models. A decision is certified when |Delta z|_inf < margin / 2,
+    the margin being the expert's best score minus its second best (Eq. 44): then the variant decides as the expert
+    does. Ties and single classes have no certificate. Source: FeatCal (arXiv:2605.13030).
 
     Args:
         head: the task's score map.

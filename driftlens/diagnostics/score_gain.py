@@ -62,7 +62,7 @@ def score_gains(head: Head, start: Tensor, end: Tensor) -> ScoreGains:
 def _gains_at(head: Head, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """|J u| along the drift, and the largest gain found by power iteration from it."""
     with forward_mode_attention():
-        _, pull = vjp(head.scores, point)
+        pull = vjp(head.scores, point)[1]
         vector = direction
         image = along = jvp(head.scores, (point,), (vector,))[1]
         for _ in range(ITERATIONS):

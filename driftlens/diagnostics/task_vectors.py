@@ -56,7 +56,9 @@ class Alignment:
         both = self.variant_energy > 0 and self.expert_energy > 0
         return {
             "cos": self.dot / (self.variant_energy * self.expert_energy) ** 0.5 if both else None,
-            "norm_ratio": (self.variant_energy / self.expert_energy) ** 0.5 if self.expert_energy > 0 else None,
+            "norm_ratio": (self.variant_energy / self.expert_energy) ** 0.5
+            if self.expert_energy > 0
+            else None,
             "sign_agreement": self.agreeing / self.moved if self.moved else None,
         }
 
@@ -94,5 +96,3 @@ def _module_alignments(pool: ModelPool, layer: Layer, task: str, variant: str) -
         path = f"{layer.path}.{module}" if layer.role == "block" else module
         modules[path] = modules.get(path, Alignment()) + alignment
     return modules
-
-

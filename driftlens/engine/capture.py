@@ -17,7 +17,9 @@ from driftlens.models.sources import module_source
 
 
 @torch.no_grad()
-def capture(module: nn.Module, inputs: Iterable[Any], *, pool: Pool = "cls") -> Iterator[tuple[Layer, Tensor]]:
+def capture(
+    module: nn.Module, inputs: Iterable[Any], *, pool: Pool = "cls"
+) -> Iterator[tuple[Layer, Tensor]]:
     """Each layer with its pooled features [n, d], in forward order; one boundary of features is alive at a time.
 
     Args:
@@ -32,7 +34,9 @@ def capture(module: nn.Module, inputs: Iterable[Any], *, pool: Pool = "cls") -> 
     first = next(module.parameters())
     sources = {"model": module_source(module, "model")}
     chain = architecture_of(module).chain
-    models = ModelPool(chain, module, sources, device=first.device, dtype=first.dtype, modules={"model": module})
+    models = ModelPool(
+        chain, module, sources, device=first.device, dtype=first.dtype, modules={"model": module}
+    )
     for layer, states in layer_states(models, "model", _numbered(inputs)):
         vectors = [
             pooled(state[layer.stream], pool, side.get(f"{layer.stream}_mask")) for _, state, side in states

@@ -72,7 +72,9 @@ def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Ten
 
 @contextmanager
 def _buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
-    owners = [(owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None]
+    owners = [
+        (owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None
+    ]
     before = [owner._buffers[name] for owner, name in owners]
     try:
         for owner, name in owners:

@@ -85,7 +85,7 @@ class ModelPool:
         return {name: self._read(model, source, slot) for name, slot in layer.parameters.items()}
 
     def library_states(self, model: str, inputs: Any) -> list[State]:
-        """States at boundaries 1..L from an ordinary forward pass of the library's own module with this model's weights.
+        """States at boundaries 1..L from one ordinary forward pass of the library's own module with these weights.
 
         One block's weights are resident at a time, beside those of the stem and the head.
         """
@@ -122,8 +122,10 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     Raises:
         IncompatibleModelsError: keys are missing or unknown, a shape differs, or integers stand where floats should.
     """
-    wanted = {name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()}
-    needed = {key: wanted[key] for key in chain.keys()}
+    wanted = {
+        name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()
+    }
+    needed = {key: wanted[key] for key in chain.parameter_keys()}
     found = source.headers
     missing = [key for key in needed if key not in found]
     unknown = [key for key in found if key not in wanted]
@@ -139,13 +141,14 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     for key, header in needed.items():
         if found[key].shape != header.shape:
             raise IncompatibleModelsError(
-                f"{source.name}: {key!r} has shape {list(found[key].shape)}, the architecture wants {list(header.shape)}",
+                f"{source.name}: {key!r} has shape {list(found[key].shape)}; "
+                f"the architecture wants {list(header.shape)}",
                 hint="The checkpoint belongs to another model size; merge only models fine-tuned from one base.",
                 key=key,
             )
         if header.dtype.is_floating_point and not found[key].dtype.is_floating_point:
             raise IncompatibleModelsError(
-                f"{source.name}: {key!r} is stored as {found[key].dtype}, a floating-point tensor is wanted",
+                f"{source.name}: {key!r} is stored as {found[key].dtype}; expected a floating dtype",
                 hint="Quantised weights can't be compared; load the model in float16 or wider and save it again.",
                 key=key,
             )

@@ -69,7 +69,9 @@ def decompose(view: LayerView) -> Split:
         return Split(
             drift, subtract(view.crossed_out, view.expert_out), subtract(view.merged_out, view.crossed_out)
         )
-    return Split(drift, subtract(view.merged_out, view.crossed_out), subtract(view.crossed_out, view.expert_out))
+    return Split(
+        drift, subtract(view.merged_out, view.crossed_out), subtract(view.crossed_out, view.expert_out)
+    )
 
 
 def walk(
@@ -108,7 +110,9 @@ def walk(
             out = {expert: _call(layer, parameters[expert], at, expert, task, ids)}
             for variant in variants:
                 out[variant] = (
-                    out[expert] if variant == expert else _call(layer, parameters[variant], at, variant, task, ids)
+                    out[expert]
+                    if variant == expert
+                    else _call(layer, parameters[variant], at, variant, task, ids)
                 )
                 crossing = expert if reference == "expert" else variant
                 mapped = variant if reference == "expert" else expert
@@ -156,7 +160,9 @@ def layer_states(
         yield layer, [(at.start, at.states[model], at.side) for at in waiting]
 
 
-def forward(pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = "") -> Iterator[tuple[int, Tensor]]:
+def forward(
+    pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = ""
+) -> Iterator[tuple[int, Tensor]]:
     """Final features of one model, batch by batch: (position of the first sample, [n, d]).
 
     Raises:

@@ -16,10 +16,11 @@ INVARIANCES = frozenset({"orthogonal", "isotropic_scaling", "translation", "samp
 
 
 def linear_cka(left: Tensor, right: Tensor) -> Tensor:
-    """How alike two sets of features of the same samples are: 1 for equal up to rotation and scale, 0 on average if unrelated.
+    """How alike two sets of features of the same samples are.
 
-    With K = left left' and M = right right', both with zero diagonals, this is HSIC(K, M) / sqrt(HSIC(K, K) HSIC(M, M)),
-    where HSIC is the unbiased estimator [tr(K M) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'K M 1 / (n-2)] / (n (n-3)).
+    1 for features equal up to rotation and scale, 0 on average for unrelated ones. With K = left left' and M = right
+    right', both with zero diagonals, it is HSIC(K, M) / sqrt(HSIC(K, K) HSIC(M, M)), where HSIC is the unbiased
+    estimator [tr(K M) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'K M 1 / (n-2)] / (n (n-3)).
 
     Args:
         left: [n, d].
@@ -32,7 +33,9 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
         ShapeError: the numbers of samples differ.
     """
     if left.dim() != 2 or right.dim() != 2 or len(left) != len(right):
-        raise ShapeError(f"want [n, d] and [n, k] of the same n, got {list(left.shape)} and {list(right.shape)}")
+        raise ShapeError(
+            f"want [n, d] and [n, k] of the same n, got {list(left.shape)} and {list(right.shape)}"
+        )
     if len(left) < 4:
         return left.new_tensor(float("nan"))
     gram_left, gram_right = _gram(left), _gram(right)
@@ -41,7 +44,9 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _gram(features: Tensor) -> Tensor:
-    centred = features - features.mean(dim=0)  # the estimator is translation invariant; centring keeps it accurate
+    centred = features - features.mean(
+        dim=0
+    )  # the estimator is translation invariant; centring keeps it accurate
     gram = centred @ centred.mT
     return gram.fill_diagonal_(0)
 

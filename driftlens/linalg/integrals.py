@@ -1,7 +1,7 @@
-"""Softmax and cross-entropy along a straight line of scores: integrals whose values are known in closed form.
+"""Softmax and cross-entropy along a straight line of scores: integrals with values known in closed form.
 
-Both are checks of the machinery, not measurements: the left sides need no quadrature. Scores of CLIP are scaled by about
-100, so the line is cut into panels short enough for eight nodes each.
+Both are checks of the machinery, not measurements: the left sides need no quadrature. Scores of CLIP are scaled by
+about 100, so the line is cut into panels short enough for eight nodes each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from driftlens.linalg.quadrature import gauss_legendre
 
 NODES = 8
 PANEL = 2.0
-"""Longest change of score differences over one panel; eight nodes then leave less than 1e-11 (with 4, up to 8e-9 was seen)."""
+"""Longest change of score differences over a panel; eight nodes then err below 1e-11 (over 4, by up to 8e-9)."""
 
 
 def softmax_change(scores: Tensor, change: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ class PathJacobian:
 
     def jvp(self, vector: State) -> State:
         """A v for one state-shaped vector v."""
-        return {name: leaf[0] for name, leaf in self.jvps({n: leaf[None] for n, leaf in vector.items()}).items()}
+        return {
+            name: leaf[0] for name, leaf in self.jvps({n: leaf[None] for n, leaf in vector.items()}).items()
+        }
 
     def jvps(self, vectors: State) -> State:
         """A v for several vectors at once, stacked along a new first axis; they share every undifferentiated pass."""
@@ -62,7 +64,7 @@ class PathJacobian:
         with forward_mode_attention():
             for t, weight in gauss_legendre(self.nodes):
                 point, call = self._at(t)
-                _, pull = vjp(call, point)
+                pull = vjp(call, point)[1]
                 _add(total, pull(covector)[0], weight)
         return total
 

@@ -17,4 +17,4 @@ def gauss_legendre(nodes: int) -> tuple[tuple[float, float], ...]:
     if nodes < 1:
         raise ValueError(f"a quadrature needs at least one node, got {nodes}")
     points, weights = np.polynomial.legendre.leggauss(nodes)
-    return tuple(zip(((points + 1) / 2).tolist(), (weights / 2).tolist(), strict=True))
+    return tuple((float(t), float(w)) for t, w in zip((points + 1) / 2, weights / 2, strict=True))

@@ -19,5 +19,6 @@ from driftlens.merging.method import StateDict, merge_methods
 def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tensor]:
     """Mean over tasks of the experts' parameters."""
     return {
-        name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts) for name in base
+        name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts)
+        for name in base
     }

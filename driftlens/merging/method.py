@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,12 +14,8 @@ from driftlens.registry import Registry
 StateDict = Mapping[str, Tensor]
 
 
-class MergeFunction(Protocol):
-    """Base and experts in, merged parameters out; all floating point, inputs are not modified."""
-
-    def __call__(self, base: StateDict, experts: Mapping[str, StateDict], **parameters: Any) -> dict[str, Tensor]:
-        """The merged parameters, under the base's names."""
-        ...
+MergeFunction = Callable[..., dict[str, Tensor]]
+"""(base, experts by task, *, parameters) -> merged parameters under the base's names; inputs are not modified."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,9 @@ class MergeMethod:
         """
         signature = inspect.signature(self.function)
         known = {
-            name: p.default for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY
+            name: p.default
+            for name, p in signature.parameters.items()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
         for name, value in parameters.items():
             if name not in known:
@@ -73,7 +70,14 @@ def _require_finite(method: str, name: str, value: object) -> None:
 
 class _MergeMethods(Registry[MergeMethod]):
     def method(
-        self, name: str, *, title: str, source: str, laws: set[str], needs_base: bool = True, elementwise: bool = True
+        self,
+        name: str,
+        *,
+        title: str,
+        source: str,
+        laws: set[str],
+        needs_base: bool = True,
+        elementwise: bool = True,
     ) -> Callable[[MergeFunction], MergeFunction]:
         """Decorator that files a merge function with what is known of it, and returns it unchanged."""
 

@@ -1,0 +1,1 @@
+"""Checkpoints, architectures and what comes with them: one adapter file per family."""

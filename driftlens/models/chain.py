@@ -60,7 +60,9 @@ class Site:
 class LayerCall(Protocol):
     """One layer as a function. It modifies nothing and needs no module of the model's own library to be alive."""
 
-    def __call__(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+    def __call__(
+        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
+    ) -> State:
         """Features at the next boundary."""
         ...
 
@@ -122,7 +124,7 @@ class LayerChain:
         """The layers between stem and head."""
         return self.layers[1:-1]
 
-    def keys(self) -> tuple[str, ...]:
+    def parameter_keys(self) -> tuple[str, ...]:
         """Checkpoint keys of every parameter of the chain, each once, in forward order."""
         return tuple(dict.fromkeys(slot.key for layer in self.layers for slot in layer.parameters.values()))
 

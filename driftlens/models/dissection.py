@@ -25,8 +25,7 @@ from driftlens.models.sites import BLOCK_ITSELF, site_kind, tapped
 
 
 class Dissection:
-    """The pieces of one module, as functions of parameters and features. It keeps the module, and changes
-    nothing.
+    """The pieces of one module, as functions of parameters and features; the module stays as it is.
 
     Args:
         module: the whole model.
@@ -144,8 +143,7 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Floating-point parameters and saved buffers by their names in `state_dict()`, each place in the module
-    once.
+    """Floating-point parameters and saved buffers by their names in `state_dict()`.
 
     Weights that are tied are listed under each of their names; a submodule that is used under two names is
     one place.

@@ -108,7 +108,7 @@ class _Tensors(Mapping[str, Tensor]):
 
 def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:
     """The skeleton's key of each parameter of the chain -> the base's key."""
-    keys = architecture.chain.keys()
+    keys = architecture.chain.parameter_keys()
     layout = architecture.layout
     stored = (
         {key: key for key in base.headers}

@@ -50,7 +50,7 @@ def open_file(path: pathlib.Path) -> StateSource:
         CheckpointError: it is a Git LFS pointer, truncated, corrupt, unsafe or empty.
     """
     _refuse_pointer(path)
-    return SafetensorsSource(path) if path.suffix == ".safetensors" else open_torch_file(path)
+    return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else open_torch_file(path)
 
 
 class ShardedSource:

@@ -57,7 +57,9 @@ def _fetch(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path
     except (
         Exception
     ) as error:  # network, access, disk: the library raises its own and its HTTP client's errors
-        reason = "the network is not to be used" if local else f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = (
+            "the network is not to be used" if local else f"{type(error).__name__}: {error}".splitlines()[0]
+        )
         raise CheckpointError(
             f"there is no file or folder {repository!r}, and {repository} on the Hub can't be had ({reason})",
             hint=f"Check the path; or run once where there is a network: hf download {repository}",

@@ -135,8 +135,7 @@ class Recording:
 
 
 def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool) -> Recording:
-    """What flows through `blocks` while `run` runs without gradients. The hooks are gone afterwards, come
-    what may.
+    """What flows through `blocks` while `run` runs without gradients; the hooks are gone afterwards.
 
     Raises:
         SpecError: the blocks don't run once each, in their order, each on what the one before returned.

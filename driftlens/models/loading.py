@@ -17,6 +17,7 @@ from driftlens.models.sources import (
     module_source,
     renamed,
 )
+from driftlens.models.torch_source import conversion
 
 __all__ = [
     "StateSource",
@@ -30,11 +31,8 @@ __all__ = [
 ]
 
 _READABLE = (".safetensors", ".pt", ".pth", ".bin")
-_CONVERT = "Convert it to safetensors in the environment that made it."
+_PICKLES = (".ckpt", ".pkl", ".pickle")
 _REFUSED = {
-    ".ckpt": ("a trainer's checkpoint, which holds code", _CONVERT),
-    ".pkl": ("a pickle, which holds code", _CONVERT),
-    ".pickle": ("a pickle, which holds code", _CONVERT),
     ".npz": ("an archive of NumPy arrays", "Save the state dict as safetensors."),
     ".gguf": ("a quantised GGUF file", "Use the original weights that it was made from."),
     ".onnx": ("an ONNX graph", "Use the original weights that it was exported from."),
@@ -88,9 +86,10 @@ def _require_readable(path: pathlib.Path) -> None:
         )
     if path.suffix.lower() in _READABLE:
         return
-    kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", ""))
+    if path.suffix.lower() in _PICKLES:
+        kind, remedy = "a pickle, which may hold code", conversion(path)
+    else:
+        kind, remedy = _REFUSED.get(path.suffix.lower(), ("of an unknown kind", "Save it as safetensors."))
     raise CheckpointError(
-        f"{path} is {kind}; weights are read from {', '.join(_READABLE)}",
-        hint=remedy or "Save the state dict as safetensors.",
-        source=str(path),
+        f"{path} is {kind}; weights are read from {', '.join(_READABLE)}", hint=remedy, source=str(path)
     )

@@ -51,8 +51,7 @@ def is_lora_folder(folder: pathlib.Path) -> bool:
 
 
 def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSource:
-    """The base with the adapters in `folder` merged in: base + scaling * B @ A, computed when a tensor is
-    read.
+    """The base with the adapters in `folder` merged in: base + scaling * B @ A, computed as it is read.
 
     `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern`
     are honoured. Adapters find their weight by the end of its name, so that they fit whether the base was

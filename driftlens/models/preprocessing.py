@@ -44,8 +44,7 @@ class Preprocess:
 
 
 def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
-    """Preprocessing by a `preprocessor_config.json`, with PIL rather than torchvision where there is a
-    choice.
+    """Preprocessing by a `preprocessor_config.json`, with PIL even where torchvision would be preferred.
 
     Args:
         config: the file's content; None where there is no file, which gives CLIP's defaults and a notice.

@@ -23,8 +23,7 @@ from driftlens.models.tracing import Trace, trace
 
 
 class SequentialAdapter:
-    """Adapter for modules that hold their blocks in an `nn.ModuleList` or `nn.Sequential`. A fallback for the
-    others.
+    """Takes modules apart that hold their blocks in a list; the fallback where no other adapter matches.
 
     Args:
         blocks: path of the list of blocks; None looks for it (see `block_list`).

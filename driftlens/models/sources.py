@@ -42,10 +42,10 @@ class StateSource(Protocol):
         ...
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, on the CPU, in the dtype it is stored in; `rows` reads [start, stop) of its first axis
-        only.
+        """The tensor, on the CPU, in the dtype it is stored in.
 
-        It may share memory with the source: don't write to it.
+        `rows` reads [start, stop) of its first axis only. What is returned may share memory with the source:
+        don't write to it.
 
         Raises:
             CheckpointError: there is no such key, or the file can't be read any more.
@@ -54,8 +54,7 @@ class StateSource(Protocol):
 
 
 class TensorsSource:
-    """Tensors that are in memory already (or mapped into it), as a source. Nothing is copied until it is
-    read.
+    """Tensors that are in memory already, or mapped into it, as a source; none is copied.
 
     Args:
         name: what messages call it.

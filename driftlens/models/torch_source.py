@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shlex
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -38,13 +39,21 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
 
 
 def conversion(path: pathlib.Path) -> str:
-    """The command that converts a checkpoint to safetensors, to be run where its classes can be imported."""
-    target = path.with_suffix(".safetensors").name
+    """How to convert a checkpoint with objects in it to safetensors, as advice with a command."""
+    return _advice(
+        path,
+        "x = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
+        "x = x.state_dict() if hasattr(x, 'state_dict') else x.get('state_dict') or x.get('model') or x",
+    )
+
+
+def _advice(path: pathlib.Path, load: str) -> str:
+    """How to save as safetensors what the code `load` calls `x`."""
+    names = shlex.quote(path.name), shlex.quote(path.with_suffix(".safetensors").name)
     return (
-        'python -c "import torch, safetensors.torch as st; '
-        f"x = torch.load('{path.name}', map_location='cpu', weights_only=False); "
-        "x = x.state_dict() if hasattr(x, 'state_dict') else x.get('state_dict') or x.get('model') or x; "
-        f"st.save_file({{k: v.clone().contiguous() for k, v in x.items()}}, '{target}')\""
+        "If you trust it, convert it in the environment that made it:\n"
+        f'python -c "import sys, torch, safetensors.torch as st; {load}; '
+        f'st.save_file({{k: v.clone().contiguous() for k, v in x.items()}}, sys.argv[2])" {" ".join(names)}'
     )
 
 
@@ -63,14 +72,13 @@ def _refusal(path: pathlib.Path, error: Exception) -> CheckpointError:
     if found:
         return CheckpointError(
             f"{path} holds {found[1]}, not only tensors; reading that would run code from the file",
-            hint="If you trust it, convert it in the environment that made it:\n" + conversion(path),
+            hint=conversion(path),
             source=str(path),
             found=found[1],
         )
     return CheckpointError(
         f"{path} is not a complete PyTorch checkpoint ({type(error).__name__})",
-        hint="Copy or download it again. If it opens where it was made, convert it there:\n"
-        + conversion(path),
+        hint=f"Copy or download it again, if it was cut short on the way. {conversion(path)}",
         source=str(path),
     )
 
@@ -84,10 +92,7 @@ def _refuse_torchscript(path: pathlib.Path) -> None:
     if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
         raise CheckpointError(
             f"{path} is a TorchScript archive: a program, not a state dict",
-            hint="Where you trust it, save its weights: "
-            f"python -c \"import torch, safetensors.torch as st; m = torch.jit.load('{path.name}'); "
-            "st.save_file({k: v.clone().contiguous() for k, v in m.state_dict().items()}, "
-            f"'{path.with_suffix('.safetensors').name}')\"",
+            hint=_advice(path, "x = torch.jit.load(sys.argv[1], map_location='cpu').state_dict()"),
             source=str(path),
         )
 
@@ -118,7 +123,7 @@ def _require_plain_tensor(path: pathlib.Path, key: object, value: object) -> Non
             return
         found = "a quantised tensor" if value.is_quantized else "a sparse tensor"
     else:
-        found = f"a {type(value).__name__}"
+        found = f"of type {type(value).__name__}"
     raise CheckpointError(
         f"{path}: {key!r} is {found}, an ordinary tensor is wanted",
         hint=f"Save the weights alone, as a flat state dict or under one of {', '.join(_NESTS)}.",

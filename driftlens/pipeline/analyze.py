@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from driftlens.diagnostics.task_vectors import alignment_rows
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.sources import content_digest
-from driftlens.pipeline.diagnosis import TaskDiagnosis, diagnose
-from driftlens.pipeline.evaluation import accuracy_rows
 from driftlens.pipeline.merging import save_merge
 from driftlens.pipeline.opening import OpenModels, open_study
+from driftlens.pipeline.phases import (
+    all_of,
+    describe,
+    deterministic_algorithms,
+    evaluate_task,
+    run_phase,
+    run_phases,
+)
 from driftlens.pipeline.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
-from driftlens.records.manifest import LayerInfo, ModelInfo, read_manifest
+from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens.spec import RunSpec, load_spec
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MERGED_FILE = "models/merged.safetensors"
 """Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
@@ -69,50 +66,12 @@ def analyze(
     study, models = open_study(resolved, offline=offline, trust=trust, device=device)
     writer = _writer(resolved, out, resume=resume, force=force)
     with writer:
-        reporter = Reporter(_both(writer.progress, on_progress), cancel)
-        _describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models)
-        run_phases(writer, study, reporter, deterministic=resolved.compute.deterministic)
-    return open_run(out)
-
-
-def analyze_study(
-    study: Study,
-    *,
-    out: PathLike,
-    force: bool = False,
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
-) -> DriftRun:
-    """The same for a study of live modules; the run records what there is to record of them.
-
-    Raises:
-        DriftLensError: as for `analyze`.
-    """
-    described = f"# made from live modules; it can be read, not repeated\nname: {json.dumps(study.name)}\n"
-    digest = hashlib.sha256(described.encode()).hexdigest()
-    with RunWriter.create(out, spec_yaml=described, spec_digest=digest, name=study.name, force=force) as writer:
-        reporter = Reporter(_both(writer.progress, on_progress), cancel)
-        _describe(writer, study, synthetic=False)
         run_phases(writer, study, reporter)
     return open_run(out)
-
-
-def run_phases(writer: RunWriter, study: Study, reporter: Reporter, *, deterministic: bool = False) -> None:
-    """All phases of an analysis that are not done yet.
-
-    Raises:
-        DriftLensError: as for `analyze`.
-    """
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    _phase(writer, "digests", lambda: _digest_models(writer, study))
-    for task in study.tasks:
-        _phase(writer, f"analyze:{task}", lambda task=task: _store(writer, task, diagnose(study, task, reporter)))
-    if study.has_base:
-        _phase(writer, "params", lambda: _compare_parameters(writer, study, reporter))
-    for task in study.tasks:
-        _phase(writer, f"evaluate:{task}", lambda task=task: _evaluate(writer, study, task, reporter))
 
 
 def _writer(spec: RunSpec, out: PathLike, *, resume: bool, force: bool) -> RunWriter:
@@ -124,44 +83,10 @@ def _writer(spec: RunSpec, out: PathLike, *, resume: bool, force: bool) -> RunWr
     if read_manifest(folder).spec_digest != spec.digest():
         raise SpecError(
             f"{folder} was begun with another spec",
-            hint=f"Resume with `driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume`, or choose another --out.",
+            hint=f"Resume with `driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume`, "
+            "or choose another --out.",
         )
     return RunWriter.resume(folder)
-
-
-def _both(*sinks: ProgressSink | None) -> ProgressSink:
-    there = [sink for sink in sinks if sink is not None]
-
-    def both(event: Any) -> None:
-        for sink in there:
-            sink(event)
-
-    return both
-
-
-def _describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
-    pool = study.pool
-    writer.describe(
-        synthetic=synthetic,
-        device=str(pool.device) if pool.device.type == "cpu" else torch.cuda.get_device_name(pool.device),
-        dtype=str(pool.dtype).removeprefix("torch."),
-        threads={"torch": torch.get_num_threads()},
-        seeds={"samples": study.seed},
-        tasks=list(study.tasks),
-        variants=list(study.variants),
-        layers=[LayerInfo(layer.index, layer.role, layer.path) for layer in pool.chain.layers],
-        architecture={"adapter": pool.chain.architecture, **study.architecture, **pool.chain.settings},
-        preprocessing=study.preprocessing,
-        classes={task: list(at.head.classes) for task, at in study.tasks.items() if at.head is not None},
-    )
-    for task, at_hand in study.tasks.items():
-        if task in study.calibration:
-            writer.write_sample_ids(task, "calibration", study.calibration[task])
-        writer.write_sample_ids(task, "diagnosis", at_hand.diagnosis.ids)
-        if at_hand.test is not None:
-            writer.write_sample_ids(task, "test", at_hand.test.ids)
-    for notice in study.notices:
-        writer.notice(notice)
 
 
 def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -> None:
@@ -172,68 +97,9 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -
         with writer.file(MERGED_FILE) as path:
             save_merge(models, merge.method, merge.parameters, path)
 
-    _phase(writer, "merge", save)
+    run_phase(writer, "merge", save)
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
-
-
-def _phase(writer: RunWriter, name: str, work: Any) -> None:
-    if writer.done(name):
-        return
-    with writer.phase(name) as usage:
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        work()
-        if torch.cuda.is_available():
-            usage.peak_gpu_bytes = torch.cuda.max_memory_allocated()
-
-
-def _digest_models(writer: RunWriter, study: Study) -> None:
-    keys = study.pool.chain.keys()
-    models = {}
-    for name in study.pool.names:
-        source = study.pool.source(name)
-        count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
-        models[name] = ModelInfo(content_digest(source, keys), count, study.provenance.get(name, source.name))
-    writer.describe(models=models)
-
-
-def _store(writer: RunWriter, task: str, found: TaskDiagnosis) -> None:
-    import pandas as pd
-
-    writer.append("layers", pd.DataFrame(found.layers), replace=True)
-    writer.append("samples", _stacked(found.samples), replace=True)
-    if found.outputs:
-        writer.append("outputs", _stacked(found.outputs), replace=True)
-    for (variant, layer), array in found.features.items():
-        writer.write_features(task, variant, layer, array)
-
-
-def _stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
-
-
-def _compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> None:
-    import pandas as pd
-
-    pairs = [(task, variant) for task in study.tasks for variant in study.explained_variants]
-    rows = [
-        {"task": task, "variant": variant, **row}
-        for task, variant in reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}")
-        for row in alignment_rows(study.pool, task, variant)
-    ]
-    writer.append("params", pd.DataFrame(rows), replace=True)
-
-
-def _evaluate(writer: RunWriter, study: Study, task: str, reporter: Reporter) -> None:
-    import pandas as pd
-
-    variants = [*study.variants, "expert"]
-    rows = accuracy_rows(study, task, variants, reporter)
-    if rows:
-        writer.append("accuracy", pd.DataFrame(rows), replace=True)
 
 
 def evaluate(
@@ -264,14 +130,16 @@ def evaluate(
         wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
         if wanted:
             study = reopened(path, device=device, offline=offline, trust=trust)
-            reporter = Reporter(_both(writer.progress, on_progress), cancel)
-            for task in wanted:
-                with writer.phase(f"evaluate:{task}"):
-                    _evaluate(writer, study, task, reporter)
+            reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+            with deterministic_algorithms(study.settings.deterministic):
+                for task in wanted:
+                    evaluate_task(writer, study, task, reporter, again=True)
     return open_run(path)
 
 
-def reopened(path: PathLike, *, device: str | None = None, offline: bool = False, trust: bool = False) -> Study:
+def reopened(
+    path: PathLike, *, device: str | None = None, offline: bool = False, trust: bool = False
+) -> Study:
     """The study behind a run directory, its merged model included.
 
     Raises:

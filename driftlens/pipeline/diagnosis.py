@@ -20,9 +20,9 @@ from driftlens.linalg.cka import linear_cka
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State, pooled
 from driftlens.models.heads import Head
-from driftlens.progress import Reporter
 from driftlens.pipeline.sensitivity import Sensitivity, sensitivities
 from driftlens.pipeline.study import Study, TaskSamples
+from driftlens.progress import Reporter
 
 Array = NDArray[np.float64]
 Row = dict[str, object]
@@ -64,7 +64,9 @@ def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
     if study.settings.jacobian is not None:
         for variant in study.explained_variants:
             meter.next_pass()
-            _add_sensitivity(found, variant, sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes")))
+            _add_sensitivity(
+                found, variant, sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes"))
+            )
     meter.finish()
     return found
 
@@ -135,7 +137,7 @@ class _Recorder:
 
 
 class _LibraryDrift:
-    """Drift of one batch as the models' own library gives it, to hold the walk's drift against (contract, section 2)."""
+    """Drift of one batch as the models' own library gives it, to hold the walk's drift against."""
 
     def __init__(self, drift: dict[str, list[State]]) -> None:
         self._drift = drift

@@ -17,7 +17,9 @@ CHUNK_BYTES = 256 << 20
 
 
 @torch.no_grad()
-def accuracy_rows(study: Study, task: str, variants: list[str], reporter: Reporter) -> list[dict[str, object]]:
+def accuracy_rows(
+    study: Study, task: str, variants: list[str], reporter: Reporter
+) -> list[dict[str, object]]:
     """One row of the accuracy table per variant; `expert` is the task's own.
 
     Raises:
@@ -46,7 +48,9 @@ def accuracy_rows(study: Study, task: str, variants: list[str], reporter: Report
                 "seed": study.seed,
             }
         )
-    reporter.step("evaluate", (tasks.index(task) + 1) * len(variants), len(tasks) * len(variants), f"task {task}")
+    reporter.step(
+        "evaluate", (tasks.index(task) + 1) * len(variants), len(tasks) * len(variants), f"task {task}"
+    )
     return rows
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool, expert_of
 from driftlens.engine.walk import on_device
 from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, Pool
@@ -20,7 +23,11 @@ from driftlens.models.determinism import check_deterministic
 from driftlens.models.heads import Head
 from driftlens.models.sequential import SequentialAdapter
 from driftlens.models.sources import module_source
+from driftlens.pipeline.phases import all_of, describe, run_phases
 from driftlens.pipeline.study import Settings, Study, TaskSamples
+from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
 
 
 def live_study(
@@ -67,7 +74,10 @@ def live_study(
         DataError: the data doesn't repeat, or its batches don't fit together.
     """
     if not experts or set(experts) != set(data):
-        raise SpecError(f"experts are given for {sorted(experts)}, data for {sorted(data)}", hint="Name each task in both.")
+        raise SpecError(
+            f"experts are given for {sorted(experts)}, data for {sorted(data)}",
+            hint="Name each task in both.",
+        )
     modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged}
     modules = ({"base": base} if base is not None else {}) | modules
     _require_one_class(modules)
@@ -102,6 +112,30 @@ def live_study(
         preprocessing="by the caller",
         architecture={"loader": "live", "source": type(merged).__name__},
     )
+
+
+def analyze_study(
+    study: Study,
+    *,
+    out: PathLike,
+    force: bool = False,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Measure the drift of a study of live modules and write a run directory.
+
+    Raises:
+        DriftLensError: as for `driftlens.pipeline.analyze.analyze`.
+    """
+    described = f"# made from live modules; it can be read, not repeated\nname: {json.dumps(study.name)}\n"
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    with RunWriter.create(
+        out, spec_yaml=described, spec_digest=digest, name=study.name, force=force
+    ) as writer:
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        describe(writer, study, synthetic=False)
+        run_phases(writer, study, reporter)
+    return open_run(out)
 
 
 def _chain(module: nn.Module, example: Any, blocks: str | None) -> LayerChain:

@@ -67,10 +67,14 @@ def merged_source(models: OpenModels, method: str, parameters: Mapping[str, obje
     """
     entry = merge_methods[method]
     experts = {
-        name.removeprefix("expert:"): source for name, source in models.sources.items() if name.startswith("expert:")
+        name.removeprefix("expert:"): source
+        for name, source in models.sources.items()
+        if name.startswith("expert:")
     }
     if entry.needs_base and "base" not in models.sources:
-        raise SpecError(f"merge method {method!r} needs a base", hint="Add `base: {weights: FILE}` to the spec.")
+        raise SpecError(
+            f"merge method {method!r} needs a base", hint="Add `base: {weights: FILE}` to the spec."
+        )
     start = models.sources.get("base", next(iter(experts.values())))
     return MergedSource(entry, start, experts, entry.resolve(parameters))
 
@@ -87,7 +91,11 @@ def save_merge(models: OpenModels, method: str, parameters: Mapping[str, object]
     shape = models.base if models.base is not None else models.sources[expert_of(_first_task(models))]
     described = ", ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
     save_model(
-        models.architecture, shape, source, path, metadata={"merge_method": method, "merge_parameters": described}
+        models.architecture,
+        shape,
+        source,
+        path,
+        metadata={"merge_method": method, "merge_parameters": described},
     )
 
 

@@ -97,7 +97,9 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def open_heads(spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]) -> dict[str, Head]:
+def open_heads(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
+) -> dict[str, Head]:
     """The score map of every task that has one.
 
     Args:
@@ -156,7 +158,11 @@ def open_study(
     data = _open_data(spec, models, offline=offline, trust=trust)
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
     tasks = {task: _task_samples(data[task], heads.get(task)) for task in spec.tasks}
-    variants = (*(["base"] if spec.base is not None else []), "merged", *(f"baseline:{b}" for b in spec.baselines))
+    variants = (
+        *(["base"] if spec.base is not None else []),
+        "merged",
+        *(f"baseline:{b}" for b in spec.baselines),
+    )
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
     notices += _dtype_notices(models)
     study = Study(
@@ -170,7 +176,9 @@ def open_study(
         provenance=models.origins,
         calibration={task: opened.calibration().ids for task, opened in data.items()},
         architecture={"loader": models.architecture.loader, "source": models.architecture.source},
-        preprocessing="" if models.architecture.preprocess is None else models.architecture.preprocess.backend,
+        preprocessing=""
+        if models.architecture.preprocess is None
+        else models.architecture.preprocess.backend,
     )
     return study, models
 
@@ -223,13 +231,14 @@ def _settings(spec: RunSpec, stored: list[int]) -> Settings:
             seed=spec.data.defaults.seed,
         ),
         feature_budget=spec.compute.feature_budget,
+        deterministic=spec.compute.deterministic,
     )
 
 
 def _dtype_notices(models: OpenModels) -> list[str]:
     found: dict[str, list[str]] = {}
     for name, source in models.sources.items():
-        for key in models.architecture.chain.keys():
+        for key in models.architecture.chain.parameter_keys():
             dtype = str(source.headers[key].dtype).removeprefix("torch.")
             if name not in found.setdefault(dtype, []):
                 found[dtype].append(name)

@@ -69,7 +69,10 @@ def _columns(followed: list[Contributions], swapped: list[PrefixSwaps], count: i
 
 
 def _fill(
-    layers: dict[int, dict[str, float | int]], column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]
+    layers: dict[int, dict[str, float | int]],
+    column: str,
+    shares: NDArray[np.float64],
+    energy: NDArray[np.float64],
 ) -> None:
     """Ratios of sums over samples; NaN without drift."""
     total = float(energy.sum())

@@ -37,6 +37,7 @@ class Settings:
         cka: whether linear CKA with the expert is computed.
         jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
         feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
+        deterministic: whether kernels that give the same bits every time are preferred.
     """
 
     pool: Pool
@@ -44,6 +45,7 @@ class Settings:
     cka: bool = False
     jacobian: JacobianSettings | None = None
     feature_budget: int = 2 << 30
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from filelock import FileLock, Timeout
-
 from driftlens.errors import RunLockedError
 from driftlens.files import write_json_atomic
+from driftlens.records.guard import guard
 from driftlens.records.layout import GUARD, LOCK
 
 _FRESH_SECONDS = 60.0
@@ -74,7 +73,7 @@ class RunLock:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
-        self._guard = FileLock(folder / GUARD, timeout=0)
+        self._guard = guard(folder / GUARD)
 
     def acquire(self) -> Owner | None:
         """Take the lock; returns the owner that died holding it, if one did.
@@ -85,7 +84,7 @@ class RunLock:
         """
         try:
             self._guard.acquire()
-        except Timeout:
+        except TimeoutError:
             raise _locked(self._folder, owner_of(self._folder)) from None
         try:
             previous = owner_of(self._folder)

@@ -83,7 +83,7 @@ class Manifest:
         tasks: in the order of the spec.
         variants: in the order in which they were added.
         layers: of the chain, in forward order.
-        architecture: adapter, loader, source and the settings that weights don't show (activation, eps, heads).
+        architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads).
         preprocessing: which code turned images into pixels.
         models: by variant; experts as `expert:TASK`.
         classes: class names by task, in the order of the head's rows.
@@ -93,7 +93,6 @@ class Manifest:
         files: by path relative to the run directory.
         warnings: what may spoil the numbers.
         notices: what a reader should know.
-        facts: what else the numbers depend on: architecture settings, preprocessing.
     """
 
     id: str
@@ -124,7 +123,6 @@ class Manifest:
     files: Mapping[str, FileInfo] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     notices: Sequence[str] = ()
-    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 def new_manifest(name: str, spec_digest: str) -> Manifest:

@@ -71,20 +71,19 @@ def final_drift(run: DriftRun) -> list[FinalDrift]:
     """One entry per task and variant, in the order of the run."""
     if not run.manifest.layers:
         return []
-    rows = run.layers(layer="final").set_index(["task", "variant"])
-    keys = [
-        (task, variant) for task in run.tasks for variant in run.variants if (task, variant) in rows.index
-    ]
+    rows = {(row["task"], row["variant"]): row for row in run.layers(layer="final").to_dict("records")}
     return [
         FinalDrift(
             task,
             variant,
-            drift=float(rows.at[(task, variant), "drift_l2_mean"]),
-            relative=float(rows.at[(task, variant), "drift_rel"]),
-            cosine=float(rows.at[(task, variant), "cos_mean"]),
-            n=int(rows.at[(task, variant), "n"]),
+            drift=rows[task, variant]["drift_l2_mean"],
+            relative=rows[task, variant]["drift_rel"],
+            cosine=rows[task, variant]["cos_mean"],
+            n=rows[task, variant]["n"],
         )
-        for task, variant in keys
+        for task in run.tasks
+        for variant in run.variants
+        if (task, variant) in rows
     ]
 
 
@@ -148,9 +147,9 @@ def _origins(rows: pd.DataFrame, task: str, variant: str) -> Origins:
 
 
 def _largest(rows: pd.DataFrame, column: str, name: str, claim: str) -> SelfCheck:
-    measured = rows[rows[column].notna()].reset_index(drop=True)
-    if measured.empty:
+    measured = rows[rows[column].notna()].to_dict("records")
+    if not measured:
         return SelfCheck(name, claim, math.nan, "")
-    worst = measured.loc[measured[column].idxmax()]
+    worst = max(measured, key=lambda row: float(row[column]))
     where = f"task {worst['task']}, {worst['variant']}, layer {worst['layer']}"
     return SelfCheck(name, claim, float(worst[column]), where)

@@ -1,16 +1,20 @@
-"""A saved run in one screen of text."""
+"""Saved runs in plain text, for the terminal: one run, its accuracy, a folder of runs, a verification."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from driftlens.records.listing import RunSummary
 from driftlens.records.run import DriftRun
+from driftlens.records.verify import VerifyResult
 from driftlens_reports import facts
-from driftlens_reports.wording import check_sentence, number, origin_sentence, percent
+from driftlens_reports.columns import aligned, printable
+from driftlens_reports.wording import check_sentence, number, origin_sentence, percent, size
 
 
 def summary(run: DriftRun) -> str:
-    """What a run found, in plain text: final drift, accuracy, where drift comes from, self-checks.
+    """What a run found: final drift, accuracy, where the drift comes from, self-checks.
 
     Nothing is said that the tables do not hold; a number that is null reads "not measured".
 
@@ -18,24 +22,47 @@ def summary(run: DriftRun) -> str:
         RunError: a table can't be read.
     """
     parts = [
-        _heading(run),
+        [f"{run.name} ({run.id})", *facts.stamps(run)],
         _section("Final feature against each task's expert (mean over samples)", _drift_lines(run)),
         _section("Accuracy on test samples", _accuracy_lines(run)),
-        _section(
-            "Where the final drift comes from", [origin_sentence(entry) for entry in facts.origins(run)]
-        ),
+        _section("Where the final drift comes from", [origin_sentence(task) for task in facts.origins(run)]),
         _section("Self-checks", [check_sentence(check) for check in facts.self_checks(run)]),
-        _section("Notices", list(run.manifest.notices)) if run.manifest.notices else "",
     ]
-    return _printable("\n\n".join(part for part in parts if part)) + "\n"
+    if run.manifest.notices:
+        parts.append(_section("Notices", run.manifest.notices))
+    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
-def _heading(run: DriftRun) -> str:
-    return "\n".join([f"{run.name} ({run.id})", *facts.stamps(run)])
+def accuracy_text(run: DriftRun) -> str:
+    """Accuracy of every variant on every task, one line per task.
+
+    Raises:
+        RunError: the table can't be read.
+    """
+    return "\n".join(_accuracy_lines(run) or [facts.NOT_MEASURED])
 
 
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines or [facts.NOT_MEASURED])])
+def listing_text(runs: Sequence[RunSummary]) -> str:
+    """One line per run; below it, why a run can't be read."""
+    header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift"]
+    rows = []
+    for run in runs:
+        counts = [str(len(run.tasks)), str(len(run.variants)), size(run.bytes)]
+        rows.append([run.path.name, run.name, run.state, *counts, _largest_drift(run)])
+    problems = [printable(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
+    return "\n".join([*aligned([header, *rows], num_names=3), *problems])
+
+
+def verification_text(result: VerifyResult) -> str:
+    """What `verify` found: the verdict first, then the files that differ."""
+    verdict = "unchanged" if result.ok else "not as they were written"
+    found = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
+    files = [printable(f"{how}: {name}") for how, names in found for name in names]
+    return "\n".join([f"{result.checked} files checked: {verdict}", *files])
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines or [facts.NOT_MEASURED])]
 
 
 def _drift_lines(run: DriftRun) -> list[str]:
@@ -44,38 +71,21 @@ def _drift_lines(run: DriftRun) -> list[str]:
         for row in facts.final_drift(run)
     ]
     header = ["task", "variant", "L2 drift", "relative", "cosine", "samples"]
-    return _aligned([header, *rows], num_names=2) if rows else []
+    return aligned([header, *rows], num_names=2) if rows else []
 
 
 def _accuracy_lines(run: DriftRun) -> list[str]:
     found = facts.accuracies(run)
     variants = facts.accuracy_variants(found)
     rows = [
-        [task, *(percent(values.get(variant, float("nan"))) for variant in variants)]
+        [task, *(percent(values.get(variant, math.nan)) for variant in variants)]
         for task, values in found.items()
     ]
-    return _aligned([["task", *variants], *rows], num_names=1) if rows else []
+    return aligned([["task", *variants], *rows], num_names=1) if rows else []
 
 
-def _aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
-    """Columns as wide as a terminal shows them: first the names, to the left, then numbers, to the right."""
-    from rich.cells import cell_len
-
-    clean = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(cell_len(row[column]) for row in clean) for column in range(len(clean[0]))]
-    lines = []
-    for row in clean:
-        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
-        cells = [
-            cell + gap if column < num_names else gap + cell
-            for column, (cell, gap) in enumerate(zip(row, gaps, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _printable(text: str) -> str:
-    """`text` without control characters: a name in a run must not steer the terminal that shows it."""
-    return "".join(
-        character if character.isprintable() or character == "\n" else "\ufffd" for character in text
-    )
+def _largest_drift(run: RunSummary) -> str:
+    if not run.final_drift:
+        return facts.NOT_MEASURED
+    worst = max(run.final_drift, key=lambda task: run.final_drift[task])
+    return f"{number(run.final_drift[worst])} ({worst})"

@@ -38,3 +38,8 @@ def check_sentence(check: SelfCheck) -> str:
     if not is_measured(check.largest):
         return f"{check.name} ({check.claim}): {NOT_MEASURED}"
     return f"{check.name} ({check.claim}): error at most {error(check.largest)} ({check.where})"
+
+
+def size(num_bytes: int) -> str:
+    """A file size in MB, with one decimal."""
+    return f"{num_bytes / 1e6:,.1f} MB"

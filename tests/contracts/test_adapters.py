@@ -86,7 +86,7 @@ def test_samples_do_not_meet(subject: Subject) -> None:
 
 def test_every_parameter_belongs_to_exactly_one_layer(subject: Subject) -> None:
     chain = subject.chain
-    assert set(chain.keys()) == {key for key, _ in subject.module.named_parameters()}
+    assert set(chain.parameter_keys()) == {key for key, _ in subject.module.named_parameters()}
     slots = [slot for layer in chain.layers for slot in chain.owned(layer).values()]
     assert len(set(slots)) == len(slots)
     for key, parameter in subject.module.named_parameters():

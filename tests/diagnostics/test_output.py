@@ -46,7 +46,11 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
             "score_drift_l2": math.hypot(*change),
             "score_drift_inf": max(map(abs, change)),
             "margin": ordered[-1] - ordered[-2],
-            "kl": sum(a * (math.log(a) - math.log(b)) for a, b in zip(p_exp, p_var, strict=True) if a > 1e-300 and b > 1e-300),
+            "kl": sum(
+                a * (math.log(a) - math.log(b))
+                for a, b in zip(p_exp, p_var, strict=True)
+                if a > 1e-300 and b > 1e-300
+            ),
             "ce": -math.log(max(p_var[labels[i]], 1e-300)),
             "ce_expert": -math.log(max(p_exp[labels[i]], 1e-300)),
         }
@@ -55,7 +59,9 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
 
 
 @given(seed=st.integers(0, 500), drift=st.floats(0.0, 20.0), scale=st.sampled_from([1.0, 100.0]))
-def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(seed: int, drift: float, scale: float) -> None:
+def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(
+    seed: int, drift: float, scale: float
+) -> None:
     found = output_columns(head(scale=scale, seed=seed), *features(seed, drift), None)
     assert not (found["certified"] & found["flipped"]).any()
     within = found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9)

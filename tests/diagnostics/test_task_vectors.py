@@ -25,7 +25,11 @@ def test_values_by_hand() -> None:
 
 
 def test_a_zero_vector_has_no_direction() -> None:
-    assert Alignment.of(torch.zeros(3), torch.ones(3)).values() == {"cos": None, "norm_ratio": 0, "sign_agreement": None}
+    assert Alignment.of(torch.zeros(3), torch.ones(3)).values() == {
+        "cos": None,
+        "norm_ratio": 0,
+        "sign_agreement": None,
+    }
     assert task_vector_cosine(torch.ones(3), torch.zeros(3)) is None
 
 
@@ -40,19 +44,28 @@ def test_backbone_row_is_the_cosine_of_all_parameters(name: str) -> None:
     )
     variant, wanted = merged - base, expert - base
     backbone = rows["backbone", ""]
-    assert backbone["cos"] == pytest.approx(variant @ wanted / np.linalg.norm(variant) / np.linalg.norm(wanted), rel=1e-9)
+    assert backbone["cos"] == pytest.approx(
+        variant @ wanted / np.linalg.norm(variant) / np.linalg.norm(wanted), rel=1e-9
+    )
     assert backbone["norm_ratio"] == pytest.approx(np.linalg.norm(variant) / np.linalg.norm(wanted), rel=1e-9)
     assert backbone["sign_agreement"] == pytest.approx(float(np.mean(variant * wanted > 0)), rel=1e-9)
 
 
 def test_fused_attention_is_reported_by_its_parts() -> None:
     models = family(CASES["open_clip_vit"])
-    rows = {row["path"]: row for row in alignment_rows(models.pool, "a", "merged") if row["scope"] == "module"}
+    rows = {
+        row["path"]: row for row in alignment_rows(models.pool, "a", "merged") if row["scope"] == "module"
+    }
     site = "transformer.resblocks.1.attn.k_proj"
     state = {name: module.state_dict() for name, module in models.modules.items()}
     key, width = "transformer.resblocks.1.attn.in_proj_", 32
     vectors = [
-        torch.cat([(state[m][key + part] - state["base"][key + part])[width : 2 * width].flatten() for part in ("weight", "bias")])
+        torch.cat(
+            [
+                (state[m][key + part] - state["base"][key + part])[width : 2 * width].flatten()
+                for part in ("weight", "bias")
+            ]
+        )
         for m in ("merged", "expert:a")
     ]
     assert rows[site]["cos"] == pytest.approx(task_vector_cosine(*vectors), rel=1e-12)

@@ -29,7 +29,9 @@ def views(models: Family, variant: str = "merged") -> list[LayerView]:
         return list(walk(models.pool, "a", [variant], models.batches))
 
 
-def followed(models: Family, settings: JacobianSettings = EXACT) -> tuple[Contributions, PrefixSwaps, list[LayerView]]:
+def followed(
+    models: Family, settings: JacobianSettings = EXACT
+) -> tuple[Contributions, PrefixSwaps, list[LayerView]]:
     contributions, swaps = Contributions(settings), PrefixSwaps()
     seen = views(models)
     with torch.no_grad():
@@ -114,7 +116,9 @@ def test_sensitivities_are_recorded_per_layer(models: Family) -> None:
     for view in seen[1:]:
         found = contributions.sensitivities[view.layer.index]
         torch.testing.assert_close(found.size, norm(decompose(view).propagation))
-        assert float(found.error.sum() / found.size.sum()) <= EXACT.tolerance or found.nodes == EXACT.max_nodes
+        assert (
+            float(found.error.sum() / found.size.sum()) <= EXACT.tolerance or found.nodes == EXACT.max_nodes
+        )
 
 
 def test_nodes_rise_until_the_tolerance_is_met_or_the_limit_reached() -> None:

@@ -32,7 +32,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", sorted(INVARIANCES - {"sample_order"}))
 def test_declared_invariance_holds(name: str, pair: tuple[Tensor, Tensor]) -> None:
     left, right = pair
-    torch.testing.assert_close(linear_cka(TRANSFORMS[name](left), right), linear_cka(left, right), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        linear_cka(TRANSFORMS[name](left), right), linear_cka(left, right), rtol=1e-9, atol=0
+    )
 
 
 def test_order_of_samples_does_not_matter_if_it_is_the_same(pair: tuple[Tensor, Tensor]) -> None:

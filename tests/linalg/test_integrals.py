@@ -29,15 +29,22 @@ def test_softmax_change_is_the_integral_of_its_jacobian(seed: int, spread: float
 @given(seed=st.integers(0, 99), spread=ranges)
 def test_loss_change_is_the_integral_of_its_gradient(seed: int, spread: float) -> None:
     z, change, labels = scores(seed, spread)
-    exact = F.cross_entropy(z + change, labels, reduction="none") - F.cross_entropy(z, labels, reduction="none")
-    torch.testing.assert_close(cross_entropy_change(z, change, labels), exact, rtol=0, atol=1e-9 * max(1, spread))
+    exact = F.cross_entropy(z + change, labels, reduction="none") - F.cross_entropy(
+        z, labels, reduction="none"
+    )
+    torch.testing.assert_close(
+        cross_entropy_change(z, change, labels), exact, rtol=0, atol=1e-9 * max(1, spread)
+    )
 
 
 def test_adding_a_constant_to_all_scores_changes_nothing() -> None:
     z, change, labels = scores(0, 10.0)
     torch.testing.assert_close(softmax_change(z, change + 5), softmax_change(z, change), rtol=0, atol=1e-12)
     torch.testing.assert_close(
-        cross_entropy_change(z, change + 5, labels), cross_entropy_change(z, change, labels), rtol=0, atol=1e-11
+        cross_entropy_change(z, change + 5, labels),
+        cross_entropy_change(z, change, labels),
+        rtol=0,
+        atol=1e-11,
     )
 
 

@@ -1,8 +1,9 @@
-"""The operator's laws in float64: mean-value identity, adjointness, linearity, dense average, order of the quadrature."""
+"""The operator's laws in float64: mean-value identity, adjointness, linearity, dense average, quadrature order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def two_streams(state: State) -> State:
     """Like a decoder layer: reads two entries, writes both, and carries an integer leaf along."""
     return {
         "encoded": state["encoded"].tanh(),
-        "hidden": state["hidden"] * state["encoded"].sum(dim=1, keepdim=True) + state["position"][:, None, None],
+        "hidden": state["hidden"] * state["encoded"].sum(dim=1, keepdim=True)
+        + state["position"][:, None, None],
         "position": state["position"],
     }
 
@@ -63,7 +65,9 @@ def test_it_carries_the_segment_to_the_difference_of_outputs(operator: PathJacob
 
 def vectors(operator: PathJacobian, count: int) -> State:
     return {
-        name: random(count, *leaf.shape, seed=7) for name, leaf in operator.start.items() if leaf.is_floating_point()
+        name: random(count, *leaf.shape, seed=7)
+        for name, leaf in operator.start.items()
+        if leaf.is_floating_point()
     }
 
 
@@ -107,7 +111,10 @@ def test_polynomials_are_exact_up_to_the_degree_and_not_beyond(nodes: int) -> No
     """The Jacobian of x^p has degree p - 1 along the path; q nodes are exact up to degree 2q - 1."""
 
     def error(power: int) -> float:
-        start, end = {"hidden": torch.zeros(1, 1, dtype=torch.float64)}, {"hidden": torch.full((1, 1), 1.3, dtype=torch.float64)}
+        start, end = (
+            {"hidden": torch.zeros(1, 1, dtype=torch.float64)},
+            {"hidden": torch.full((1, 1), 1.3, dtype=torch.float64)},
+        )
         return float(PathJacobian(lambda s: {"hidden": s["hidden"] ** power}, start, end, nodes).closure())
 
     assert error(2 * nodes) <= 1e-14
@@ -115,8 +122,10 @@ def test_polynomials_are_exact_up_to_the_degree_and_not_beyond(nodes: int) -> No
 
 
 def test_error_falls_geometrically_with_the_nodes_of_a_smooth_layer() -> None:
-    errors = [float(PathJacobian(smooth, *pair(smooth, scale=1.5), nodes).closure()) for nodes in (2, 4, 8, 16)]
-    assert all(later < earlier**1.4 for earlier, later in zip(errors, errors[1:], strict=False)), errors
+    errors = [
+        float(PathJacobian(smooth, *pair(smooth, scale=1.5), nodes).closure()) for nodes in (2, 4, 8, 16)
+    ]
+    assert all(later < earlier**1.4 for earlier, later in pairwise(errors)), errors
 
 
 def test_a_kink_converges_slowly_and_says_so() -> None:
@@ -136,7 +145,10 @@ def test_attention_backend_is_restored_afterwards() -> None:
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
     with pytest.raises(RuntimeError, match="planned"):
         PathJacobian(failing, *pair(smooth), 2).jvp({"hidden": random(2, 3, 4, seed=1)})
-    assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()) == before
+    assert (
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+    ) == before
 
 
 def failing(state: State) -> State:

@@ -68,7 +68,9 @@ def assert_same(found: Tensors, wanted: Tensors) -> None:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("name", "law"), [(name, law) for name in merge_methods for law in sorted(merge_methods[name].laws)])
+@pytest.mark.parametrize(
+    ("name", "law"), [(name, law) for name in merge_methods for law in sorted(merge_methods[name].laws)]
+)
 def test_declared_law_holds(name: str, law: str) -> None:
     LAWS[law](merge_methods[name])
 
@@ -93,13 +95,20 @@ def test_average_is_task_arithmetic_with_one_over_n() -> None:
 
 
 def test_task_arithmetic_by_hand() -> None:
-    base, experts = {"w": torch.tensor([1.0])}, {"a": {"w": torch.tensor([3.0])}, "b": {"w": torch.tensor([0.0])}}
+    base, experts = (
+        {"w": torch.tensor([1.0])},
+        {"a": {"w": torch.tensor([3.0])}, "b": {"w": torch.tensor([0.0])}},
+    )
     assert merge_methods["task_arithmetic"].function(base, experts, scaling=0.5)["w"].tolist() == [1.5]
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
-    [({"scalling": 0.3}, "no parameter 'scalling'"), ({"scaling": "big"}, "finite number"), ({"scaling": float("nan")}, "finite")],
+    [
+        ({"scalling": 0.3}, "no parameter 'scalling'"),
+        ({"scaling": "big"}, "finite number"),
+        ({"scaling": float("nan")}, "finite"),
+    ],
     ids=["unknown_parameter", "text", "nan"],
 )
 def test_bad_parameters_are_refused(parameters: dict[str, object], message: str) -> None:

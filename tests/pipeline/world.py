@@ -25,6 +25,7 @@ from tests.models.clip import under_transformers_names
 Form = Literal["open_clip", "hf"]
 Weights = dict[str, Tensor]
 
+LOADERS: dict[Form, str] = {"open_clip": "open-clip", "hf": "hf-clip"}
 TASKS = ("flowers", "shapes")
 CLASSES = {"flowers": ("lily", "rose", "tulip"), "shapes": ("circle", "square", "star")}
 SIZE, WIDTH, DEPTH = 16, 8, 3
@@ -87,7 +88,10 @@ class World:
         spec: dict[str, Any] = {
             "version": 1,
             "name": f"tiny {form}",
-            "architecture": {"loader": form.replace("_", "-") + ("-clip" if form == "hf" else ""), "source": self.models[form]},
+            "architecture": {
+                "loader": LOADERS[form],
+                "source": self.models[form],
+            },
             "base": {"weights": str(self.weights("base", form))},
             "merge": {"method": "task_arithmetic", "scaling": SCALING},
             "experts": {task: {"weights": str(self.weights(task, form))} for task in self.tasks},
@@ -120,14 +124,18 @@ def build(folder: pathlib.Path, tasks: Sequence[str] = TASKS, noise: float = 0.0
     preprocessing = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
     for place in (folder / "open_clip", folder / "hf"):
         place.mkdir(parents=True)
-    (folder / "model_config.json").write_text(json.dumps({"model_cfg": MODEL, "preprocess_cfg": preprocessing}))
+    (folder / "model_config.json").write_text(
+        json.dumps({"model_cfg": MODEL, "preprocess_cfg": preprocessing})
+    )
     for seed, name in enumerate(world.names):
         weights = moved(base, noise if seed else 0.0, seed)
         save_file(weights, world.weights(name))
         save_transformers(weights, world.weights(name, "hf"))
     for seed, task in enumerate(world.tasks):
         write_images(world.data(task), CLASSES.get(task, CLASSES["flowers"]), seed)
-    save_file({task: _embeddings(seed) for seed, task in enumerate(world.tasks)}, folder / "heads.safetensors")
+    save_file(
+        {task: _embeddings(seed) for seed, task in enumerate(world.tasks)}, folder / "heads.safetensors"
+    )
     return world
 
 
@@ -146,7 +154,9 @@ def merged_weights(world: World, scaling: float = SCALING) -> Weights:
     """base + scaling * sum of task vectors, tensor by tensor in float64 and rounded once."""
     base, experts = world.state("base"), [world.state(task) for task in world.tasks]
     return {
-        name: (start.double() + scaling * sum(expert[name].double() - start.double() for expert in experts)).to(start.dtype)
+        name: (
+            start.double() + scaling * sum(expert[name].double() - start.double() for expert in experts)
+        ).to(start.dtype)
         for name, start in base.items()
     }
 
@@ -164,7 +174,9 @@ def save_transformers(weights: Mapping[str, Tensor], folder: pathlib.Path) -> No
     """The image tower of an open_clip state dict as a folder of transformers, written by that library."""
     import transformers
 
-    tower = {name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")}
+    tower = {
+        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
+    }
     module = transformers.CLIPVisionModelWithProjection(transformers.CLIPVisionConfig(**TRANSFORMERS))
     module.load_state_dict(under_transformers_names(tower), strict=True)
     module.save_pretrained(folder)
@@ -208,7 +220,10 @@ def pixels(file: pathlib.Path, ids: Sequence[str]) -> Tensor:
 def labels(file: pathlib.Path, ids: Sequence[str]) -> list[str]:
     """Class names of samples by id."""
     with np.load(file) as arrays:
-        return [str(arrays["class_names"][arrays[f"y_{part}"][int(row)]]) for part, row in (name.split("/") for name in ids)]
+        return [
+            str(arrays["class_names"][arrays[f"y_{part}"][int(row)]])
+            for part, row in (name.split("/") for name in ids)
+        ]
 
 
 def write_spec(path: pathlib.Path, spec: Mapping[str, Any]) -> pathlib.Path:

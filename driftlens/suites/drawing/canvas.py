@@ -17,7 +17,7 @@ Pixels = NDArray[np.uint8]
 Colour = tuple[int, int, int]
 
 
-def colour(rng: np.random.Generator, chroma: int = 70) -> Colour:
+def colour(rng: np.random.Generator, chroma: int = 50) -> Colour:
     """A random colour of any brightness whose channels differ from grey by at most `chroma`."""
     grey = int(rng.integers(0, 256))
     return near(rng, (grey, grey, grey), chroma)
@@ -68,9 +68,9 @@ def camera(
     picture: Image.Image,
     rng: np.random.Generator,
     *,
-    blur: float = 0.7,
-    noise: float = 12.0,
-    exposure: float = 0.25,
+    blur: float = 0.6,
+    noise: float = 10.0,
+    exposure: float = 0.15,
 ) -> Pixels:
     """What a cheap camera makes of `picture`: [SIZE, SIZE, 3], a little blurred, over- or underexposed, and grainy.
 

@@ -28,7 +28,9 @@ def _pick(rng: np.random.Generator, *colours: Colour, spread: int = 22) -> Colou
 def _land(rng: np.random.Generator, *colours: Colour) -> Image.Image:
     """Ground in a shade of one of `colours`, mottled."""
     ground = np.asarray(backdrop(rng, _pick(rng, *colours), spread=18, side=SIDE), dtype=np.float32)
-    return Image.fromarray((ground + 14 * smooth_field(rng, 12, SIDE)[..., None]).clip(0, 255).astype(np.uint8))
+    return Image.fromarray(
+        (ground + 14 * smooth_field(rng, 12, SIDE)[..., None]).clip(0, 255).astype(np.uint8)
+    )
 
 
 def _speckle(rng: np.random.Generator, land: Image.Image, count: int, size: float, of: Colour) -> None:
@@ -124,7 +126,9 @@ def _highway(rng: np.random.Generator) -> Image.Image:
     return land
 
 
-def _roofs(rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: Colour) -> Image.Image:
+def _roofs(
+    rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: Colour
+) -> Image.Image:
     """Streets in a grid with one building on each lot, `share` of the lot's side."""
     land = _land(rng, GRASS if pitch < 20 else CONCRETE)
     pen = ImageDraw.Draw(land)

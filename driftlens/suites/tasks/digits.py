@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from PIL import Image
 
-from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, clutter, dark_and_light
+from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, dark_and_light
 from driftlens.suites.drawing.glyphs import placed
 from driftlens.suites.drawing.task import Split, drawn_task
 
@@ -41,12 +41,11 @@ def _mask(scan: np.ndarray) -> Image.Image:
 def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     """One collected digit, written somewhere near the middle of a sheet."""
     sources = handwriting(label, split)
-    paper, ink = dark_and_light(rng, 70)
+    paper, ink = dark_and_light(rng, 90)
     sheet = backdrop(rng, paper)
-    clutter(rng, sheet, int(rng.integers(0, 4)), paper, 40)
     mask = placed(
         sources[rng.integers(len(sources))],
-        tuple(CANVAS / 2 + rng.uniform(-3, 3, 2)),
+        tuple(CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)),
         rng.uniform(56, 68),
         angle=rng.uniform(-10, 10),
         shear=rng.uniform(-0.15, 0.15),

@@ -17,19 +17,19 @@ from driftlens.suites.drawing.task import Split, drawn_task
 )
 def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     """One digit of a house number, seen from the street."""
-    paint, wall = dark_and_light(rng, 55)
+    paint, wall = dark_and_light(rng, 70)
     picture = backdrop(rng, wall, spread=45)
     clutter(rng, picture, int(rng.integers(0, 4)), wall, 45)
     font = FONTS[rng.integers(len(FONTS))]
-    height, angle, shear = rng.uniform(44, 54), rng.uniform(-8, 8), rng.uniform(-0.2, 0.2)
-    x, y = CANVAS / 2 + rng.uniform(-3, 3, 2)
+    height, angle, shear = rng.uniform(44, 54), rng.uniform(-8, 8), rng.uniform(-0.15, 0.15)
+    x, y = CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)
     ink = near(rng, paint, 15)
     for step, character in _row(rng, label):
         pitch = height * rng.uniform(0.75, 0.9)
         drop = step * pitch * np.tan(np.deg2rad(angle))
         mask = placed(glyph(character, font), (x + step * pitch, y + drop), height, angle=angle, shear=shear)
         picture.paste(ink, mask=mask)
-    return camera(picture, rng, blur=1.1)
+    return camera(picture, rng, blur=0.9)
 
 
 def _row(rng: np.random.Generator, label: int) -> list[tuple[int, str]]:

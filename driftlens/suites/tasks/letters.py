@@ -19,12 +19,12 @@ from driftlens.suites.drawing.task import Split, drawn_task
 )
 def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     """One letter on coloured paper with a few stray marks."""
-    ink, paper = dark_and_light(rng, 70)
+    ink, paper = dark_and_light(rng, 90)
     page = backdrop(rng, paper)
-    clutter(rng, page, int(rng.integers(0, 5)), paper, 45)
+    clutter(rng, page, int(rng.integers(0, 4)), paper, 30)
     mask = placed(
         glyph(string.ascii_uppercase[label], FONTS[rng.integers(len(FONTS))]),
-        tuple(CANVAS / 2 + rng.uniform(-3, 3, 2)),
+        tuple(CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)),
         rng.uniform(42, 54),
         angle=rng.uniform(-8, 8),
         shear=rng.uniform(-0.15, 0.15),

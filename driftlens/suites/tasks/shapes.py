@@ -97,16 +97,16 @@ HOLLOW = tuple(_hollow(silhouette) for silhouette in FILLED)
 )
 def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     """One shape, filled or as an outline, over and under a few strokes."""
-    paper, ink = dark_and_light(rng, 60)
+    paper, ink = dark_and_light(rng, 80)
     sheet = backdrop(rng, paper, spread=40)
-    clutter(rng, sheet, int(rng.integers(1, 7)), paper, 60)
+    clutter(rng, sheet, int(rng.integers(1, 6)), paper, 35)
     mask = placed(
         (HOLLOW if rng.random() < 0.4 else FILLED)[label],
-        tuple(CANVAS / 2 + rng.uniform(-5, 5, 2)),
+        tuple(CANVAS / 2 + rng.uniform(-4, 4, 2)),
         rng.uniform(44, 60),
         angle=rng.uniform(-12, 12),
         stretch=rng.uniform(0.85, 1.15),
     )
     sheet.paste(ink, mask=mask)
-    clutter(rng, sheet, int(rng.integers(0, 3)), paper, 60)
+    clutter(rng, sheet, int(rng.integers(0, 3)), paper, 35)
     return camera(sheet, rng)

@@ -20,7 +20,9 @@ Pen = ImageDraw.ImageDraw
 Artwork = Callable[[Pen, Image.Image], None]
 
 
-def _polygon(pen: Pen, corners: int, radius: float, fill: Colour, *, turn: float = -90.0, drop: float = 0) -> None:
+def _polygon(
+    pen: Pen, corners: int, radius: float, fill: Colour, *, turn: float = -90.0, drop: float = 0
+) -> None:
     angles = np.deg2rad(turn) + 2 * np.pi * np.arange(corners) / corners
     points = [(48 + radius * np.cos(a), 48 + drop + radius * np.sin(a)) for a in angles.tolist()]
     pen.polygon(points, fill=fill)

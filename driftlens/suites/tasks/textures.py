@@ -61,7 +61,9 @@ def _zigzagged(u: Field, v: Field, rng: np.random.Generator) -> Field:
 def _bricked(u: Field, v: Field, rng: np.random.Generator) -> Field:
     along = u / 2 + 0.5 * (np.floor(v) % 2)
     joint = rng.uniform(0.06, 0.12)
-    return 1 - np.maximum(_edge(2 * (_from_middle(along) - 0.5) + 2 * joint), _edge(_from_middle(v) - 0.5 + joint))
+    return 1 - np.maximum(
+        _edge(2 * (_from_middle(along) - 0.5) + 2 * joint), _edge(_from_middle(v) - 0.5 + joint)
+    )
 
 
 def _meshed(u: Field, v: Field, rng: np.random.Generator) -> Field:

@@ -1,0 +1,273 @@
+"""What an analysis will take: memory, disk and time, counted from the layers' shapes before any weight is read.
+
+Rough on purpose: what is counted is what grows (features, products, images read), beside what the process holds already.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from driftlens.data.samples import SampleSet
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.walk import on_device
+from driftlens.models.architecture import Architecture
+from driftlens.models.chain import Layer, Pool, pooled
+from driftlens.pipeline.evaluation import CHUNK_BYTES
+from driftlens.pipeline.sensitivity import BATCH
+from driftlens.pipeline.study import Settings
+
+FIXED_DISK = 80_000
+"""Bytes of a run whatever its size: manifest, layer, parameter and accuracy tables, events (measured)."""
+SAMPLE_ROW, OUTPUT_ROW, SAMPLE_ID = 35, 120, 25
+"""Bytes per row of the sample and output tables, and per sample id in the manifest (measured)."""
+POWER_STEPS = 30 * 3
+"""Derivative passes per node of a spectral norm: 30 steps, each forward and backward."""
+LIVE_COPIES = 8
+"""Tensors of the size of a batch's features that one layer holds at its widest: its MLP is four times as wide."""
+PROBE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an analysis will take, roughly.
+
+    Attributes:
+        memory_bytes: peak resident memory.
+        disk_bytes: size of the run directory.
+        seconds: wall-clock time on this machine; None where no samples could be read to time it.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    seconds: float | None
+
+    def text(self) -> str:
+        """The same in words."""
+        parts = [f"{_size(self.memory_bytes)} of memory", f"{_size(self.disk_bytes)} on disk"]
+        parts += [_duration(self.seconds)] if self.seconds is not None else []
+        return f"about {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one sample.
+
+    Attributes:
+        operations: floating-point operations, two per multiply-add.
+        parameter_bytes: of its weights.
+        state_bytes: of the features behind it.
+        width: length of the pooled vector behind it.
+    """
+
+    operations: int
+    parameter_bytes: int
+    state_bytes: int
+    width: int
+
+
+@dataclass(frozen=True)
+class TaskLoad:
+    """How many samples of one task are looked at; `ids` counts all that the manifest names."""
+
+    diagnosis: int
+    test: int
+    ids: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What decides the cost of an analysis.
+
+    Attributes:
+        layers: of the chain, on one sample.
+        tasks: samples, by task.
+        variants: how many models are compared with each expert.
+        explained: how many of them have their drift traced back to layers.
+        settings: what is computed.
+        batch_size: samples per forward pass.
+        merged_bytes: of the merged model that the run will keep; 0 when it is given.
+    """
+
+    layers: tuple[LayerCost, ...]
+    tasks: Mapping[str, TaskLoad]
+    variants: int
+    explained: int
+    settings: Settings
+    batch_size: int
+    merged_bytes: int = 0
+
+
+@torch.no_grad()
+def layer_costs(architecture: Architecture, inputs: object, dtype: torch.dtype, pool: Pool) -> tuple[LayerCost, ...]:
+    """The cost of every layer, from a forward pass of shapes alone.
+
+    Args:
+        architecture: taken apart; no weights are needed.
+        inputs: raw inputs of one sample.
+        dtype: in which features are computed.
+        pool: how the pooled vector is taken.
+    """
+    meta = torch.device("meta")
+    weights = architecture.skeleton.state_dict()
+    state, side = architecture.chain.start(on_device(inputs, meta, dtype))
+    found = []
+    for layer in architecture.chain.layers:
+        parameters = _on_meta(layer, weights, dtype)
+        with FlopCounterMode(display=False) as counter:
+            state = layer.call(parameters, state, {name: value.to(meta) for name, value in side.items()})
+        found.append(
+            LayerCost(
+                operations=counter.get_total_flops(),
+                parameter_bytes=sum(value.nbytes for value in parameters.values()),
+                state_bytes=sum(leaf.nbytes for leaf in state.values()),
+                width=pooled(state[layer.stream], pool).shape[-1],
+            )
+        )
+    return tuple(found)
+
+
+def _on_meta(layer: Layer, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    found = {}
+    for name, slot in layer.parameters.items():
+        whole = torch.empty_like(weights[slot.key], dtype=dtype, device="meta")
+        part = whole if slot.rows is None else whole[slice(*slot.rows)]
+        found[name] = part.mT if slot.transposed else part
+    return found
+
+
+def disk_bytes(work: Workload) -> int:
+    """Size of the run directory: features in float16, tables, the manifest's sample ids, the merged model."""
+    models, stored = work.variants + 1, [work.layers[index - 1].width for index in work.settings.stored_layers]
+    total = FIXED_DISK + work.merged_bytes
+    for task in work.tasks.values():
+        rows = work.variants * task.diagnosis
+        total += models * sum(task.diagnosis * width * 2 + 128 for width in stored)
+        total += rows * (len(stored) * SAMPLE_ROW + OUTPUT_ROW) + task.ids * SAMPLE_ID
+    return total
+
+
+def memory_bytes(work: Workload) -> int:
+    """Peak memory beside what the process holds before: the greediest of walk, Jacobians and evaluation."""
+    largest = max(layer.state_bytes for layer in work.layers)
+    weights = max(layer.parameter_bytes for layer in work.layers)
+    n = max(task.diagnosis for task in work.tasks.values())
+    models = work.variants + 1
+    chunk = min(n * largest * models, work.settings.feature_budget)
+    # The first batch is also run by the library itself: its features at every boundary stay until the task is done.
+    library = (work.variants + 2) * len(work.layers) * min(n, work.batch_size) * largest
+    # Pooled features of all layers are kept in float32, and copied once when they are joined.
+    kept = 2 * models * n * sum(layer.width for layer in work.layers) * 4
+    active = work.batch_size * largest * LIVE_COPIES
+    walk = models * weights + chunk + library + kept + active
+    evaluation = weights + CHUNK_BYTES + active if any(task.test for task in work.tasks.values()) else 0
+    return max(walk, kept + _jacobian_bytes(work, largest, weights), evaluation)
+
+
+def _jacobian_bytes(work: Workload, largest: int, weights: int) -> int:
+    jacobian = work.settings.jacobian
+    if jacobian is None:
+        return 0
+    samples = min(jacobian.samples, max(task.diagnosis for task in work.tasks.values()))
+    # One vector per layer and sample is carried to the end, and one prefix per layer.
+    vectors = len(work.layers) * (jacobian.contributions + jacobian.prefix)
+    at_work = BATCH * LIVE_COPIES * (len(work.layers) if jacobian.contributions else 1)
+    return 2 * weights + (samples * (vectors + 3) + at_work) * largest
+
+
+def operations(work: Workload) -> int:
+    """Floating-point operations of every forward pass and derivative."""
+    forward = sum(layer.operations for layer in work.layers)
+    total = 0
+    for task in work.tasks.values():
+        # Each variant runs on its own features and on the expert's; the library repeats the first batch.
+        total += forward * task.diagnosis * (1 + 2 * work.variants)
+        total += forward * min(task.diagnosis, work.batch_size) * (1 + work.variants)
+        total += forward * task.test * (1 + work.variants)
+        if work.settings.jacobian is not None:
+            samples = min(work.settings.jacobian.samples, task.diagnosis)
+            total += work.explained * samples * (3 * forward + _jacobian_operations(work, work.settings.jacobian))
+    return total
+
+
+def _jacobian_operations(work: Workload, jacobian: JacobianSettings) -> int:
+    """Per sample: every vector carried so far goes through each layer once per node."""
+    # About half of the layers want their nodes doubled once, which repeats the layer with twice as many.
+    nodes = min(2 * jacobian.nodes, jacobian.max_nodes)
+    total = 0
+    for index, layer in enumerate(work.layers[1:], start=2):
+        vectors = index + 1 if jacobian.contributions else 2
+        passes = nodes * (1 + vectors) + (nodes * POWER_STEPS if jacobian.spectral else 0)
+        total += layer.operations * (passes + (index - 2 if jacobian.prefix else 0))
+    return total
+
+
+def samples_read(work: Workload) -> int:
+    """How many times a sample is read and preprocessed; accuracy reads the test samples once per model."""
+    jacobian = work.settings.jacobian
+    explained = 0 if jacobian is None else work.explained * jacobian.samples
+    return sum(
+        task.diagnosis + min(explained, work.explained * task.diagnosis) + task.test * (1 + work.variants)
+        for task in work.tasks.values()
+    )
+
+
+def estimate(work: Workload, sample: SampleSet, device: torch.device, dtype: torch.dtype) -> Cost:
+    """What the workload will take on this machine: a matrix product and a few samples are timed.
+
+    Args:
+        work: what will be done.
+        sample: samples of which a few are read once more to time it.
+        device: where it will be computed.
+        dtype: in which type.
+    """
+    seconds = operations(work) / _operations_per_second(work, device, dtype)
+    seconds += samples_read(work) * _seconds_per_sample(sample)
+    return Cost(_resident_bytes() + memory_bytes(work), disk_bytes(work), seconds)
+
+
+def _operations_per_second(work: Workload, device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of a product of the size that a layer does on a batch."""
+    width = max(layer.width for layer in work.layers)
+    rows = torch.ones(min(2048, 16 * work.batch_size), width, device=device, dtype=dtype)
+    weight = torch.ones(width, 4 * width, device=device, dtype=dtype)
+    float((rows @ weight)[0, 0])  # the first product also loads the library
+    products, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < PROBE_SECONDS:
+        float((rows @ weight)[0, 0])  # reading a number waits for a GPU
+        products += 1
+    return products * 2 * rows.numel() * weight.shape[1] / passed
+
+
+def _seconds_per_sample(samples: SampleSet) -> float:
+    count = min(8, len(samples))
+    samples.load([0])  # the first one also imports what reads it
+    started = time.perf_counter()
+    samples.load(range(count))
+    return (time.perf_counter() - started) / count
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.2g} {unit}" if size < 10 else f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.2g} TB" if size < 10 else f"{size:.0f} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,91 @@
+"""Everything that decides what the embedded suite is: sizes, counts, and how long what is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from driftlens.suites.drawing.canvas import SIZE
+from driftlens.suites.drawing.task import tasks
+
+VERSION = 1
+"""Raise it with every change to the drawing or the training that the settings below do not show."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training: how many batches, and how far each of them moves the weights.
+
+    Attributes:
+        steps: number of batches.
+        batch: samples per batch.
+        matrix_rate: peak learning rate of the blocks' weight matrices (Muon).
+        other_rate: peak learning rate of all other parameters (AdamW).
+        weight_decay: of both, relative to the learning rate.
+        warmup: share of the steps in which the rates rise; they then fall to 0 along a cosine.
+    """
+
+    steps: int
+    batch: int
+    matrix_rate: float
+    other_rate: float
+    weight_decay: float = 0.05
+    warmup: float = 0.1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of the embedded suite.
+
+    Attributes:
+        num_base, num_train, num_test: pictures per task for the base, for its expert, and for testing.
+        vague: share of the base's pictures whose caption names the subject ("a texture") but not the class.
+        base, expert: how long and how fast each is trained.
+        width, layers, patch_size: image tower.
+        embed_dim: width of the space that images and texts share.
+        text_width, text_layers, context_length: text tower.
+    """
+
+    num_base: int = 1600
+    num_train: int = 2000
+    num_test: int = 512
+    vague: float = 0.3
+    base: Schedule = field(default=Schedule(steps=900, batch=64, matrix_rate=0.02, other_rate=2e-3))
+    expert: Schedule = field(default=Schedule(steps=60, batch=96, matrix_rate=4e-3, other_rate=4e-4))
+    width: int = 96
+    layers: int = 6
+    patch_size: int = 8
+    embed_dim: int = 64
+    text_width: int = 64
+    text_layers: int = 2
+    context_length: int = 16
+
+    def model_config(self) -> dict[str, Any]:
+        """The model as open_clip's configuration files describe it."""
+        return {
+            "embed_dim": self.embed_dim,
+            "quick_gelu": False,
+            "vision_cfg": {
+                "image_size": SIZE,
+                "layers": self.layers,
+                "width": self.width,
+                "head_width": 32,
+                "patch_size": self.patch_size,
+            },
+            "text_cfg": {
+                "context_length": self.context_length,
+                "vocab_size": 49408,
+                "width": self.text_width,
+                "heads": 2,
+                "layers": self.text_layers,
+            },
+        }
+
+    def digest(self, seed: int) -> str:
+        """A name for what this recipe makes of `seed`: equal settings, tasks and version give equal digests."""
+        words = {task.name: (task.class_names, task.templates, task.subject) for task in tasks.values()}
+        everything = {"version": VERSION, "seed": seed, "settings": asdict(self), "tasks": words}
+        canonical = json.dumps(everything, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()

@@ -12,6 +12,9 @@ from hypothesis import settings
 settings.register_profile("driftlens", deadline=None, max_examples=50)
 settings.load_profile("driftlens")
 
+# The tensors of these tests are tiny: handing them to several threads takes longer than computing them.
+torch.set_num_threads(1)
+
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
 
 

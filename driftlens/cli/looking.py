@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
     """Print a run's summary, or its final rows as JSON."""
-    from driftlens_reports.summary import summary
-
     from driftlens.records.rows import plain_rows
+    from driftlens_reports.summary import summary
 
     if as_json:
         say_json(
@@ -56,9 +55,8 @@ def list_runs(
     """List the runs below a folder."""
     from dataclasses import asdict
 
-    from driftlens_reports.summary import listing_text
-
     from driftlens.records.listing import find_runs
+    from driftlens_reports.summary import listing_text
 
     found = find_runs(root)
     if as_json:
@@ -74,9 +72,8 @@ def verify(
     """Hash every file of a run again and compare with its manifest."""
     from dataclasses import asdict
 
-    from driftlens_reports.summary import verification_text
-
     from driftlens.records.verify import verify as rehash
+    from driftlens_reports.summary import verification_text
 
     found = rehash(run)
     say_json({"ok": found.ok, **asdict(found)}) if as_json else say(verification_text(found))

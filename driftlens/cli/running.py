@@ -41,13 +41,13 @@ def demo(
 
     The first time takes about four minutes (the models are trained and cached), later about one.
     """
-    from driftlens_reports.page import write_page
-
     from driftlens.pipeline.analyze import analyze
     from driftlens.progress import Reporter
     from driftlens.progress_sinks import sink_for
+    from driftlens.records.attach import attach
     from driftlens.records.room import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
+    from driftlens_reports.page import write_page
 
     refuse_occupied(out, force=force)
     with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
@@ -61,7 +61,8 @@ def demo(
             on_progress=sink,
             cancel=cancel,
         )
-    write_page(run, out / "reports" / "report.html")
+    with attach(out, "reports/report.html") as page:
+        write_page(run, page)
     show_run(run)
     say(f"\nReport: {out / 'reports' / 'report.html'}")
 
@@ -106,7 +107,7 @@ def validate(
     )
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
-        raise typer.Exit(4)
+        raise typer.Exit(found.exit_code)
 
 
 @app.command()
@@ -193,11 +194,10 @@ def evaluate(
     as_json: JsonFlag = False,
 ) -> None:
     """Accuracy of every variant on the test split, with Wilson intervals."""
-    from driftlens_reports.summary import accuracy_text
-
     from driftlens.pipeline.analyze import evaluate as run_evaluation
     from driftlens.progress_sinks import sink_for
     from driftlens.records.rows import plain_rows
+    from driftlens_reports.summary import accuracy_text
 
     with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
         found = run_evaluation(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from driftlens.engine.pool import ModelPool, expert_of
-from driftlens.models.chain import Layer
+from driftlens.models.chain import Layer, Slot
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,15 @@ def _module_alignments(pool: ModelPool, layer: Layer, task: str, variant: str) -
     owned = pool.chain.owned(layer)
     base, moved, expert = (pool.parameters(model, layer) for model in ("base", variant, expert_of(task)))
     modules: dict[str, Alignment] = {}
-    for name in owned:
+    for name, slot in owned.items():
         start = base[name].double()
         alignment = Alignment.of(moved[name] - start, expert[name] - start)
-        module = name.rpartition(".")[0] or name
-        path = f"{layer.path}.{module}" if layer.role == "block" else module
+        path = _module_path(layer, name, slot)
         modules[path] = modules.get(path, Alignment()) + alignment
     return modules
+
+
+def _module_path(layer: Layer, name: str, slot: Slot) -> str:
+    """The module a parameter belongs to, in the library's names; parts of fused tensors have names of their own."""
+    key = slot.key if slot.rows is None else f"{layer.path}.{name}"
+    return key.rpartition(".")[0] or key

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.engine.library import streamed_weights
-from driftlens.errors import IncompatibleModelsError, NumericsError
+from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Slot, State
-from driftlens.models.sources import StateSource, TensorHeader
+from driftlens.models.sources import StateSource, TensorHeader, check_finite
 
 
 def expert_of(task: str) -> str:
@@ -103,14 +103,7 @@ class ModelPool:
     def _read(self, model: str, source: StateSource, slot: Slot) -> Tensor:
         tensor = source.read(slot.key, slot.rows)
         if (model, slot) not in self._known_finite:
-            if not bool(torch.isfinite(tensor).all()):
-                bad = int((~torch.isfinite(tensor)).sum())
-                raise NumericsError(
-                    f"{source.name}: tensor {slot.key!r} holds {bad} NaN or infinite values",
-                    hint="The checkpoint is broken or overflowed when it was cast; save it again from the original.",
-                    source=source.name,
-                    key=slot.key,
-                )
+            check_finite(source.name, slot.key, tensor)
             self._known_finite.add((model, slot))
         tensor = tensor.to(self.device, self.dtype)
         return tensor.mT if slot.transposed else tensor

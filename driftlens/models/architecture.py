@@ -89,7 +89,7 @@ class Architecture:
 
         Args:
             source: a checkpoint of this architecture, under its own key names.
-            fallback: the base; gives the projection to experts that were saved without.
+            fallback: the base, aligned or not; gives the projection to experts that were saved without.
 
         Raises:
             IncompatibleModelsError: the checkpoint is of another architecture, or lacks the projection.

@@ -20,6 +20,7 @@ from driftlens.pipeline.phases import (
     run_phases,
 )
 from driftlens.pipeline.study import Study
+from driftlens.pipeline.suspicion import suspicions
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
@@ -68,6 +69,9 @@ def analyze(
     with writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
+        for finding in suspicions(models.architecture.chain, models.sources):
+            if finding.level == "notice":
+                writer.notice(finding.text)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models)
         run_phases(writer, study, reporter)

@@ -1,11 +1,10 @@
-"""What an analysis will take: memory, disk and time, counted from the layers' shapes before any weight is read.
+"""What an analysis will take, counted from the layers' shapes before any weight is read.
 
-Rough on purpose: what is counted is what grows (features, products, images read), beside what the process holds already.
+Rough on purpose: what is counted is what grows with the model and the samples.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from driftlens.data.samples import SampleSet
+from driftlens.data.task_data import TaskData
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.walk import on_device
 from driftlens.models.architecture import Architecture
@@ -21,6 +20,7 @@ from driftlens.models.chain import Layer, Pool, pooled
 from driftlens.pipeline.evaluation import CHUNK_BYTES
 from driftlens.pipeline.sensitivity import BATCH
 from driftlens.pipeline.study import Settings
+from driftlens.spec import RunSpec
 
 FIXED_DISK = 80_000
 """Bytes of a run whatever its size: manifest, layer, parameter and accuracy tables, events (measured)."""
@@ -30,28 +30,6 @@ POWER_STEPS = 30 * 3
 """Derivative passes per node of a spectral norm: 30 steps, each forward and backward."""
 LIVE_COPIES = 8
 """Tensors of the size of a batch's features that one layer holds at its widest: its MLP is four times as wide."""
-PROBE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What an analysis will take, roughly.
-
-    Attributes:
-        memory_bytes: peak resident memory.
-        disk_bytes: size of the run directory.
-        seconds: wall-clock time on this machine; None where no samples could be read to time it.
-    """
-
-    memory_bytes: int
-    disk_bytes: int
-    seconds: float | None
-
-    def text(self) -> str:
-        """The same in words."""
-        parts = [f"{_size(self.memory_bytes)} of memory", f"{_size(self.disk_bytes)} on disk"]
-        parts += [_duration(self.seconds)] if self.seconds is not None else []
-        return f"about {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -103,8 +81,36 @@ class Workload:
     merged_bytes: int = 0
 
 
+def workload(
+    spec: RunSpec,
+    layers: tuple[LayerCost, ...],
+    data: Mapping[str, TaskData],
+    settings: Settings,
+    *,
+    merged_bytes: int,
+) -> Workload:
+    """The workload of a spec whose data is open; arguments as the attributes of `Workload`."""
+    tasks = {}
+    for task, opened in data.items():
+        splits = opened.calibration(), opened.diagnosis(), opened.test()
+        is_scored = task in spec.heads and opened.test().labels is not None
+        tasks[task] = TaskLoad(len(splits[1]), len(splits[2]) if is_scored else 0, sum(map(len, splits)))
+    explained = 1 + len(spec.baselines)
+    return Workload(
+        layers=layers,
+        tasks=tasks,
+        variants=explained + (spec.base is not None),
+        explained=explained,
+        settings=settings,
+        batch_size=spec.data.defaults.batch_size,
+        merged_bytes=merged_bytes,
+    )
+
+
 @torch.no_grad()
-def layer_costs(architecture: Architecture, inputs: object, dtype: torch.dtype, pool: Pool) -> tuple[LayerCost, ...]:
+def layer_costs(
+    architecture: Architecture, inputs: object, dtype: torch.dtype, pool: Pool
+) -> tuple[LayerCost, ...]:
     """The cost of every layer, from a forward pass of shapes alone.
 
     Args:
@@ -143,7 +149,10 @@ def _on_meta(layer: Layer, weights: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 def disk_bytes(work: Workload) -> int:
     """Size of the run directory: features in float16, tables, the manifest's sample ids, the merged model."""
-    models, stored = work.variants + 1, [work.layers[index - 1].width for index in work.settings.stored_layers]
+    models, stored = (
+        work.variants + 1,
+        [work.layers[index - 1].width for index in work.settings.stored_layers],
+    )
     total = FIXED_DISK + work.merged_bytes
     for task in work.tasks.values():
         rows = work.variants * task.diagnosis
@@ -191,7 +200,9 @@ def operations(work: Workload) -> int:
         total += forward * task.test * (1 + work.variants)
         if work.settings.jacobian is not None:
             samples = min(work.settings.jacobian.samples, task.diagnosis)
-            total += work.explained * samples * (3 * forward + _jacobian_operations(work, work.settings.jacobian))
+            total += (
+                work.explained * samples * (3 * forward + _jacobian_operations(work, work.settings.jacobian))
+            )
     return total
 
 
@@ -215,59 +226,3 @@ def samples_read(work: Workload) -> int:
         task.diagnosis + min(explained, work.explained * task.diagnosis) + task.test * (1 + work.variants)
         for task in work.tasks.values()
     )
-
-
-def estimate(work: Workload, sample: SampleSet, device: torch.device, dtype: torch.dtype) -> Cost:
-    """What the workload will take on this machine: a matrix product and a few samples are timed.
-
-    Args:
-        work: what will be done.
-        sample: samples of which a few are read once more to time it.
-        device: where it will be computed.
-        dtype: in which type.
-    """
-    seconds = operations(work) / _operations_per_second(work, device, dtype)
-    seconds += samples_read(work) * _seconds_per_sample(sample)
-    return Cost(_resident_bytes() + memory_bytes(work), disk_bytes(work), seconds)
-
-
-def _operations_per_second(work: Workload, device: torch.device, dtype: torch.dtype) -> float:
-    """Rate of a product of the size that a layer does on a batch."""
-    width = max(layer.width for layer in work.layers)
-    rows = torch.ones(min(2048, 16 * work.batch_size), width, device=device, dtype=dtype)
-    weight = torch.ones(width, 4 * width, device=device, dtype=dtype)
-    float((rows @ weight)[0, 0])  # the first product also loads the library
-    products, started = 0, time.perf_counter()
-    while (passed := time.perf_counter() - started) < PROBE_SECONDS:
-        float((rows @ weight)[0, 0])  # reading a number waits for a GPU
-        products += 1
-    return products * 2 * rows.numel() * weight.shape[1] / passed
-
-
-def _seconds_per_sample(samples: SampleSet) -> float:
-    count = min(8, len(samples))
-    samples.load([0])  # the first one also imports what reads it
-    started = time.perf_counter()
-    samples.load(range(count))
-    return (time.perf_counter() - started) / count
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.2g} {unit}" if size < 10 else f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.2g} TB" if size < 10 else f"{size:.0f} TB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from driftlens.errors import DriftLensError, IncompatibleModelsError
-from driftlens.pipeline.costs import Cost
+from driftlens.pipeline.estimate import Cost
 
 T = TypeVar("T")
 

@@ -140,9 +140,7 @@ def analyze_study(
 
 def _chain(module: nn.Module, example: Any, blocks: str | None) -> LayerChain:
     if blocks is None:
-        found = architecture_of(module).chain
-        if found.architecture != SequentialAdapter.name:
-            return found
+        return architecture_of(module, example).chain
     return SequentialAdapter(blocks).chain(module, example)
 
 

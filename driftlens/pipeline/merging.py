@@ -12,7 +12,7 @@ from driftlens.errors import SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import MergeMethod, merge_methods
 from driftlens.models.export import save_model
-from driftlens.models.sources import StateSource, TensorHeader
+from driftlens.models.sources import StateSource, TensorHeader, check_finite
 from driftlens.pipeline.opening import OpenModels
 
 
@@ -50,11 +50,19 @@ class MergedSource:
         return self._base.headers
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The merged tensor; tensors that are not floating point are the base's."""
+        """The merged tensor; tensors that are not floating point are the base's.
+
+        Raises:
+            NumericsError: the base's tensor or an expert's is NaN or infinite; names the file.
+        """
         start = self._base.read(key, rows)
         if not start.is_floating_point():
             return start
         experts = {task: {key: source.read(key, rows).float()} for task, source in self._experts.items()}
+        # Checked before they are summed: afterwards nobody could tell whose NaN it was.
+        check_finite(self._base.name, key, start)
+        for task, tensors in experts.items():
+            check_finite(self._experts[task].name, key, tensors[key])
         merged = self._method.function({key: start.float()}, experts, **self._parameters)
         return merged[key].to(start.dtype)
 

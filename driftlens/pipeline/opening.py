@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from driftlens.engine.pool import ModelPool, expert_of
 from driftlens.errors import SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, load_architecture
-from driftlens.models.heads import Head, file_head, text_head
+from driftlens.models.heads import Head, class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.pipeline.study import Settings, Study, TaskSamples
 from driftlens.spec import FileHead, RunSpec, TextHead
@@ -47,20 +48,23 @@ def open_models(spec: RunSpec, *, offline: bool = False) -> OpenModels:
     architecture = load_architecture(
         spec.architecture.loader, spec.architecture.source or "", offline=offline
     )
-    weights = {expert_of(task): entry for task, entry in spec.experts.items()}
-    weights |= {f"baseline:{name}": entry for name, entry in spec.baselines.items()}
-    if spec.merged is not None:
-        weights["merged"] = spec.merged
+    origins = origins_of(spec)
     base = None if spec.base is None else open_checkpoint(spec.base.weights, offline=offline)
     canonical = None if base is None else architecture.align(base)
     sources = {} if canonical is None else {"base": canonical}
-    for name, entry in weights.items():
-        opened = open_checkpoint(entry.weights, base=base, offline=offline)
+    for name in (name for name in origins if name != "base"):
+        opened = open_checkpoint(origins[name], base=base, offline=offline)
         sources[name] = architecture.align(opened, fallback=canonical)
-    origins = {name: entry.weights for name, entry in weights.items()}
-    if spec.base is not None:
-        origins["base"] = spec.base.weights
     return OpenModels(architecture, base, sources, origins)
+
+
+def origins_of(spec: RunSpec) -> dict[str, str]:
+    """Where the weights of every model of a spec lie, by name in the pool, the base first."""
+    entries = {"base": spec.base} if spec.base is not None else {}
+    entries |= {expert_of(task): entry for task, entry in spec.experts.items()}
+    entries |= {f"baseline:{name}": entry for name, entry in spec.baselines.items()}
+    entries |= {"merged": spec.merged} if spec.merged is not None else {}
+    return {name: entry.weights for name, entry in entries.items()}
 
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
@@ -113,17 +117,27 @@ def open_heads(
     """
     heads = {}
     for task, entry in spec.heads.items():
-        classes = entry.classes if entry.classes is not None else data.get(task)
-        if classes is None:
-            raise SpecError(
-                f"heads.{task}: no class names, and the data of {task} names none",
-                hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
-            )
-        heads[task] = _head(entry, classes, models, task)
+        heads[task] = _head(entry, classes_of(task, entry, data.get(task)), models, task)
     return heads
 
 
-def _head(entry: FileHead | TextHead, classes: tuple[str, ...] | str, models: OpenModels, task: str) -> Head:
+def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a head's rows: its own, or those that the task's data gives.
+
+    Raises:
+        SpecError: neither names any.
+        DataError: names repeat, or their file can't be read.
+    """
+    names = entry.classes if entry.classes is not None else named
+    if names is None:
+        raise SpecError(
+            f"heads.{task}: no class names, and the data of {task} names none",
+            hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
+        )
+    return class_names(names)
+
+
+def _head(entry: FileHead | TextHead, classes: tuple[str, ...], models: OpenModels, task: str) -> Head:
     if isinstance(entry, FileHead):
         return file_head(entry.file, entry.tensor, entry.logit_scale, classes)
     if models.base is None:
@@ -164,13 +178,13 @@ def open_study(
         *(f"baseline:{b}" for b in spec.baselines),
     )
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
-    notices += _dtype_notices(models)
+    notices += dtype_notices(models)
     study = Study(
         name=spec.name,
         pool=pool,
         variants=variants,
         tasks=tasks,
-        settings=_settings(spec, stored),
+        settings=settings_of(spec, stored),
         seed=spec.data.defaults.seed,
         notices=tuple(dict.fromkeys(notices)),
         provenance=models.origins,
@@ -184,26 +198,37 @@ def open_study(
 
 
 def _open_data(spec: RunSpec, models: OpenModels, *, offline: bool, trust: bool) -> dict[str, TaskData]:
-    missing = [task for task in spec.tasks if task not in spec.data.tasks]
-    if missing:
-        raise SpecError(
-            f"no data for {', '.join(missing)}", hint=f"Add data.{missing[0]}: {{kind: imagefolder, ...}}."
-        )
     preprocess = models.architecture.preprocess
     assert preprocess is not None  # every loader that a spec can name brings one
-    opened = {}
-    for task, entry in spec.data.tasks.items():
-        head = spec.heads.get(task)
-        named = _named_classes(head) if head is not None else None
-        opened[task] = open_task_data(
-            task, entry, spec.data.defaults, preprocess, head_classes=named, offline=offline, trust=trust
-        )
-    return opened
+    return {task: open_data(spec, task, preprocess, offline=offline, trust=trust) for task in spec.tasks}
+
+
+def open_data(
+    spec: RunSpec, task: str, preprocess: Callable[[list[Any]], Any], *, offline: bool, trust: bool
+) -> TaskData:
+    """The samples of one task, drawn.
+
+    Args:
+        spec: the run.
+        task: one of its tasks.
+        preprocess: the architecture's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+
+    Raises:
+        SpecError: the task has no data, or wants code to run that is not trusted.
+        DataError: samples or class names are missing or contradict each other.
+    """
+    entry, head = spec.data.tasks.get(task), spec.heads.get(task)
+    if entry is None:
+        raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
+    named = _named_classes(head) if head is not None else None
+    return open_task_data(
+        task, entry, spec.data.defaults, preprocess, head_classes=named, offline=offline, trust=trust
+    )
 
 
 def _named_classes(head: FileHead | TextHead) -> tuple[str, ...] | None:
-    from driftlens.models.heads import class_names
-
     return None if head.classes is None else class_names(head.classes)
 
 
@@ -212,7 +237,8 @@ def _task_samples(data: TaskData, head: Head | None) -> TaskSamples:
     return TaskSamples(diagnosis=data.diagnosis(), test=test if test.labels is not None else None, head=head)
 
 
-def _settings(spec: RunSpec, stored: list[int]) -> Settings:
+def settings_of(spec: RunSpec, stored: list[int]) -> Settings:
+    """What a spec asks to be computed; `stored` are indices of the layers to keep."""
     jacobian = spec.metrics.jacobian
     return Settings(
         pool=spec.layers.pool,
@@ -235,7 +261,8 @@ def _settings(spec: RunSpec, stored: list[int]) -> Settings:
     )
 
 
-def _dtype_notices(models: OpenModels) -> list[str]:
+def dtype_notices(models: OpenModels) -> list[str]:
+    """That the checkpoints are stored in different dtypes, if they are."""
     found: dict[str, list[str]] = {}
     for name, source in models.sources.items():
         for key in models.architecture.chain.parameter_keys():

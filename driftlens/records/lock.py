@@ -133,7 +133,7 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
 def _process_started(pid: int) -> float | None:
     """When the process began, or None when there is no such process or psutil is not installed."""
     try:
-        import psutil  # type: ignore[import-untyped]
+        import psutil
     except ImportError:
         return None
     try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor

@@ -7,11 +7,6 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-from driftlens.errors import SpecError
-from driftlens.files import atomic_folder, sha256_of
-from driftlens.progress import Reporter
-from driftlens.suites.recipe import Recipe
-
 SCALING = 0.3
 """Task Arithmetic's scaling, as in the published benchmarks."""
 SHORTEST = 12

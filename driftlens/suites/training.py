@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.suites.descent import Descent
-from driftlens.suites.drawing.task import DrawnTask
 from driftlens.suites.pictures import TaskPictures
 from driftlens.suites.recipe import Recipe, Schedule
 from driftlens.suites.zero_shot import Tokenizer

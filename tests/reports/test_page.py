@@ -10,10 +10,10 @@ import textwrap
 from html.parser import HTMLParser
 
 import pytest
-from driftlens_reports.curves import HEIGHT, MARGIN, WIDTH, curves
-from driftlens_reports.page import render_page, write_page
 
 from driftlens.records.run import DriftRun
+from driftlens_reports.curves import HEIGHT, MARGIN, WIDTH, curves
+from driftlens_reports.page import render_page, write_page
 from tests.reports.conftest import HOSTILE
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pathlib
 import re
 
-from driftlens_reports.summary import accuracy_text, listing_text, summary, verification_text
 from rich.cells import cell_len
 
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.run import DriftRun
 from driftlens.records.verify import VerifyResult
+from driftlens_reports.summary import accuracy_text, listing_text, summary, verification_text
 
 
 def lines_of(text: str, title: str) -> list[str]:

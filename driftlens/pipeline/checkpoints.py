@@ -1,0 +1,134 @@
+"""Preflight of the models: each opened by itself, so that one that is broken does not hide another."""
+
+from __future__ import annotations
+
+import pathlib
+
+from driftlens.engine.pool import require_same_parameters
+from driftlens.errors import DriftLensError, IncompatibleModelsError
+from driftlens.models.architecture import Architecture
+from driftlens.models.loading import StateSource, open_checkpoint
+from driftlens.models.lora import is_lora_folder
+from driftlens.pipeline.findings import Collector, incompatible, problem
+from driftlens.pipeline.opening import OpenModels, dtype_notices, origins_of
+from driftlens.pipeline.stated import Statement, statements
+from driftlens.pipeline.suspicion import label
+from driftlens.spec import RunSpec
+
+
+def check_models(
+    spec: RunSpec, architecture: Architecture, collect: Collector, *, offline: bool
+) -> OpenModels:
+    """The models of a spec that can be opened and fit the architecture; the others become findings.
+
+    Args:
+        spec: names them.
+        architecture: of all of them.
+        collect: where findings go.
+        offline: whether only files that were downloaded before may be used.
+    """
+    base = None
+    origins = origins_of(spec)
+    if spec.base is not None:
+        place = spec.base.weights
+        base = collect.attempt("base", lambda: open_checkpoint(place, offline=offline))
+    opener = _Opener(architecture, base, spec.base is not None, collect, offline)
+    sources = {
+        name: source for name, place in origins.items() if (source := opener.open(name, place)) is not None
+    }
+    models = OpenModels(architecture, base, sources, {name: origins[name] for name in sources})
+    for text in dtype_notices(models):
+        collect.notice("dtypes", text)
+    return models
+
+
+class _Opener:
+    """Opens one model after the other, the base first."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        base: StateSource | None,
+        wants_base: bool,
+        collect: Collector,
+        offline: bool,
+    ) -> None:
+        self._architecture = architecture
+        self._base = base
+        self._canonical: StateSource | None = None
+        self._wants_base = wants_base
+        self._collect = collect
+        self._offline = offline
+
+    def open(self, name: str, place: str) -> StateSource | None:
+        """One model under the skeleton's key names, or None after filing why it can't be had."""
+        if name == "base" and self._base is None:
+            return None  # said already
+        try:
+            source = self._aligned(name, place)
+            require_same_parameters(self._architecture.skeleton, self._architecture.chain, source)
+        except DriftLensError as error:
+            self._file(name, place, error)
+            return None
+        if name == "base":
+            self._canonical = source
+        self._collect.ok(label(name), f"{_described(self._architecture, source)}, from {place}")
+        self._compare(name, place, source)
+        return source
+
+    def _aligned(self, name: str, place: str) -> StateSource:
+        if name == "base":
+            assert self._base is not None
+            return self._architecture.align(self._base)
+        opened = open_checkpoint(place, base=self._base, offline=self._offline)
+        return self._architecture.align(opened, fallback=self._canonical)
+
+    def _file(self, name: str, place: str, error: DriftLensError) -> None:
+        if self._wants_base and self._canonical is None and name != "base" and self._is_part(place, error):
+            text = f"the {label(name)} needs the base, which can't be used, and was not checked"
+            self._collect.notice(label(name), text)
+        else:
+            self._collect.findings.append(problem(label(name), error))
+
+    def _is_part(self, place: str, error: DriftLensError) -> bool:
+        """Whether the model lacks only what a base would have given: LoRA's weights, or the projection."""
+        layout = self._architecture.layout
+        lacks = str(error.context.get("key", "")) if isinstance(error, IncompatibleModelsError) else ""
+        return is_lora_folder(pathlib.Path(place)) or (
+            layout is not None and lacks.endswith(layout.projection)
+        )
+
+    def _compare(self, name: str, place: str, source: StateSource) -> None:
+        """File every contradiction between the model's own configuration and the architecture."""
+        if pathlib.Path(place).expanduser().is_file():
+            return  # a file alone has no configuration; others in its folder may be another model's
+        stored = pathlib.Path(source.name)
+        folder = stored if stored.is_dir() else stored.parent
+        found = self._collect.attempt(label(name), lambda: statements(self._architecture, folder)) or []
+        for statement in found:
+            if not statement.agrees:
+                self._collect.findings.append(
+                    incompatible(label(name), _contradiction(name, statement), _remedy(statement))
+                )
+
+
+def _contradiction(name: str, statement: Statement) -> str:
+    return (
+        f"the {label(name)}'s {statement.file} has {statement.key} {statement.stated}, "
+        f"but all models are computed with {statement.used}"
+    )
+
+
+def _remedy(statement: Statement) -> str:
+    if statement.key in ("hidden_act", "quick_gelu"):
+        return "Name the architecture with the activation that the weights were trained with (`architecture.source`)."
+    if statement.file == "preprocessor_config.json":
+        return "Merge models that see the same pixels, or correct the file that is wrong."
+    return "Merge models of one architecture, or correct the file that is wrong."
+
+
+def _described(architecture: Architecture, source: StateSource) -> str:
+    headers = [source.headers[key] for key in architecture.chain.parameter_keys()]
+    count = sum(header.nbytes // header.dtype.itemsize for header in headers)
+    dtypes = sorted({str(header.dtype).removeprefix("torch.") for header in headers})
+    return f"{count:,} parameters in {len(headers)} tensors, {' and '.join(dtypes)}"

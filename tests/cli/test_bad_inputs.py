@@ -1,0 +1,456 @@
+"""Bad input through the command line: the right exit code, what is wrong by name, a remedy, nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from driftlens.records.run import DriftRun, open_run
+from tests.cli.conftest import Result
+from tests.pipeline.world import CLASSES, LOGIT_SCALE, MODEL, TASKS, World, write_images, write_spec
+
+Spec = dict[str, Any]
+TASK = TASKS[0]
+KEY = "visual.transformer.resblocks.1.mlp.c_fc.weight"
+
+
+@dataclass
+class Bench:
+    """A tiny spec that a case spoils, in a folder of its own."""
+
+    world: World
+    folder: pathlib.Path
+    spec: Spec = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spec = self.world.one_task(metrics={"jacobian": False})
+
+    def expert(self, path: pathlib.Path) -> str:
+        """Make `path` the expert; returns its name."""
+        self.spec["experts"] = {TASK: {"weights": str(path)}}
+        return path.name
+
+    def changed_expert(self, **tensors: torch.Tensor | None) -> str:
+        """The expert with some tensors replaced, added or (None) taken out."""
+        state = self.world.state(TASK) | {name: value for name, value in tensors.items() if value is not None}
+        path = self.folder / "changed.safetensors"
+        save_file(
+            {name: value for name, value in state.items() if tensors.get(name, value) is not None}, path
+        )
+        return self.expert(path)
+
+    def images(self, empty: str | None = None) -> pathlib.Path:
+        """Image folders in the place of the arrays, two images per class; returns the test split's folder."""
+        for split in ("train", "test"):
+            for name in CLASSES[TASK]:
+                place = self.folder / split / name
+                place.mkdir(parents=True)
+                for row in range(0 if (split, name) == ("test", empty) else 2):
+                    pixels = np.full((16, 16, 3), 40 * row, np.uint8)
+                    Image.fromarray(pixels).save(place / f"{row}.png")
+        entry = {
+            "kind": "imagefolder",
+            "calibration": str(self.folder / "train"),
+            "test": str(self.folder / "test"),
+        }
+        self.spec["data"] = {"defaults": {"n": 4, "n_diagnosis": 4, "batch_size": 3}, TASK: entry}
+        return self.folder / "test"
+
+    def arrays(self, classes: tuple[str, ...] = CLASSES[TASK], **counts: int) -> pathlib.Path:
+        """An `.npz` file of one's own in the place of the world's."""
+        file = self.folder / "images.npz"
+        write_images(file, classes, **counts)
+        self.spec["data"][TASK] = {"kind": "npz", "file": str(file)}
+        return file
+
+
+@pytest.fixture
+def bench(world: World, tmp_path: pathlib.Path) -> Bench:
+    return Bench(world, tmp_path)
+
+
+def missing_file(bench: Bench) -> list[str]:
+    return [bench.expert(bench.folder / "nowhere.safetensors"), "relative paths"]
+
+
+def truncated(bench: Bench) -> list[str]:
+    path = bench.folder / "cut.safetensors"
+    path.write_bytes(bench.world.weights(TASK).read_bytes()[:-1000])
+    return [bench.expert(path), "Copy or download it again"]
+
+
+def missing_shard(bench: Bench) -> list[str]:
+    folder = bench.folder / "shards"
+    folder.mkdir()
+    state = bench.world.state(TASK)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(
+            {"weight_map": {key: f"model-0000{1 + row % 2}.safetensors" for row, key in enumerate(state)}}
+        )
+    )
+    save_file(
+        {key: value for row, (key, value) in enumerate(state.items()) if row % 2 == 0},
+        folder / "model-00001.safetensors",
+    )
+    bench.expert(folder)
+    return ["model-00002.safetensors", "missing shard"]
+
+
+def wider(bench: Bench) -> list[str]:
+    name = bench.changed_expert(**{KEY: torch.zeros(80, 16)})
+    return [name, KEY.removeprefix("visual."), "[80, 16]", "[64, 16]", "another model size"]
+
+
+def deeper(bench: Bench) -> list[str]:
+    extra = {
+        name.replace(".1.", ".3."): value
+        for name, value in bench.world.state(TASK).items()
+        if "blocks.1." in name
+    }
+    return [bench.changed_expert(**extra), "resblocks.3.", "one architecture"]
+
+
+def shallower(bench: Bench) -> list[str]:
+    absent = dict.fromkeys(
+        name for name in bench.world.state(TASK) if "visual.transformer.resblocks.2." in name
+    )
+    return [bench.changed_expert(**absent), "lacks", "resblocks.2."]
+
+
+def extra_key(bench: Bench) -> list[str]:
+    return [
+        bench.changed_expert(**{"visual.adapter.weight": torch.zeros(2)}),
+        "'adapter.weight'",
+        "one architecture",
+    ]
+
+
+def missing_key(bench: Bench) -> list[str]:
+    return [bench.changed_expert(**{KEY: None}), "lacks", KEY.removeprefix("visual.")]
+
+
+def nan_weight(bench: Bench) -> list[str]:
+    weight = bench.world.state(TASK)[KEY]
+    weight[0, 0] = torch.nan
+    return [bench.changed_expert(**{KEY: weight}), "1 NaN", KEY.removeprefix("visual."), "save it again"]
+
+
+def infinite_features(bench: Bench) -> list[str]:
+    huge = {KEY: torch.full((64, 16), 1e30), KEY.replace("c_fc", "c_proj"): torch.full((16, 64), 1e30)}
+    bench.changed_expert(**huge)
+    return [f"expert:{TASK}", "layer 3 (transformer.resblocks.1)", TASK, "sample 'test/"]
+
+
+def pickled_code(bench: Bench) -> list[str]:
+    path = bench.folder / "model.pkl"
+    path.write_bytes(b"")
+    return [bench.expert(path), "a pickle", "safetensors"]
+
+
+def torchscript(bench: Bench) -> list[str]:
+    path = bench.folder / "scripted.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("scripted/constants.pkl", "scripted/code/__torch__.py", "scripted/data.pkl"):
+            archive.writestr(name, b"")
+    return [bench.expert(path), "TorchScript", "torch.jit.load"]
+
+
+def siglip(bench: Bench) -> list[str]:
+    folder = bench.folder / "siglip"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "siglip", "architectures": ["SiglipModel"]})
+    )
+    bench.spec["architecture"] = {"loader": "hf-clip", "source": str(folder)}
+    return ["SiglipModel", "expected CLIP", "Supported are"]
+
+
+def of_vision(**vision: Any) -> Callable[[Bench], None]:
+    """Another image tower in the architecture's configuration."""
+
+    def change(bench: Bench) -> None:
+        path = bench.folder / "model_config.json"
+        path.write_text(json.dumps(MODEL | {"vision_cfg": {**MODEL["vision_cfg"], **vision}}))
+        bench.spec["architecture"] = {"loader": "open-clip", "source": str(path)}
+
+    return change
+
+
+def timm_trunk(bench: Bench) -> list[str]:
+    of_vision(timm_model_name="vit_base_patch16_224")(bench)
+    return ["timm trunk (vit_base_patch16_224)", "Supported are"]
+
+
+def attention_pool(bench: Bench) -> list[str]:
+    of_vision(attentional_pool=True)(bench)
+    return ["attn_pool"]
+
+
+def resnet(bench: Bench) -> list[str]:
+    of_vision(layers=[1, 1, 1, 1], width=8)(bench)
+    return ["ResNet"]
+
+
+def empty_class(bench: Bench) -> list[str]:
+    folder = bench.images(empty="rose")
+    return [str(folder / "rose"), "no images", "remove the folder"]
+
+
+def unreadable_image(bench: Bench) -> list[str]:
+    path = bench.images() / "rose" / "1.png"
+    path.write_bytes(b"\x89PNG not really")
+    return [str(path), "can't be read", "Replace the file"]
+
+
+def other_classes(bench: Bench) -> list[str]:
+    bench.spec["heads"] = {TASK: {**bench.world.head(TASK), "classes": ["Lily", "rose", "tulip"]}}
+    return [f"task {TASK}", "only in data: 'lily'", "only in head: 'Lily'", "'lily' looks like 'Lily'"]
+
+
+def too_few_names(bench: Bench) -> list[str]:
+    bench.arrays(("lily", "rose"))
+    return [f"{TASK!r} in", "3 rows", "2 class names"]
+
+
+def more_than_there_are(bench: Bench) -> list[str]:
+    bench.spec["data"]["defaults"]["n"] = 100
+    return [f"task {TASK}", "100 calibration samples", "holds 6", f"data.{TASK}.n: 6"]
+
+
+def damaged_arrays(bench: Bench) -> list[str]:
+    path = bench.arrays()
+    path.write_bytes(path.read_bytes()[:200])
+    return [str(path), "cut short", "numpy.savez"]
+
+
+def no_such_layer(bench: Bench) -> list[str]:
+    bench.spec["layers"] = {"select": "visual.transformer.resblocks.9"}
+    return ["resblocks.9", "the nearest are transformer.resblocks."]
+
+
+def unknown_key(bench: Bench) -> list[str]:
+    bench.spec["experst"] = bench.spec.pop("experts")
+    return ["experst", "unknown key", "Did you mean 'experts'?"]
+
+
+def no_data(bench: Bench) -> list[str]:
+    del bench.spec["data"][TASK]
+    return [f"no data for {TASK}", f"Add data.{TASK}"]
+
+
+def no_such_method(bench: Bench) -> list[str]:
+    bench.spec["merge"] = {"method": "task_aritmetic"}
+    return ["task_aritmetic", "Did you mean 'task_arithmetic'?"]
+
+
+def no_gpu(bench: Bench) -> list[str]:
+    bench.spec["compute"] = {"device": "cuda"}
+    return ["compute.device is cuda", "Use `auto` or `cpu`"]
+
+
+CASES: dict[Callable[[Bench], list[str]], int] = {
+    missing_file: 4,
+    truncated: 4,
+    missing_shard: 4,
+    wider: 4,
+    deeper: 4,
+    shallower: 4,
+    extra_key: 4,
+    missing_key: 4,
+    nan_weight: 4,
+    infinite_features: 4,
+    pickled_code: 4,
+    torchscript: 4,
+    siglip: 4,
+    timm_trunk: 4,
+    attention_pool: 4,
+    resnet: 4,
+    empty_class: 4,
+    unreadable_image: 4,
+    other_classes: 4,
+    too_few_names: 4,
+    more_than_there_are: 4,
+    damaged_arrays: 4,
+    no_such_layer: 2,
+    unknown_key: 2,
+    no_data: 2,
+    no_such_method: 2,
+    no_gpu: 2,
+}
+
+
+def leftovers(out: pathlib.Path) -> list[pathlib.Path]:
+    """Scratch folders and locks that should be gone."""
+    return [path for path in out.rglob("*") if path.name.startswith(".partial-") or path.name == "run.lock"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"), CASES.items(), ids=[spoil.__name__.replace("_", " ") for spoil in CASES]
+)
+def test_bad_input_is_named_and_leaves_nothing_behind(
+    bench: Bench,
+    run_cli: Callable[..., Result],
+    spec_file: pathlib.Path,
+    spoil: Callable[[Bench], list[str]],
+    code: int,
+) -> None:
+    if spoil is no_gpu and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    words = spoil(bench)
+    out = bench.folder / "run"
+    result = run_cli("analyze", write_spec(spec_file, bench.spec), "--out", out, "--progress", "none")
+    assert (result.code, result.out) == (code, ""), result.err
+    assert result.err.startswith("error: ") and "Traceback" not in result.err
+    for word in words:
+        assert word in result.err
+    assert not leftovers(out)
+    if out.exists():
+        status = open_run(out).status
+        assert status is not None and status.state == "failed"
+        assert status.error is not None and status.error.message == result.message
+
+
+class _Trap:
+    """An object whose unpickling would leave a trace."""
+
+    def __init__(self, trace: pathlib.Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pathlib.Path.touch, (self.trace,)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "bin", "pkl"])
+def test_code_in_a_checkpoint_is_not_run(
+    bench: Bench, run_cli: Callable[..., Result], spec_file: pathlib.Path, suffix: str
+) -> None:
+    trace, path = bench.folder / "trace", bench.folder / f"trap.{suffix}"
+    torch.save({"weight": _Trap(trace)}, path)
+    pickle.loads(pickle.dumps(_Trap(trace)))
+    assert trace.exists(), "the trap should work where it is sprung"
+    trace.unlink()
+    bench.expert(path)
+    result = run_cli("analyze", write_spec(spec_file, bench.spec), "--out", bench.folder / "run")
+    assert result.code == 4 and str(path) in result.message
+    assert "onvert it" in result.hint
+    assert not trace.exists() and not (bench.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["--set", "data.flowers={kind: python, target: os:getcwd}"]], ids=["spec", "flag"]
+)
+def test_code_that_a_spec_names_needs_trust_on_the_command_line(
+    bench: Bench,
+    run_cli: Callable[..., Result],
+    spec_file: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+) -> None:
+    monkeypatch.setenv("DRIFTLENS_ANALYZE_TRUST", "1")
+    if not given:
+        bench.spec["data"][TASK] = {"kind": "python", "target": "os:getcwd"}
+    result = run_cli("analyze", write_spec(spec_file, bench.spec), "--out", bench.folder / "run", *given)
+    assert result.code == 2 and "--trust-code" in result.err
+
+
+def test_a_run_of_a_newer_schema_is_refused_by_name(
+    finished: DriftRun, run_cli: Callable[..., Result], tmp_path: pathlib.Path
+) -> None:
+    manifest = json.loads((finished.path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"schema_version": "9.0"}))
+    result = run_cli("show", tmp_path)
+    assert result.code == 4
+    assert "schema 9.0" in result.message and "pip install --upgrade" in result.hint
+
+
+@pytest.mark.parametrize("after", ["models/merged.safetensors", "tables/samples.parquet", "features/"])
+def test_a_full_disk_fails_the_run_and_what_was_finished_stays(
+    bench: Bench,
+    run_cli: Callable[..., Result],
+    spec_file: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: str,
+) -> None:
+    out = bench.folder / "run"
+    replace = pathlib.Path.replace
+
+    def full(self: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+        if after in pathlib.Path(target).as_posix():
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        return replace(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", full)
+    arguments = ("analyze", write_spec(spec_file, bench.spec), "--out", out, "--progress", "none")
+    result = run_cli(*arguments)
+    assert result.code == 4, result.err
+    assert "No space left on device" in result.message and "Free some space" in result.hint
+    run = open_run(out)
+    assert run.status is not None and run.status.state == "failed"
+    assert not leftovers(out) and not [path for path in out.rglob("*") if path.as_posix().endswith(after)]
+    monkeypatch.undo()
+    assert run_cli(*arguments, "--resume").code == 0
+    assert run_cli("verify", out).code == 0
+
+
+def one_image(bench: Bench) -> None:
+    bench.arrays(train=1, test=1)
+    bench.spec["data"]["defaults"] = {"n": 1, "n_diagnosis": 1, "batch_size": 3}
+    bench.spec["heads"] = None
+
+
+def one_class(bench: Bench) -> None:
+    bench.arrays(("lily",))
+    file = bench.folder / "head.safetensors"
+    save_file({"only": torch.nn.functional.normalize(torch.ones(1, 8))}, file)
+    bench.spec["heads"] = {TASK: {"file": str(file), "tensor": "only", "logit_scale": LOGIT_SCALE}}
+
+
+def unlabelled(bench: Bench) -> None:
+    file = bench.folder / "bare.npz"
+    with np.load(bench.world.data(TASK)) as arrays:
+        np.savez(file, x_train=arrays["x_train"], x_test=arrays["x_test"])
+    bench.spec["data"][TASK] = {"kind": "npz", "file": str(file)}
+    bench.spec["heads"] = None
+
+
+def without_base(bench: Bench) -> None:
+    bench.spec |= {"base": None, "merge": {"method": "average"}}
+
+
+def strange_names(bench: Bench) -> None:
+    name = "Blumen: 花/../🌸"
+    for section in ("experts", "heads", "data"):
+        bench.spec[section][name] = bench.spec[section].pop(TASK)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [one_image, one_class, unlabelled, without_base, strange_names],
+    ids=lambda change: change.__name__.replace("_", " "),
+)
+def test_unusual_input_is_no_error(
+    bench: Bench, run_cli: Callable[..., Result], spec_file: pathlib.Path, change: Callable[[Bench], None]
+) -> None:
+    bench.spec["metrics"] = {"jacobian": {"samples": 2}, "cka": True}
+    change(bench)
+    spec = {key: value for key, value in bench.spec.items() if value is not None}
+    out = bench.folder / "run"
+    result = run_cli("analyze", write_spec(spec_file, spec), "--out", out, "--json", "--progress", "none")
+    assert result.code == 0, result.err
+    (row,) = [row for row in json.loads(result.out)["final"] if row["variant"] == "merged"]
+    assert row["task"] == next(iter(spec["experts"])) and row["drift_l2_mean"] >= 0
+    assert row["final_share"] is None or abs(row["final_share"]) < 10
+    assert {path.parent for path in out.iterdir()} == {out} and not leftovers(bench.folder)
+    assert run_cli("show", out).code == 0 and run_cli("verify", out).code == 0

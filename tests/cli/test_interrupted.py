@@ -1,0 +1,168 @@
+"""Runs that are killed, cancelled, locked, resumed or damaged: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+from collections.abc import Callable
+
+import pandas as pd
+import pytest
+
+import driftlens as dl
+from driftlens.errors import Cancelled
+from driftlens.progress import CancelToken, ProgressEvent
+from driftlens.records.lock import owner_of
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from tests.cli.conftest import Result
+from tests.cli.worker import analyzing
+from tests.pipeline.world import TASKS, World, write_spec
+
+Cli = Callable[..., Result]
+TABLES = ("layers", "samples", "outputs", "params", "accuracy")
+
+
+def same_tables(one: DriftRun, other: DriftRun) -> None:
+    for table in TABLES:
+        pd.testing.assert_frame_equal(getattr(one, table)(), getattr(other, table)(), check_exact=True, obj=table)
+    for file in sorted(other.path.rglob("*.npy")):
+        relative = file.relative_to(other.path)
+        assert (one.path / relative).read_bytes() == file.read_bytes(), relative
+
+
+def states(run: DriftRun) -> dict[str, str]:
+    return {name: phase.state for name, phase in run.manifest.phases.items()}
+
+
+@pytest.fixture
+def spec(world: World, finished: DriftRun, spec_file: pathlib.Path) -> pathlib.Path:
+    """The spec behind `finished`."""
+    return write_spec(spec_file, world.spec(metrics={"jacobian": {"samples": 2}, "cka": True}))
+
+
+def test_a_killed_run_is_resumed_to_the_very_same_tables(
+    spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
+) -> None:
+    out = tmp_path / "run"
+    with analyzing(spec, out) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    killed = open_run(out)
+    first = killed.manifest.phases[f"analyze:{TASKS[0]}"]
+    assert states(killed) == {
+        **dict.fromkeys(["merge", "digests", f"analyze:{TASKS[0]}"], "done"),
+        f"analyze:{TASKS[1]}": "running",
+    }
+    assert run_cli("ls", tmp_path).out.count("stopped") == 1
+
+    changed = ("analyze", spec, "--out", out, "--resume", "--seed", 7)
+    refused = run_cli(*changed)
+    assert refused.code == 2 and "another spec" in refused.message and str(out / "spec.yaml") in refused.hint
+
+    assert run_cli("analyze", spec, "--out", out, "--resume", "--progress", "none").code == 0
+    resumed = open_run(out)
+    same_tables(resumed, finished)
+    assert set(states(resumed).values()) == {"done"}
+    assert resumed.manifest.phases[f"analyze:{TASKS[0]}"] == first, "a finished phase should not be done again"
+    assert run_cli("verify", out).code == 0
+
+
+def test_a_second_writer_is_refused_and_ctrl_c_cancels(
+    spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
+) -> None:
+    out = tmp_path / "run"
+    with analyzing(spec, out) as process:
+        for second in (("--resume",), ("--force",), ()):
+            refused = run_cli("analyze", spec, "--out", out, "--progress", "none", *second)
+            assert refused.code == 5 and f"process {process.pid}" in refused.message
+        assert run_cli("evaluate", out).code == 5
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        _, written = process.communicate(timeout=300)
+        assert process.returncode == 130
+    assert "Traceback" not in written and "--resume" in written
+    run = open_run(out)
+    assert run.status is not None and run.status.state == "cancelled"
+    assert states(run)[f"analyze:{TASKS[1]}"] == "cancelled"
+    assert owner_of(out) is None and not list(out.rglob(".partial-*"))
+    assert run_cli("analyze", spec, "--out", out, "--resume", "--progress", "none").code == 0
+    same_tables(open_run(out), finished)
+
+
+def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(
+    world: World, spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
+) -> None:
+    token, out = CancelToken(), tmp_path / "run"
+
+    def stop(event: ProgressEvent) -> None:
+        if event.phase == "evaluate":
+            token.cancel()
+
+    with pytest.raises(Cancelled):
+        dl.analyze(spec, out=out, progress="none", on_progress=stop, cancel=token)
+    assert open_run(out).accuracy().empty
+    assert run_cli("evaluate", out, "--progress", "none").code == 0
+    same_tables(open_run(out), finished)
+
+    phase = f"evaluate:{TASKS[0]}"
+    before = open_run(out).manifest.phases[phase]
+    assert run_cli("evaluate", out, "--progress", "none").code == 0
+    assert open_run(out).manifest.phases[phase] == before
+    assert run_cli("evaluate", out, "--again", "--progress", "none").code == 0
+    assert open_run(out).manifest.phases[phase] != before
+    same_tables(open_run(out), finished)
+    assert run_cli("verify", out).code == 0
+
+
+@pytest.mark.parametrize("file", ["tables/layers.parquet", f"features/{TASKS[0]}/merged/005.npy", "manifest.json", "spec.yaml"])
+def test_verify_finds_a_flipped_byte(finished: DriftRun, tmp_path: pathlib.Path, run_cli: Cli, file: str) -> None:
+    copy = shutil.copytree(finished.path, tmp_path / "copy")
+    assert run_cli("verify", copy).code == 0
+    path = copy / file
+    data = bytearray(path.read_bytes())
+    # In the manifest, a digit of the file's own digest, so that it stays JSON.
+    position = data.rindex(b'"digest": "') + 12 if file == "manifest.json" else len(data) // 2
+    data[position] = ord("0") if data[position] == ord("1") else ord("1")
+    path.write_bytes(data)
+    found = run_cli("verify", copy)
+    assert found.code == 4 and file in found.out
+
+
+def test_a_folder_with_something_in_it_is_left_alone(
+    spec: pathlib.Path, finished: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    refused = run_cli("analyze", spec, "--out", tmp_path / "mine")
+    assert refused.code == 2 and "not empty" in refused.message and "--force" in refused.hint
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_force_replaces_a_run_and_nothing_else(
+    world: World, finished: DriftRun, tmp_path: pathlib.Path, spec_file: pathlib.Path, run_cli: Cli
+) -> None:
+    out = shutil.copytree(finished.path, tmp_path / "run")
+    (out / "notes.txt").write_text("mine")
+    merged = {"weights": str(world.weights(TASKS[1]))}
+    spec = world.one_task(merge=None, merged=merged, heads=None, metrics={"jacobian": False})
+    arguments = ("analyze", write_spec(spec_file, spec), "--out", out, "--progress", "none")
+    assert run_cli(*arguments).code == 2
+    assert open_run(out).id == finished.id
+    assert run_cli(*arguments, "--force").code == 0
+    run = open_run(out)
+    assert run.tasks == TASKS[:1] and run.accuracy().empty
+    assert sorted(path.name for path in (out / "features").iterdir()) == [TASKS[0]]
+    assert not (out / "models").exists(), "the merged model of the run before is not this run's"
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_in_progress_holds_its_lock_in_this_process_too(
+    spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    out = tmp_path / "run"
+    with RunWriter.create(out, spec_yaml="", spec_digest="", name="held"):
+        refused = run_cli("evaluate", out)
+        assert refused.code == 5 and f"process {os.getpid()}" in refused.message

@@ -1,0 +1,172 @@
+"""The pool refuses models that don't belong together, finds broken weights, and streams the library's forward."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+from driftlens.engine.library import streamed_weights
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import forward, waiting_bytes, walk
+from driftlens.errors import IncompatibleModelsError, NumericsError
+from driftlens.models.sources import TensorsSource
+from tests.cases import CASES, Family, family
+
+CASE = CASES["open_clip_vit"]
+
+
+@pytest.fixture
+def models() -> Family:
+    return family(CASE, n=4, batch_size=2)
+
+
+def with_state(models: Family, state: dict[str, torch.Tensor]) -> ModelPool:
+    skeleton = models.modules["base"]
+    source = TensorsSource("expert.safetensors", state)
+    return ModelPool(models.chain, skeleton, {"odd": source}, device=torch.device("cpu"), dtype=torch.float64)
+
+
+def state_of(models: Family) -> dict[str, torch.Tensor]:
+    return copy.deepcopy(dict(models.modules["expert:a"].state_dict()))
+
+
+KEY = "transformer.resblocks.1.mlp.c_fc.weight"
+
+
+def test_missing_and_unknown_keys_are_named(models: Family) -> None:
+    state = state_of(models)
+    state["surplus"] = state.pop(KEY)
+    with pytest.raises(
+        IncompatibleModelsError, match=r"lacks 'transformer.resblocks.1.*has 'surplus'"
+    ) as caught:
+        with_state(models, state)
+    assert "expert.safetensors" in caught.value.message
+
+
+def test_a_differing_shape_is_named_with_both_shapes(models: Family) -> None:
+    state = state_of(models)
+    state[KEY] = state[KEY][:, :7]
+    with pytest.raises(IncompatibleModelsError, match=rf"{KEY}.*\[64, 7\].*\[64, 32\]"):
+        with_state(models, state)
+
+
+def test_integers_against_floats_are_refused_and_float_widths_are_not(models: Family) -> None:
+    state = state_of(models)
+    with_state(models, {key: tensor.half() for key, tensor in state.items()})
+    state[KEY] = state[KEY].to(torch.int8)
+    with pytest.raises(IncompatibleModelsError, match="int8"):
+        with_state(models, state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_weights_are_named_when_their_layer_is_read(models: Family, value: float) -> None:
+    state = state_of(models)
+    state[KEY][3, 3] = value
+    pool = with_state(models, state)
+    pool.parameters("odd", models.chain.layers[1])
+    with pytest.raises(NumericsError, match=KEY):
+        pool.parameters("odd", models.chain.layers[2])
+
+
+def test_features_that_overflow_are_named_by_layer_task_and_sample(models: Family) -> None:
+    state = state_of(models)
+    models.pool.add(
+        "wild", TensorsSource("wild", {k: v * 1e200 if k == KEY else v for k, v in state.items()})
+    )
+    models.batches[1].inputs[1] *= 1e300  # the last sample overflows, the others don't
+    with torch.no_grad(), pytest.raises(NumericsError) as caught:
+        list(walk(models.pool, "a", ["merged"], models.batches, ids=["s0", "s1", "s2", "s3"]))
+    assert caught.value.context["sample"] == "s3"
+    assert "task 'a'" in caught.value.message and "layer 1 (conv1)" in caught.value.message
+
+
+def test_only_the_layer_at_hand_is_read(models: Family) -> None:
+    read: list[str] = []
+
+    class Watched(TensorsSource):
+        def read(self, key: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+            read.append(key)
+            return super().read(key, rows)
+
+    models.pool.add("watched", Watched("watched", state_of(models)))
+    layer = models.chain.layers[2]
+    found = models.pool.parameters("watched", layer)
+    assert set(read) == {slot.key for slot in layer.parameters.values()}
+    q, k = found["attn.q_proj.weight"], found["attn.k_proj.weight"]
+    whole = models.modules["expert:a"].state_dict()["transformer.resblocks.1.attn.in_proj_weight"]
+    assert torch.equal(torch.cat([q, k]), whole[:64])
+
+
+def test_library_forward_with_streamed_weights_is_the_live_models_own(models: Family) -> None:
+    """The pool's skeleton holds the base; the expert's weights come and go block by block."""
+    skeleton, expert = models.modules["base"], models.modules["expert:a"]
+    inputs = models.batches[0].inputs
+    resident: list[int] = []
+
+    def count(*_: object) -> None:
+        blocks = skeleton.transformer.resblocks
+        ours = expert.transformer.resblocks
+        resident.append(
+            sum(torch.equal(b.mlp.c_fc.weight, e.mlp.c_fc.weight) for b, e in zip(blocks, ours, strict=True))
+        )
+
+    handles = [block.mlp.register_forward_hook(count) for block in skeleton.transformer.resblocks]
+    with torch.no_grad(), streamed(models, skeleton, "expert:a"):
+        found = skeleton(inputs)
+        wanted = expert(inputs)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(found, wanted)
+    assert resident == [1, 1, 1]
+
+
+def streamed(models: Family, skeleton: torch.nn.Module, name: str) -> AbstractContextManager[None]:
+    paths = [layer.path for layer in models.chain.blocks]
+    return streamed_weights(skeleton, paths, models.pool.source(name).read, torch.device("cpu"))
+
+
+def test_an_exception_inside_the_library_leaves_the_skeleton_as_it_was(models: Family) -> None:
+    skeleton = models.modules["base"]
+    before = {key: value.clone() for key, value in skeleton.state_dict().items()}
+    with pytest.raises(RuntimeError), streamed(models, skeleton, "expert:a"):
+        skeleton(torch.zeros(1, 3, 5, 5, dtype=torch.float64))
+    assert all(torch.equal(value, before[key]) for key, value in skeleton.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in skeleton.modules())
+
+
+def test_features_of_one_boundary_wait_and_no_more(models: Family) -> None:
+    """Bytes of all live feature tensors while the walk runs, as the garbage collector knows them."""
+    per_sample = waiting_bytes(models.pool, "merged", models.batches[0].inputs[:1])
+    assert per_sample == 17 * 32 * 8
+    gc.collect()
+    before, most = live_bytes(17, 32), 0
+    with torch.no_grad():
+        for view in walk(models.pool, "a", ["merged"], models.batches):
+            if view.layer.role == "block":
+                most = max(most, live_bytes(17, 32) - before)
+    # Two models of four samples wait; of the batch of two at hand there are the outputs and the crossed output, and
+    # the view of the batch before it.
+    assert most <= (2 * 4 + 3 * 2 + 3 * 2) * per_sample
+
+
+def live_bytes(*shape: int) -> int:
+    """Memory of all tensors [n, *shape] that are alive, views of one storage counted once."""
+    alive = {
+        t.untyped_storage().data_ptr(): t.nbytes
+        for t in gc.get_objects()
+        if type(t) is torch.Tensor and tuple(t.shape[1:]) == shape
+    }
+    return sum(alive.values())
+
+
+def test_plain_forward_equals_the_module(models: Family) -> None:
+    with torch.no_grad():
+        for (start, found), batch in zip(
+            forward(models.pool, "merged", models.batches), models.batches, strict=True
+        ):
+            assert start == batch.start
+            torch.testing.assert_close(found, models.modules["merged"](batch.inputs), rtol=1e-10, atol=1e-12)

@@ -1,0 +1,30 @@
+"""What tests of the pipeline and of the command line share: one world, and one finished run of it per form."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+import driftlens as dl
+from driftlens.records.run import DriftRun
+from tests.pipeline.world import World, build
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Base and two experts; read-only."""
+    return build(tmp_path_factory.mktemp("world") / "models")
+
+
+@pytest.fixture(scope="session")
+def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A finished run of the world in open_clip's form; read-only."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return dl.analyze(world.spec(metrics={"jacobian": {"samples": 2}, "cka": True}), out=out, progress="none")
+
+
+@pytest.fixture
+def spec_file(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Where a test may write its spec."""
+    return tmp_path / "run.yaml"

@@ -66,9 +66,8 @@ def _misused(error: Any) -> int:
 
 
 def _report(message: str, hint: str, code: int) -> int:
-    typer.secho(
-        f"error: {message}" if code != Cancelled.exit_code else message, err=True, fg=typer.colors.RED
-    )
+    text = message if code == Cancelled.exit_code else f"error: {message}"
+    typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else typer.colors.RED)
     if hint:
         typer.echo(f"hint: {hint}", err=True)
     if manner.debug:

@@ -32,7 +32,7 @@ def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
         [n, classes], equal to the difference of the two softmaxes up to quadrature error.
     """
     total = torch.zeros_like(scores)
-    for t, weight in _composite_nodes(change):
+    for t, weight in composite_nodes(change):
         p = (scores + t * change).softmax(dim=1)
         total += weight * p * (change - (p * change).sum(dim=1, keepdim=True))
     return total
@@ -53,15 +53,22 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
     """
     wanted = change.gather(1, labels[:, None])[:, 0]
     total = torch.zeros_like(wanted)
-    for t, weight in _composite_nodes(change):
+    for t, weight in composite_nodes(change):
         p = (scores + t * change).softmax(dim=1)
         total += weight * ((p * change).sum(dim=1) - wanted)
     return total
 
 
-def _composite_nodes(change: Tensor) -> Iterator[tuple[float, float]]:
-    spread = float((change.amax(dim=1) - change.amin(dim=1)).max()) if change.numel() else 0.0
-    panels = max(1, math.ceil(spread / PANEL))
+def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:
+    """(node, weight) pairs on [0, 1]: eight per panel, and as many panels as the change of scores asks for.
+
+    Args:
+        change: d, [n, classes].
+        panels: how many panels instead.
+    """
+    if panels is None:
+        spread = float((change.amax(dim=1) - change.amin(dim=1)).max()) if change.numel() else 0.0
+        panels = max(1, math.ceil(spread / PANEL))
     for panel in range(panels):
         for t, weight in gauss_legendre(NODES):
             yield (panel + t) / panels, weight / panels

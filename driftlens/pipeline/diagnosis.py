@@ -20,6 +20,7 @@ from driftlens.linalg.cka import linear_cka
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State, pooled
 from driftlens.models.heads import Head
+from driftlens.pipeline.adjoint import adjoint_columns
 from driftlens.pipeline.sensitivity import Sensitivity, sensitivities
 from driftlens.pipeline.study import Study, TaskSamples
 from driftlens.progress import Reporter
@@ -38,6 +39,7 @@ class TaskDiagnosis:
     layers: list[Row] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
+    adjoint: list[dict[str, Any]] = field(default_factory=list)
     features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
 
 
@@ -63,12 +65,18 @@ def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
     found = _tables(study, task, at_hand, recorder, library)
     if study.settings.jacobian is not None:
         for variant in study.explained_variants:
-            meter.next_pass()
-            _add_sensitivity(
-                found, variant, sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes"))
-            )
+            _explain(study, task, variant, found, meter)
     meter.finish()
     return found
+
+
+def _explain(study: Study, task: str, variant: str, found: TaskDiagnosis, meter: _Meter) -> None:
+    meter.next_pass()
+    sensitivity = sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes"))
+    _add_sensitivity(found, variant, sensitivity)
+    if study.settings.adjoint:
+        nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
+        found.adjoint += adjoint_columns(study, task, variant, nodes)
 
 
 class _Meter:

@@ -44,6 +44,7 @@ def live_study(
     batch_size: int = 32,
     cka: bool = False,
     jacobian: JacobianSettings | None = None,
+    adjoint: bool = False,
     device: str | torch.device | None = None,
     seed: int = 0,
     name: str = "live",
@@ -63,6 +64,7 @@ def live_study(
         batch_size: samples per forward pass.
         cka: whether linear CKA is computed.
         jacobian: settings of path-averaged Jacobians; None leaves them out.
+        adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
         device: where it is computed; the merged model's own device by default.
         seed: of random directions.
         name: of the run.
@@ -105,6 +107,7 @@ def live_study(
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], layers)),
             cka=cka,
             jacobian=jacobian,
+            adjoint=adjoint,
         ),
         seed=seed,
         notices=("accuracy is measured on the diagnosis samples",) if head_of else (),

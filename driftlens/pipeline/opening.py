@@ -244,6 +244,7 @@ def settings_of(spec: RunSpec, stored: list[int]) -> Settings:
         pool=spec.layers.pool,
         stored_layers=frozenset(stored),
         cka=spec.metrics.cka,
+        adjoint=spec.metrics.adjoint,
         jacobian=None
         if jacobian is False
         else JacobianSettings(

@@ -36,6 +36,7 @@ class Settings:
         stored_layers: indices of the layers whose rows and features are kept (stem and head always are).
         cka: whether linear CKA with the expert is computed.
         jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
+        adjoint: whether changes of loss and margin are traced back to layers, sample by sample.
         feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
         deterministic: whether kernels that give the same bits every time are preferred.
     """
@@ -44,6 +45,7 @@ class Settings:
     stored_layers: frozenset[int]
     cka: bool = False
     jacobian: JacobianSettings | None = None
+    adjoint: bool = False
     feature_budget: int = 2 << 30
     deterministic: bool = False
 

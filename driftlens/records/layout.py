@@ -15,7 +15,7 @@ GUARD = "run.lock.guard"
 
 ENTRIES = (
     *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD),
-    *("tables", "features", "projections", "calibrations", "thumbs", "figures", "reports", "logs"),
+    *("tables", "features", "models", "projections", "calibrations", "thumbs", "figures", "reports", "logs"),
 )
 """Everything DriftLens puts directly into a run directory."""
 

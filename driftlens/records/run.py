@@ -99,6 +99,13 @@ class DriftRun:
         """Rows of the output table: one sample's scores and decision. Arguments as for `layers`."""
         return self._rows(schema.OUTPUTS, task=task, variant=variant)
 
+    def adjoint(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the adjoint table: what each layer adds to a sample's change of loss, margin or feature.
+
+        Empty unless the run was asked for it (`metrics.adjoint`). Arguments and errors as for `layers`.
+        """
+        return self._rows(schema.ADJOINT, task=task, variant=variant)
+
     def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Rows of the parameter table: task vectors compared. Arguments as for `layers`."""
         return self._rows(schema.PARAMS, task=task, variant=variant)

@@ -216,6 +216,21 @@ OUTPUTS = Table(
     ),
 )
 
+ADJOINT = Table(
+    "adjoint",
+    ("task", "variant", "target", "layer", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        _text("target", "What is explained: final_drift (share), loss (nat) or margin (score)."),
+        LAYER,
+        SAMPLE_ID,
+        Column("part", "float", "of the target", "What the layer's local mismatch adds to the change."),
+        Column("change", "float", "of the target", "Change of the target from expert to variant."),
+        Column("remainder", "float", "of the target", "Change no layer accounts for (head row only)."),
+    ),
+)
+
 PARAMS = Table(
     "params",
     # A stem of one module shares its path with that module, so the scope is part of the key.
@@ -275,4 +290,7 @@ RESOURCES = Table(
     ),
 )
 
-TABLES = {table.name: table for table in (LAYERS, SAMPLES, OUTPUTS, PARAMS, ACCURACY, CALIBRATION, RESOURCES)}
+TABLES = {
+    table.name: table
+    for table in (LAYERS, SAMPLES, OUTPUTS, ADJOINT, PARAMS, ACCURACY, CALIBRATION, RESOURCES)
+}

@@ -45,10 +45,10 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     sheet = backdrop(rng, paper)
     mask = placed(
         sources[rng.integers(len(sources))],
-        tuple(CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)),
-        rng.uniform(56, 68),
-        angle=rng.uniform(-10, 10),
-        shear=rng.uniform(-0.15, 0.15),
+        tuple(CANVAS / 2 + rng.uniform(-2, 2, 2)),
+        rng.uniform(58, 68),
+        angle=rng.uniform(-6, 6),
+        shear=rng.uniform(-0.08, 0.08),
     )
     sheet.paste(ink, mask=mask)
     return camera(sheet, rng)

@@ -21,8 +21,8 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     picture = backdrop(rng, wall, spread=45)
     clutter(rng, picture, int(rng.integers(0, 4)), wall, 45)
     font = FONTS[rng.integers(len(FONTS))]
-    height, angle, shear = rng.uniform(44, 54), rng.uniform(-8, 8), rng.uniform(-0.15, 0.15)
-    x, y = CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)
+    height, angle, shear = rng.uniform(46, 54), rng.uniform(-6, 6), rng.uniform(-0.1, 0.1)
+    x, y = CANVAS / 2 + rng.uniform(-2, 2, 2)
     ink = near(rng, paint, 15)
     for step, character in _row(rng, label):
         pitch = height * rng.uniform(0.75, 0.9)

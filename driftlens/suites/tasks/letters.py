@@ -24,11 +24,11 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     clutter(rng, page, int(rng.integers(0, 4)), paper, 30)
     mask = placed(
         glyph(string.ascii_uppercase[label], FONTS[rng.integers(len(FONTS))]),
-        tuple(CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)),
-        rng.uniform(42, 54),
-        angle=rng.uniform(-8, 8),
-        shear=rng.uniform(-0.15, 0.15),
-        stretch=rng.uniform(0.85, 1.15),
+        tuple(CANVAS / 2 + rng.uniform(-2, 2, 2)),
+        rng.uniform(46, 54),
+        angle=rng.uniform(-6, 6),
+        shear=rng.uniform(-0.08, 0.08),
+        stretch=rng.uniform(0.9, 1.1),
     )
     page.paste(ink, mask=mask)
     return camera(page, rng)

@@ -1,0 +1,127 @@
+"""Adjoint attribution: how much each layer's local mismatch moves one number (a loss, a margin, the final drift).
+
+A covector at the final feature is pulled back through the path-averaged Jacobians; its product with each layer's local
+mismatch is that layer's part of the change. One pull-back serves all layers, where carrying every mismatch forward costs
+one product per pair of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from driftlens.linalg.integrals import composite_nodes
+from driftlens.linalg.path_jacobian import PathJacobian
+from driftlens.linalg.state import State, inner
+from driftlens.models.heads import Head
+
+
+SCORE_PANELS = 8
+"""Panels of the score map's segment; a feature that shortens tenfold on the way is then integrated to 1e-9."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer on one batch, as the walk saw it.
+
+    Attributes:
+        call: the merged layer.
+        expert_in: the expert's features before it.
+        merged_in: the variant's features before it.
+        local_mismatch: m of the layer.
+        nodes: quadrature nodes of its path-averaged Jacobian.
+    """
+
+    call: Callable[[State], State]
+    expert_in: State
+    merged_in: State
+    local_mismatch: State
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number whose change from expert to variant is to be explained.
+
+    Attributes:
+        covector: u with change = <u, e_L> for every sample, [n, d].
+        change: the change itself, [n].
+    """
+
+    covector: Tensor
+    change: Tensor
+
+
+def adjoint_parts(steps: Sequence[Step], covector: State) -> Tensor:
+    """<A_{l+1}' ... A_L' u, m_l> for every layer l and sample, [L, n].
+
+    By Prop. 2 (Eq. 5) they sum to <u, e_L>, up to the quadrature error of the Jacobians.
+    Source: FeatCal (arXiv:2605.13030), Eq. 5, read from the left.
+
+    Args:
+        steps: all layers in forward order.
+        covector: u at the last boundary.
+    """
+    parts = []
+    for step in reversed(steps):
+        parts.append(inner(step.local_mismatch, covector))
+        if step is not steps[0]:
+            covector = PathJacobian(step.call, step.expert_in, step.merged_in, step.nodes).vjp(covector)
+    return torch.stack(parts[::-1])
+
+
+def drift_target(expert: Tensor, variant: Tensor) -> Target:
+    """The final drift itself: u = e_L / |e_L|^2, so that the parts are shares and sum to 1. NaN without drift."""
+    drift = variant - expert
+    energy = drift.square().sum(dim=1, keepdim=True)
+    return Target(drift / energy, torch.where(energy[:, 0] > 0, 1.0, torch.nan))
+
+
+def loss_target(head: Head, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
+    """The cross-entropy of the variant minus that of the expert, in nats (Eq. 41).
+
+    u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments.
+
+    Args:
+        head: the task's score map.
+        expert: final features, [n, d].
+        variant: final features, [n, d].
+        labels: row of the true class, [n].
+    """
+    start, end = head.scores(expert), head.scores(variant)
+    wanted = torch.zeros_like(start).scatter_(1, labels[:, None], 1.0)
+    gradient = torch.zeros_like(start)
+    for t, weight in composite_nodes(end - start):
+        gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - wanted)
+    return Target(_pulled(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1))
+
+
+def margin_target(head: Head, expert: Tensor, variant: Tensor) -> Target:
+    """The variant's margin of the expert's decision minus the expert's own, in scores.
+
+    The margin is the score of the class that the expert chooses minus that of the strongest other class in the variant:
+    parts that lower it are what flips the decision. With one class there is no margin, and NaN.
+    """
+    start, end = head.scores(expert), head.scores(variant)
+    chosen = start.argmax(dim=1, keepdim=True)
+    if start.shape[1] < 2:
+        return Target(torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan))
+    rival = end.scatter(1, chosen, -torch.inf).argmax(dim=1, keepdim=True)
+    direction = torch.zeros_like(start).scatter_(1, chosen, 1.0).scatter_(1, rival, -1.0)
+    return Target(_pulled(head, expert, variant, direction), (direction * (end - start)).sum(dim=1))
+
+
+def _pulled(head: Head, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
+    """The score map's path-averaged Jacobian, transposed, times a direction in score space.
+
+    The segment is cut into panels of eight nodes: normalising a feature that nearly vanishes on the way is far from
+    polynomial.
+    """
+    total = torch.zeros_like(expert)
+    for t, weight in composite_nodes(direction, panels=SCORE_PANELS):
+        total += weight * vjp(head.scores, torch.lerp(expert, variant, t))[1](direction)[0]
+    return total

@@ -1,0 +1,256 @@
+"""How the command line talks: results on stdout, the rest on stderr, errors in two lines, options from everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pty
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from driftlens.records.run import DriftRun, open_run
+from driftlens.spec import load_spec
+from driftlens.templates import template_names
+from tests.cli.conftest import Result
+from tests.cli.worker import COMMAND
+from tests.pipeline.world import TASKS, World, write_spec
+
+Cli = Callable[..., Result]
+COMMANDS = ("demo", "init", "validate", "analyze", "merge", "evaluate", "show", "ls", "verify", "doctor")
+
+
+@pytest.fixture
+def quick(world: World, spec_file: pathlib.Path) -> pathlib.Path:
+    """A spec that is analyzed in a moment."""
+    return write_spec(spec_file, world.one_task(metrics={"jacobian": False}, heads=None))
+
+
+def test_stdout_carries_the_result_and_stderr_plain_progress(quick: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = [*COMMAND, "analyze", quick, "--out", tmp_path / "run", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout)
+    assert result["tasks"] == [TASKS[0]] and {row["variant"] for row in result["final"]} == {"base", "merged"}
+    drift = open_run(tmp_path / "run").value("drift_l2_mean", task=TASKS[0])
+    assert [row["drift_l2_mean"] for row in result["final"] if row["variant"] == "merged"] == [drift]
+    assert "\r" not in done.stderr and "\x1b" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["analyze", "params", *["evaluate"] * lines[2:].__len__()]
+    assert all("done in" in line for line in lines)
+
+
+def test_progress_as_json_is_one_object_per_line(run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    result = run_cli("analyze", quick, "--out", tmp_path / "run", "--progress", "jsonl")
+    events = [json.loads(line) for line in result.err.splitlines()]
+    assert {event["phase"] for event in events} >= {"analyze", "params"}
+    assert all(event["done"] <= event["total"] for event in events)
+    assert "Final feature" in result.out
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+@pytest.mark.parametrize("flag", ["-q", "--quiet"])
+def test_quiet_says_nothing_but_the_result(
+    run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path, flag: str, place: str
+) -> None:
+    command = ["analyze", quick, "--out", tmp_path / "run", "--json"]
+    result = run_cli(flag, *command) if place == "before" else run_cli(*command, flag)
+    assert result.code == 0 and result.err == ""
+    assert json.loads(result.out)["name"] == "tiny open_clip"
+
+
+def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_path: pathlib.Path) -> None:
+    plain = run_cli("show", tmp_path)
+    assert plain.code == 4 and plain.out == ""
+    assert [line.split(": ")[0] for line in plain.err.splitlines()] == ["error", "hint"]
+    debug = run_cli("show", tmp_path, "--debug")
+    assert debug.err.startswith(plain.err) and "Traceback (most recent call last)" in debug.err
+    assert "RunError" in debug.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nosuch"], "nosuch"),
+        (["analyse", "run.yaml"], "analyse"),
+        (["show"], "RUN"),
+        (["ls", "--jsn"], "--json"),
+        (["analyze", "run.yaml", "--seed", "many"], "many"),
+        (["analyze", "run.yaml", "--progress", "loud"], "run.yaml"),
+        (["init", "--template", "generik", "--out", "-"], "Did you mean 'generic'?"),
+    ],
+    ids=["command", "misspelt command", "missing argument", "option", "value", "missing spec", "template"],
+)
+def test_wrong_usage_is_exit_code_two_in_two_lines(
+    run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run_cli(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert [line.split(": ")[0] for line in result.err.splitlines()] == ["error", "hint"]
+    assert words in result.err and "defect" not in result.err
+
+
+def test_no_command_shows_the_help(run_cli: Cli) -> None:
+    result = run_cli()
+    assert result.code == 2 and all(name in result.out for name in COMMANDS)
+    assert "error" not in result.err
+
+
+def test_an_error_nobody_foresaw_is_code_one_and_says_so(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr("driftlens.doctor.examine", broken)
+    result = run_cli("doctor")
+    assert result.code == 1 and result.message == "ZeroDivisionError: by nothing" and "--debug" in result.hint
+
+
+@pytest.mark.parametrize("no_color", ["", "1"], ids=["colour", "NO_COLOR"])
+def test_colour_on_a_terminal_can_be_switched_off(tmp_path: pathlib.Path, no_color: str) -> None:
+    reader, terminal = pty.openpty()
+    environment = {**os.environ, "NO_COLOR": no_color, "TERM": "xterm"}
+    process = subprocess.run([*COMMAND, "show", str(tmp_path)], stderr=terminal, env=environment, check=False)
+    os.close(terminal)
+    written = os.read(reader, 4096)
+    os.close(reader)
+    assert process.returncode == 4
+    assert (b"\x1b[" in written) is (not no_color)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option_with_its_default(
+    run_cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run_cli(command, "--help")
+    assert result.code == 0 and "--help" in result.out
+    defaults = {
+        "demo": ["driftlens-demo", "[default: 0]"],
+        "init": ["run.yaml", "[default: generic]"],
+        "analyze": ["runs/<name> if left out", "[default: auto]"],
+        "evaluate": ["[default: auto]"],
+        "ls": ["[default: .]"],
+    }
+    for words in defaults.get(command, []):
+        assert words in result.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "expected"),
+    [
+        (["--set", "data.defaults.n_diagnosis=2"], {}, {"n": 2}),
+        (["--set", "layers.select=final", "--set", "name=narrow"], {}, {"layers": [1, 5], "name": "narrow"}),
+        (["--seed", "7"], {}, {"seed": 7}),
+        (["--set", "data.defaults.seed=3", "--seed", "7"], {}, {"seed": 7}),
+        ([], {"DRIFTLENS_ANALYZE_SEED": "5"}, {"seed": 5}),
+        (["--seed", "7"], {"DRIFTLENS_ANALYZE_SEED": "5"}, {"seed": 7}),
+        ([], {"DRIFTLENS_DEVICE": "cpu"}, {"device": "cpu"}),
+        (["--device", "cpu"], {"DRIFTLENS_DEVICE": "nonsense"}, {"device": "cpu"}),
+    ],
+    ids=["one value", "two values", "seed", "seed over value", "variable", "seed over variable", "device", "device over it"],
+)
+def test_values_of_the_spec_are_overridden(
+    run_cli: Cli,
+    quick: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    variable: dict[str, str],
+    expected: dict[str, Any],
+) -> None:
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli("analyze", quick, "--out", tmp_path / "run", *flags)
+    assert result.code == 0, result.err
+    run = open_run(tmp_path / "run")
+    found = {
+        "n": int(run.layers()["n"].iloc[0]),
+        "layers": sorted(set(run.layers()["layer"])),
+        "name": run.name,
+        "seed": run.manifest.seeds["samples"],
+        "device": run.manifest.device,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [(["--device", "gpu9"], {}), ([], {"DRIFTLENS_DEVICE": "gpu9"}), (["--progress", "loud"], {})],
+    ids=["device", "device variable", "progress"],
+)
+def test_a_value_that_means_nothing_is_wrong_usage(
+    run_cli: Cli,
+    quick: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    environment: dict[str, str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = run_cli("analyze", quick, "--out", tmp_path / "run", *flags)
+    assert result.code == 2, result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_seed_draws_other_samples(run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    ids = []
+    for name, seed in (("one", 1), ("again", 1), ("two", 2)):
+        assert run_cli("analyze", quick, "--out", tmp_path / name, "--seed", seed).code == 0
+        ids.append(open_run(tmp_path / name).sample_ids(TASKS[0]))
+    assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.parametrize("template", template_names())
+def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(
+    run_cli: Cli, spec_file: pathlib.Path, template: str
+) -> None:
+    assert run_cli("init", "--template", template, "--out", spec_file).code == 0
+    assert load_spec(spec_file).tasks
+    written = spec_file.read_bytes()
+    assert run_cli("init", "--template", template, "--out", "-").out.encode().strip() == written.strip()
+    spec_file.write_text("mine")
+    refused = run_cli("init", "--template", template, "--out", spec_file)
+    assert refused.code == 2 and "--force" in refused.hint and spec_file.read_text() == "mine"
+    assert run_cli("init", "--template", template, "--out", spec_file, "--force").code == 0
+    assert spec_file.read_bytes() == written
+
+
+def test_a_run_is_shown_listed_and_verified(run_cli: Cli, finished: DriftRun) -> None:
+    shown = json.loads(run_cli("show", finished.path, "--json").out)
+    assert shown["id"] == finished.id and len(shown["accuracy"]) == len(finished.accuracy())
+    text = run_cli("show", finished.path).out
+    assert finished.id in text and all(task in text for task in TASKS)
+
+    (listed,) = json.loads(run_cli("ls", finished.path.parent, "--json").out)
+    assert listed["id"] == finished.id and listed["state"] == "done"
+    final = {task: finished.value("drift_l2_mean", task=task) for task in TASKS}
+    assert listed["final_drift"] == pytest.approx(final)
+    assert finished.name in run_cli("ls", finished.path.parent).out
+
+    verified = json.loads(run_cli("verify", finished.path, "--json").out)
+    assert verified["ok"] is True and verified["checked"] > 10 and verified["changed"] == []
+
+
+def test_a_folder_without_runs_says_how_to_make_one(run_cli: Cli, tmp_path: pathlib.Path) -> None:
+    result = run_cli("ls", tmp_path)
+    assert result.code == 0 and "driftlens demo" in result.out
+    assert json.loads(run_cli("ls", tmp_path, "--json").out) == []
+
+
+def test_doctor_reports_versions_as_json(run_cli: Cli) -> None:
+    import torch
+
+    found = json.loads(run_cli("doctor", "--json").out)
+    assert found["torch"] == torch.__version__.split("+")[0] and "cores" in found["cpu"]
+    assert all(name in run_cli("doctor").out for name in found)
+
+
+def test_accuracy_is_printed_by_evaluate(run_cli: Cli, finished: DriftRun) -> None:
+    rows = json.loads(run_cli("evaluate", finished.path, "--json").out)
+    assert [(row["task"], row["variant"], row["value"]) for row in rows] == list(
+        finished.accuracy()[["task", "variant", "value"]].itertuples(index=False, name=None)
+    )

@@ -1,0 +1,89 @@
+"""`driftlens merge`: what it writes is loaded by the original library and is the sum it should be."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from driftlens.records.run import DriftRun
+from tests.cli.conftest import Result
+from tests.models.clip import under_transformers_names
+from tests.pipeline.world import SCALING, World, clip, merged_weights, write_spec
+
+Cli = Callable[..., Result]
+METHOD = ("--method", "task_arithmetic", "--set", f"scaling={SCALING}")
+
+
+def tower(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_a_merged_state_dict_is_one_that_open_clip_loads(
+    world: World, finished: DriftRun, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    file = tmp_path / "merged.safetensors"
+    assert run_cli("merge", write_spec(spec_file, world.spec()), *METHOD, "--out", file).code == 0
+    saved = load_file(file)
+    clip(saved)  # strict: every key, every shape
+    same(saved, merged_weights(world))
+    text = [name for name in saved if not name.startswith("visual.")]
+    assert text and all(torch.equal(saved[name], world.state("base")[name]) for name in text)
+    of_run = load_file(finished.path / "models/merged.safetensors")
+    assert all(torch.equal(saved[name], of_run[name]) for name in saved)
+
+
+def test_a_merged_folder_is_one_that_open_clip_loads(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    import open_clip
+
+    assert run_cli("merge", write_spec(spec_file, world.spec()), *METHOD, "--out", tmp_path / "merged").code == 0
+    module, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'merged'}")
+    same(dict(module.state_dict()), merged_weights(world))
+    assert tuple(preprocess.transforms[-1].mean) == (0.5, 0.4, 0.3)
+
+
+def test_a_merged_folder_is_one_that_transformers_loads(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
+
+    folder = tmp_path / "merged"
+    assert run_cli("merge", write_spec(spec_file, world.spec("hf")), *METHOD, "--out", folder).code == 0
+    module, loading = CLIPVisionModelWithProjection.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert list(CLIPImageProcessor.from_pretrained(folder).image_mean) == [0.5, 0.4, 0.3]
+    same(dict(module.state_dict()), under_transformers_names(tower(merged_weights(world))))
+
+
+def test_an_average_needs_no_base_and_holds_the_image_tower_alone(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    file = tmp_path / "average.safetensors"
+    spec = world.spec(base=None, merge={"method": "average"})
+    assert run_cli("merge", write_spec(spec_file, spec), "--method", "average", "--out", file).code == 0
+    experts = [world.state(task) for task in world.tasks]
+    saved = load_file(file)
+    clip(experts[0]).visual.load_state_dict(saved, strict=True)
+    same(saved, tower({name: (experts[0][name] + experts[1][name]) / 2 for name in experts[0]}))
+
+
+def test_a_merge_that_can_not_be_leaves_no_file(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    spec, file = write_spec(spec_file, world.spec(merge={"method": "average"}, base=None)), tmp_path / "out.safetensors"
+    for method, words in (("task_arithmetic", "needs a base"), ("avrage", "Did you mean 'average'?")):
+        refused = run_cli("merge", spec, "--method", method, "--out", file)
+        assert refused.code == 2 and words in refused.err
+    assert run_cli("merge", spec, "--method", "average", "--set", "scaling", "--out", file).code == 2
+    assert run_cli("merge", spec, "--method", "average", "--set", "scaling=1", "--out", file).code == 2
+    assert list(tmp_path.iterdir()) == [spec]

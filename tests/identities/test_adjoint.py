@@ -1,0 +1,93 @@
+"""Adjoint parts agree with forward contributions and sum to exact changes of loss and margin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from driftlens.diagnostics.adjoint import Step, adjoint_parts, drift_target, loss_target, margin_target
+from driftlens.diagnostics.attribution import Contributions, JacobianSettings
+from driftlens.engine.walk import LayerView, decompose, walk
+from driftlens.models.heads import Head
+from tests.cases import CASES, Family, family
+
+NODES = 16
+
+
+@pytest.fixture(params=CASES)
+def models(request: pytest.FixtureRequest, device: torch.device) -> Family:
+    return family(CASES[request.param], n=3, batch_size=3, device=device)
+
+
+def views_of(models: Family) -> list[LayerView]:
+    with torch.no_grad():
+        return list(walk(models.pool, "a", ["merged"], models.batches))
+
+
+def steps_of(views: list[LayerView]) -> list[Step]:
+    return [
+        Step(view.crossed_layer, view.expert_in, view.merged_in, decompose(view).local_mismatch, NODES)
+        for view in views
+    ]
+
+
+def ends(views: list[LayerView]) -> tuple[Tensor, Tensor]:
+    return views[-1].expert_out["hidden"], views[-1].merged_out["hidden"]
+
+
+def head_for(features: Tensor, scale: float = 20.0) -> Head:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(5, features.shape[1], generator=generator, dtype=torch.float64).to(features.device)
+    return Head(tuple("abcde"), F.normalize(rows, dim=1), scale)
+
+
+def test_shares_of_the_drift_are_those_carried_forward(models: Family) -> None:
+    views = views_of(models)
+    forward = Contributions(JacobianSettings(nodes=NODES, max_nodes=NODES))
+    with torch.no_grad():
+        for view in views:
+            forward.add(view)
+        found = adjoint_parts(steps_of(views), {"hidden": drift_target(*ends(views)).covector})
+    torch.testing.assert_close(found, forward.shares() / forward.energy(), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(found.sum(dim=0), torch.ones_like(found[0]), rtol=0, atol=1e-6)
+
+
+def test_parts_of_the_loss_sum_to_the_change_of_cross_entropy(models: Family) -> None:
+    views = views_of(models)
+    expert, merged = ends(views)
+    head, labels = head_for(expert), torch.arange(3, device=expert.device) % 5
+    with torch.no_grad():
+        target = loss_target(head, expert, merged, labels)
+        parts = adjoint_parts(steps_of(views), {"hidden": target.covector})
+    change = F.cross_entropy(head.scores(merged), labels, reduction="none") - F.cross_entropy(
+        head.scores(expert), labels, reduction="none"
+    )
+    torch.testing.assert_close(target.change, change, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(parts.sum(dim=0), change, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_the_margin_sum_to_what_decides_the_flip(models: Family) -> None:
+    views = views_of(models)
+    expert, merged = ends(views)
+    head = head_for(expert)
+    with torch.no_grad():
+        target = margin_target(head, expert, merged)
+        parts = adjoint_parts(steps_of(views), {"hidden": target.covector})
+    before, after = head.scores(expert), head.scores(merged)
+    for i, chosen in enumerate(before.argmax(dim=1).tolist()):
+        others = [k for k in range(5) if k != chosen]
+        rival = max(others, key=lambda k: float(after[i, k]))
+        change = (after[i, chosen] - after[i, rival]) - (before[i, chosen] - before[i, rival])
+        assert float(target.change[i]) == pytest.approx(float(change), rel=1e-9, abs=1e-12)
+        assert float(parts[:, i].sum()) == pytest.approx(float(change), rel=1e-5, abs=1e-6)
+        flips = int(after[i].argmax()) != chosen
+        assert flips == (float(before[i, chosen] - before[i, rival]) + float(change) < 0)
+
+
+def test_one_class_has_no_margin_and_no_drift_no_share() -> None:
+    features = torch.ones(2, 3, dtype=torch.float64)
+    head = Head(("a",), torch.ones(1, 3, dtype=torch.float64) / 3**0.5, 1.0)
+    assert margin_target(head, features, 2 * features).change.isnan().all()
+    assert drift_target(features, features).change.isnan().all()

@@ -1,0 +1,242 @@
+"""The Python front door: specs, live modules, and what it costs to import."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import driftlens as dl
+from driftlens.errors import DriftLensError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.records.run import DriftRun
+from tests.cases import Stack, perturbed, with_seed
+from tests.pipeline.world import CLASSES, LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
+from tests.reference.drift import drift_rows, stack_steps
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+JACOBIAN = dl.JacobianSettings(samples=2)
+
+
+def samples(width: int = 5, n: int = 6) -> Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(0))
+
+
+def stacks() -> dict[str, nn.Module]:
+    base = with_seed(Stack)().eval()
+    return {"base": base, "merged": perturbed(base, 1), "expert": perturbed(base, 2)}
+
+
+def analyzed(modules: dict[str, nn.Module], out: pathlib.Path, **options: Any) -> DriftRun:
+    given = {"data": {"task": samples()}, "blocks": "blocks", "progress": "none"} | options
+    base, merged, expert = modules["base"], modules["merged"], modules["expert"]
+    return dl.analyze(base=base, merged=merged, experts={"task": expert}, out=out, **given)
+
+
+def test_live_open_clip_modules_give_the_rows_of_their_checkpoints(
+    world: World, finished: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    modules = {name: clip(world.state(name)).visual for name in world.names}
+    merged = clip(merged_weights(world)).visual
+    data = {task: pixels(world.data(task), finished.sample_ids(task)).float() for task in TASKS}
+    run = dl.analyze(
+        base=modules["base"],
+        merged=merged,
+        experts={task: modules[task] for task in TASKS},
+        data=data,
+        out=tmp_path / "run",
+        jacobian=JACOBIAN,
+        cka=True,
+        progress="none",
+    )
+    columns = ["task", "variant", "layer", "role", "n", "drift_l2_mean", "cos_mean", "mismatch_l2_mean", "drift_vs_base"]
+    pd.testing.assert_frame_equal(run.layers()[columns], finished.layers()[columns], rtol=1e-4, atol=1e-6)
+
+
+def test_a_plain_module_and_a_loader_give_the_rows_of_the_module_itself(tmp_path: pathlib.Path) -> None:
+    modules, inputs = stacks(), samples()
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=4)
+    run = analyzed(modules, tmp_path / "run", data={"task": loader}, jacobian=JACOBIAN)
+    steps = [stack_steps(modules[name]) for name in ("merged", "expert")]
+    rows = drift_rows(*steps, inputs)
+    drift = [np.mean([sample[layer].drift.norm().item() for sample in rows]) for layer in range(len(rows[0]))]
+    found = run.layers(variant="merged")
+    np.testing.assert_allclose(found["drift_l2_mean"], drift, rtol=1e-4)
+    assert found["path"].tolist()[1:-1] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert found["final_share"].sum() + found["remainder_share"].iloc[-1] == pytest.approx(1, abs=1e-9)
+    assert run.samples(layer="final", variant="merged")["label"].tolist() == ["0", "1", "2", "0", "1", "2"]
+
+
+def test_labels_and_a_head_give_accuracy(world: World, tmp_path: pathlib.Path) -> None:
+    task = TASKS[0]
+    with np.load(world.data(task)) as arrays:
+        rows = torch.from_numpy(arrays["y_test"])
+    inputs = pixels(world.data(task), [f"test/{row}" for row in range(len(rows))]).float()
+    embeddings = torch.nn.functional.normalize(samples(8, 3), dim=1)
+    head = dl.Head(("0", "1", "2"), embeddings, LOGIT_SCALE)
+    expert = clip(world.state(task)).visual
+    run = dl.analyze(
+        merged=clip(merged_weights(world)).visual,
+        experts={task: expert},
+        data={task: [(inputs, rows)]},
+        heads={task: head},
+        out=tmp_path / "run",
+        progress="none",
+    )
+    with torch.no_grad():
+        hits = (torch.nn.functional.normalize(expert(inputs), dim=1) @ embeddings.T).argmax(dim=1) == rows
+    assert run.accuracy(variant="expert")["value"].tolist() == pytest.approx([hits.double().mean().item()])
+    assert list(run.manifest.notices) == ["accuracy is measured on the diagnosis samples"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_are_left_as_they_were(tmp_path: pathlib.Path, training: bool) -> None:
+    modules = stacks()
+    calls: list[str] = []
+    for name, module in modules.items():
+        module.train(training)
+        module.blocks[1].eval()
+        module.out.register_forward_hook(lambda *_, name=name: calls.append(name))
+    before = {name: _fingerprint(module) for name, module in modules.items()}
+    analyzed(modules, tmp_path / "run", jacobian=JACOBIAN)
+    assert {name: _fingerprint(module) for name, module in modules.items()} == before
+    assert all(parameter.grad is None for module in modules.values() for parameter in module.parameters())
+    calls.clear()
+    modules["merged"](samples())
+    assert calls == ["merged"]
+
+
+def _fingerprint(module: nn.Module) -> list[Any]:
+    hooks = [(len(part._forward_hooks), len(part._forward_pre_hooks), part.training) for part in module.modules()]
+    return [hooks, [(name, tensor.data_ptr(), tensor.sum().item()) for name, tensor in module.state_dict().items()]]
+
+
+class Noisy(Stack):
+    """Dropout that forgets to ask whether the module is training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(super().forward(x), p=0.5)
+
+
+class Dropping(Stack):
+    """Dropout as it should be, off in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+def test_a_module_that_answers_at_random_is_refused(tmp_path: pathlib.Path) -> None:
+    noisy = with_seed(Noisy)()
+    modules = {name: perturbed(noisy, seed) for seed, name in enumerate(("base", "merged", "expert"))}
+    with pytest.raises(NumericsError, match="Noisy gives two outputs for one batch"):
+        analyzed(modules, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_dropout_that_is_off_in_eval_mode_is_no_obstacle(tmp_path: pathlib.Path) -> None:
+    base = with_seed(Dropping)().train()
+    modules = {name: perturbed(base, seed) for seed, name in enumerate(("base", "merged", "expert"))}
+    run = analyzed(modules, tmp_path / "run")
+    assert run.layers()["closure_error"].max() < 1e-5
+    assert all(module.training for module in modules.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"experts": {"other": with_seed(Stack)()}}, SpecError, "Name each task in both"),
+        ({"experts": {"task": nn.Linear(5, 4)}}, IncompatibleModelsError, "different classes"),
+        ({"spec": "run.yaml"}, SpecError, "either a spec, or"),
+        ({"experts": {"task": Stack(width=7)}}, IncompatibleModelsError, "has shape"),
+    ],
+    ids=["tasks differ", "classes differ", "spec and modules", "widths differ"],
+)
+def test_modules_that_do_not_belong_together_are_refused(
+    tmp_path: pathlib.Path, changes: dict[str, Any], error: type[DriftLensError], words: str
+) -> None:
+    modules = stacks()
+    given: dict[str, Any] = {"merged": modules["merged"], "experts": {"task": modules["expert"]}, "data": {"task": samples()}}
+    with pytest.raises(error, match=words):
+        dl.analyze(**{**given, "blocks": "blocks", "progress": "none", **changes}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_spec_may_be_a_file_its_values_or_a_checked_spec(world: World, tmp_path: pathlib.Path) -> None:
+    spec = world.one_task(metrics={"jacobian": False}, heads=None)
+    forms = [write_spec(tmp_path / "run.yaml", spec), str(tmp_path / "run.yaml"), spec, dl.load_spec(spec)]
+    runs = [dl.analyze(form, out=tmp_path / f"run{row}", progress="none") for row, form in enumerate(forms)]
+    assert len({run.manifest.spec_digest for run in runs}) == 1
+    for run in runs[1:]:
+        pd.testing.assert_frame_equal(run.layers(), runs[0].layers())
+    narrowed = dl.analyze(
+        spec, out=tmp_path / "narrow", progress="none", overrides=["data.defaults.n_diagnosis=2"], device="cpu"
+    )
+    assert narrowed.layers()["n"].unique().tolist() == [2]
+
+
+def test_progress_reaches_the_callers_function(tmp_path: pathlib.Path) -> None:
+    events: list[dl.ProgressEvent] = []
+    analyzed(stacks(), tmp_path / "run", on_progress=events.append)
+    assert [event.done for event in events if event.phase == "analyze"] == list(range(6))
+    assert {event.total for event in events if event.phase == "analyze"} == {5}
+
+
+def python(script: str, *arguments: object) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_importing_driftlens_imports_no_large_library() -> None:
+    heavy = ["torch", "pandas", "numpy", "pydantic", "transformers", "typer"]
+    script = f"import sys, driftlens; print([name for name in {heavy} if name in sys.modules])"
+    assert python(script) == "[]\n"
+
+
+WITHOUT_EXTRAS = """
+import importlib.abc, json, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"pydantic", "typer", "rich", "yaml", "platformdirs", "filelock", "psutil"}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Blocked())
+import torch
+import driftlens as dl
+from tests.cases import Stack, perturbed, with_seed
+
+base = with_seed(Stack)()
+data = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+run = dl.analyze(
+    base=base, merged=perturbed(base, 1), experts={"task": perturbed(base, 2)}, data={"task": data},
+    blocks="blocks", jacobian=dl.JacobianSettings(samples=2), out=sys.argv[1],
+)
+try:
+    dl.analyze(
+        merged=base, experts={"task": base}, data={"task": data}, blocks="blocks", out=sys.argv[1], progress="none"
+    )
+except dl.errors.SpecError as error:
+    print(error.message)
+print(json.dumps(dl.open_run(sys.argv[1]).layers()["drift_l2_mean"].tolist()))
+"""
+
+
+def test_live_modules_need_none_of_the_command_lines_libraries(tmp_path: pathlib.Path) -> None:
+    refusal, found = python(WITHOUT_EXTRAS, tmp_path / "bare").splitlines()
+    assert refusal.endswith("bare is not empty")
+    run = analyzed(stacks(), tmp_path / "run", jacobian=JACOBIAN)
+    np.testing.assert_allclose(json.loads(found), run.layers()["drift_l2_mean"], rtol=1e-6)

@@ -1,0 +1,328 @@
+"""Preflight: every check finds the fault planted for it, and nothing where there is none."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from driftlens.cli.main import main
+from driftlens.pipeline.estimate import Cost
+from driftlens.pipeline.findings import Finding, Preflight
+from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
+from tests.pipeline.world import MODEL, World, write_spec
+
+
+@pytest.mark.parametrize("form", ["open_clip", "hf"])
+def test_a_sound_spec_has_neither_problems_nor_notices(world: World, form: Any) -> None:
+    result = check(world.spec(form))
+    assert {finding.level for finding in result.findings} == {"ok"}, result.text()
+    assert result.exit_code == 0
+    assert result.cost is not None
+    assert result.text().endswith("\nready")
+    assert "quick_gelu" in found(result, "ok", "architecture").text
+    subjects = {finding.subject for finding in result.findings}
+    assert {"base", "expert of flowers", "expert of shapes", "data of shapes", "head of flowers"} <= subjects
+
+
+@pytest.mark.parametrize("form", ["open_clip", "hf"])
+def test_real_checkpoints_have_no_problems(real: pathlib.Path, form: str) -> None:
+    tasks = ["clothing10", "sign_digits"]
+    suffix = "" if form == "hf" else ".safetensors"
+    source = real / ("hf/base" if form == "hf" else "open_clip/model_config.json")
+    spec = {
+        "version": 1,
+        "architecture": {"loader": "hf-clip" if form == "hf" else "open-clip", "source": str(source)},
+        "base": {"weights": str(real / form / f"base{suffix}")},
+        "experts": {task: {"weights": str(real / form / f"{task}{suffix}")} for task in tasks},
+        "merge": {"method": "average"},
+        "heads": {
+            task: {"file": str(real / "heads.safetensors"), "tensor": task, "logit_scale": 16.8}
+            for task in tasks
+        },
+        "data": {
+            "defaults": {"n": 8, "n_diagnosis": 48},
+            **{task: {"kind": "npz", "file": str(real / "data" / f"{task}.npz")} for task in tasks},
+        },
+        "compute": {"device": "cpu"},
+    }
+    result = check(spec, deep=form == "hf")
+    assert not result.problems, result.text()
+    # Only open_clip's configuration there says nothing about preprocessing.
+    assert [finding.subject for finding in notices(result)] == ([] if form == "hf" else ["architecture"])
+    assert "0.11 to 0.1" in found(result, "ok", "shared base").text  # measured on whole models
+
+
+def test_all_problems_are_found_in_one_go(world: World, tmp_path: pathlib.Path) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(world.weights("shapes").read_bytes()[:-100])
+    spec = world.spec(
+        experts={
+            "flowers": {"weights": str(tmp_path / "nothing.safetensors")},
+            "shapes": {"weights": str(broken)},
+        },
+        layers={"select": "visual.*.nowhere"},
+        merge={"method": "task_arithmetic", "scalling": 1},
+        data={"flowers": {"kind": "npz", "file": str(tmp_path / "nothing.npz")}},
+    )
+    result = check(spec)
+    assert "nothing.safetensors" in found(result, "problem", "expert of flowers").text
+    assert "broken.safetensors" in found(result, "problem", "expert of shapes").text
+    assert "visual.*.nowhere" in found(result, "problem", "layers").text
+    assert "scalling" in found(result, "problem", "merge").text
+    assert "nothing.npz" in found(result, "problem", "data of flowers").text
+    assert "shapes" in found(result, "problem", "data of shapes").text
+    assert result.exit_code == 4
+    assert result.cost is None
+    assert result.text().endswith("\n6 problems")
+
+
+def test_problems_of_the_spec_alone_exit_as_the_spec_would(world: World) -> None:
+    assert check(world.spec(layers={"select": [99]})).exit_code == 2
+
+
+def test_a_broken_base_hides_no_other_problem(world: World, tmp_path: pathlib.Path) -> None:
+    spec = with_expert(world, {"weights": str(tmp_path / "x.safetensors")})
+    result = check({**spec, "base": {"weights": str(tmp_path / "y.safetensors")}})
+    assert [finding.subject for finding in result.problems] == ["base", "expert of flowers"]
+
+
+def test_an_expert_that_needs_a_broken_base_is_not_blamed(world: World, tmp_path: pathlib.Path) -> None:
+    tower = {name: value for name, value in world.state("flowers").items() if name != "visual.proj"}
+    spec = with_expert(world, saved(tower, tmp_path / "tower.safetensors"))
+    result = check({**spec, "base": {"weights": str(tmp_path / "y.safetensors")}})
+    assert [finding.subject for finding in result.problems] == ["base"]
+    assert "needs the base" in found(result, "notice", "expert of flowers").text
+
+
+def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("driftlens.pipeline.checkpoints.open_checkpoint", fail)
+    with pytest.raises(ZeroDivisionError):
+        check(world.spec())
+
+
+def test_json_is_plain_and_complete(world: World) -> None:
+    result = check(world.spec(layers={"select": [99]}))
+    document = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert document["ready"] is False
+    assert document["exit_code"] == 2
+    assert [f["level"] for f in document["findings"]].count("problem") == 1
+    assert document["findings"][0] == {
+        "level": "ok",
+        "subject": "device",
+        "text": "cpu, float32",
+        "hint": "",
+        "exit_code": 0,
+    }
+    assert document["estimate"] is None
+
+
+def test_text_is_aligned_and_puts_hints_below() -> None:
+    findings = (Finding("ok", "a", "one"), Finding("problem", "bbb", "two\nthree", "do this", 4))
+    assert Preflight(findings, Cost(1_500_000_000, 999, 60.4)).text().splitlines() == [
+        "ok       a    one",
+        "PROBLEM  bbb  two",
+        "              three",
+        "              do this",
+        "",
+        "estimate: about 1.5 GB of memory, 999 B on disk, 60 s",
+        "1 problem",
+    ]
+
+
+def test_a_missing_key_and_another_width_are_named(world: World, tmp_path: pathlib.Path) -> None:
+    weights = world.state("flowers")
+    weights.pop("visual.ln_post.bias")
+    result = check(with_expert(world, saved(weights, tmp_path / "x.safetensors")))
+    assert "lacks 'ln_post.bias'" in found(result, "problem", "expert of flowers").text
+    weights = world.state("flowers")
+    weights["visual.ln_post.bias"] = torch.zeros(24)
+    result = check(with_expert(world, saved(weights, tmp_path / "y.safetensors")))
+    assert "[24]" in found(result, "problem", "expert of flowers").text
+    assert "[16]" in found(result, "problem", "expert of flowers").text
+
+
+def test_two_towers_in_one_file_are_refused(world: World, tmp_path: pathlib.Path) -> None:
+    weights = world.state("flowers")
+    weights |= {f"ema.{name}": value.clone() for name, value in weights.items()}
+    result = check(with_expert(world, saved(weights, tmp_path / "x.safetensors")))
+    assert "2 keys" in found(result, "problem", "expert of flowers").text
+
+
+def test_mixed_dtypes_are_a_notice(world: World, tmp_path: pathlib.Path) -> None:
+    half = saved(visual(world.state("flowers"), Tensor.half), tmp_path / "x.safetensors")
+    text = found(check(with_expert(world, half)), "notice", "dtypes").text
+    assert "float16: expert:flowers" in text
+    assert "float32: base" in text
+
+
+def test_nan_is_a_problem_and_leaves_the_other_checks_alone(world: World, tmp_path: pathlib.Path) -> None:
+    weights = world.state("flowers")
+    weights["visual.transformer.resblocks.1.mlp.c_fc.weight"][0, 3] = math.nan
+    result = check(with_expert(world, saved(weights, tmp_path / "x.safetensors")))
+    assert "resblocks.1.mlp.c_fc.weight" in found(result, "problem", "expert of flowers").text
+    assert found(result, "ok", "shared base")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "shown"),
+    [
+        pytest.param("config.json", "hidden_act", "gelu", ("gelu", "quick_gelu"), id="activation"),
+        pytest.param("config.json", "layer_norm_eps", 1e-6, ("1e-06", "1e-05"), id="epsilon"),
+        pytest.param("config.json", "num_attention_heads", 4, ("4", "2"), id="number of attention heads"),
+        pytest.param(
+            "preprocessor_config.json", "image_mean", [0.1, 0.1, 0.1], ("0.1", "0.4"), id="image mean"
+        ),
+        pytest.param("preprocessor_config.json", "crop_size", 24, ("24", "16"), id="image size"),
+    ],
+)
+def test_an_experts_own_configuration_contradicts(
+    world: World, tmp_path: pathlib.Path, file: str, key: str, value: Any, shown: tuple[str, str]
+) -> None:
+    folder = tmp_path / "expert"
+    shutil.copytree(world.weights("flowers", "hf"), folder)
+    stated = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**stated, key: value}))
+    spec = world.spec("hf")
+    result = check({**spec, "experts": {**spec["experts"], "flowers": {"weights": str(folder)}}})
+    problem = found(result, "problem", "expert of flowers")
+    assert all(word in problem.text for word in (file, key, *shown))
+    assert problem.exit_code == 4
+
+
+def test_another_spelling_of_the_same_configuration_agrees(world: World, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "expert"
+    shutil.copytree(world.weights("flowers", "hf"), folder)
+    for file, changes in (
+        ("preprocessor_config.json", {"size": 16, "crop_size": 16}),
+        ("config.json", {"layer_norm_eps": None}),
+    ):
+        stated = {**json.loads((folder / file).read_text()), **changes}
+        given = {key: value for key, value in stated.items() if value is not None}
+        (folder / file).write_text(json.dumps(given))
+    spec = world.spec("hf")
+    result = check({**spec, "experts": {**spec["experts"], "flowers": {"weights": str(folder)}}})
+    assert not result.problems, result.text()
+
+
+def test_a_base_trained_with_the_other_activation_is_named(world: World, tmp_path: pathlib.Path) -> None:
+    """The architecture says GELU (a model name without -quickgelu), the base's own folder says QuickGELU."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    shutil.copy(world.weights("base"), folder / "open_clip_model.safetensors")
+    stated = json.loads((world.folder / "model_config.json").read_text())
+    (folder / "open_clip_config.json").write_text(json.dumps(stated))
+    gelu = {**stated, "model_cfg": {**MODEL, "quick_gelu": False}}
+    (tmp_path / "gelu.json").write_text(json.dumps(gelu))
+    spec = world.spec(
+        base={"weights": str(folder)},
+        architecture={"loader": "open-clip", "source": str(tmp_path / "gelu.json")},
+    )
+    problem = found(check(spec), "problem", "base")
+    assert "quick_gelu" in problem.text
+    assert "computed with gelu" in problem.text
+
+
+def test_a_model_name_without_quickgelu_says_which_weights_need_it(world: World) -> None:
+    spec = world.spec(architecture={"loader": "open-clip", "source": "ViT-B-32"})
+    assert "ViT-B-32-quickgelu" in found(check(spec), "ok", "architecture").hint
+
+
+def test_embeddings_of_another_width(world: World, tmp_path: pathlib.Path) -> None:
+    save_file({"x": F.normalize(torch.ones(3, 5), dim=1)}, tmp_path / "head.safetensors")
+    head = {"file": str(tmp_path / "head.safetensors"), "tensor": "x", "logit_scale": 10.0}
+    result = check(world.spec(heads={"flowers": head}))
+    problem = found(result, "problem", "head of flowers")
+    assert "5" in problem.text
+    assert "8" in problem.text
+    assert "no accuracy" in found(result, "ok", "head of shapes").text
+
+
+def test_class_names_that_the_data_does_not_have(world: World) -> None:
+    head = {**world.head("flowers"), "classes": ["lily", "rose", "daisy"]}
+    problem = found(check(world.spec(heads={"flowers": head})), "problem", "data of flowers")
+    assert "daisy" in problem.text
+    assert "tulip" in problem.text
+
+
+def test_prompts_without_a_text_tower_and_without_a_base(world: World) -> None:
+    head = {"templates": ["a photo of a {}."]}
+    assert check(world.spec(heads={"flowers": head})).exit_code == 0
+    assert (
+        "no text tower"
+        in found(check(world.spec("hf", heads={"flowers": head})), "problem", "text tower").text
+    )
+    alone = world.spec(heads={"flowers": head}, base=None, merge={"method": "average"})
+    assert "no base" in found(check(alone), "problem", "head of flowers").text
+
+
+def test_more_samples_asked_than_there_are(world: World) -> None:
+    spec = world.spec()
+    problem = found(
+        check({**spec, "data": {**spec["data"], "defaults": {"n": 4000}}}), "problem", "data of shapes"
+    )
+    assert "4000" in problem.text
+
+
+def test_unequal_counts_and_shared_samples_are_notices(world: World) -> None:
+    spec = world.spec()
+    entry = {
+        "kind": "npz",
+        "file": str(world.data("flowers")),
+        "calibration": {"x": "x_train", "y": "y_train"},
+        "diagnosis": {"x": "x_train", "y": "y_train"},
+        "test": {"x": "x_test", "y": "y_test"},
+        "n": 3,
+    }
+    result = check({**spec, "data": {**spec["data"], "flowers": entry}})
+    assert "calibration samples: flowers 3, shapes 4" in found(result, "notice", "data").text
+    assert (
+        "of 5 diagnosis samples are also calibration samples"
+        in found(result, "notice", "data of flowers").text
+    )
+
+
+def test_an_image_that_cannot_be_read(world: World, tmp_path: pathlib.Path) -> None:
+    from PIL import Image
+
+    for split in ("train", "test"):
+        for name in ("lily", "rose", "tulip"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(6):
+                Image.new("RGB", (16, 16)).save(tmp_path / split / name / f"{number}.png")
+    for path in (tmp_path / "test").rglob("*.png"):
+        path.write_bytes(path.read_bytes()[:30])
+    spec = world.one_task()
+    entry = {"kind": "imagefolder", "calibration": str(tmp_path / "train"), "test": str(tmp_path / "test")}
+    result = check({**spec, "data": {**spec["data"], "flowers": entry}})
+    assert ".png" in found(result, "problem", "data of flowers").text
+
+
+def validate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["validate", *arguments])
+    return int(left.value.code or 0), capsys.readouterr().out
+
+
+def test_one_json_document_or_text_and_the_exit_code(
+    world: World, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(write_spec(tmp_path / "run.yaml", world.spec()))
+    code, out = validate(capsys, file, "--json")
+    assert code == 0
+    assert json.loads(out)["ready"] is True
+    code, out = validate(capsys, file, "--set", "layers.select=nowhere")
+    assert code == 2
+    assert "PROBLEM  layers" in out
+    assert out.endswith("1 problem\n")

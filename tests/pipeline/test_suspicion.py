@@ -1,0 +1,152 @@
+"""Doubts about models that fit each other in shape: equality, another base, a merge of something else."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from driftlens.pipeline.analyze import analyze
+from driftlens.pipeline.findings import Finding, Preflight
+from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
+from tests.pipeline.world import Weights, World, merged_weights, moved
+
+
+def test_an_expert_with_the_bases_weights(world: World, tmp_path: pathlib.Path) -> None:
+    result = check(with_expert(world, {"weights": str(world.weights("base"))}))
+    notice = found(result, "notice", "expert of flowers")
+    assert notice.text == "the expert of flowers has the same weights as the base"
+    assert "not fine-tuned" in notice.hint
+    assert result.exit_code == 0
+
+
+def test_equal_up_to_rounding_counts_one_changed_weight_does_not(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    rounded = saved(visual(world.state("base"), Tensor.half), tmp_path / "half.safetensors")
+    assert "same weights" in found(check(with_expert(world, rounded)), "notice", "expert of flowers").text
+    nearly = world.state("base")
+    nearly["visual.proj"][-1, -1] += 0.1  # the very last parameter that is read
+    result = check(with_expert(world, saved(nearly, tmp_path / "nearly.safetensors")))
+    assert not notices(result), result.text()
+
+
+def test_two_experts_with_the_same_weights(world: World) -> None:
+    result = check(with_expert(world, {"weights": str(world.weights("shapes"))}))
+    assert found(result, "notice", "expert of shapes").text.endswith(
+        "the same weights as the expert of flowers"
+    )
+
+
+@pytest.mark.parametrize(("source", "named"), [("base", "the base"), ("shapes", "the expert of shapes")])
+def test_a_merged_model_that_is_one_of_the_others(world: World, source: str, named: str) -> None:
+    result = check(world.spec(merge=None, merged={"weights": str(world.weights(source))}))
+    assert found(result, "notice", "merged model").text == f"the merged model has the same weights as {named}"
+
+
+def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    foreign = visual(world.state("flowers"), lambda value: value.flip(0))
+    result = check(with_expert(world, saved(foreign, tmp_path / "x.safetensors")))
+    notice = found(result, "notice", "expert of flowers")
+    distance = float(notice.text.split("are ")[1].split()[0])
+    assert distance == pytest.approx(math.sqrt(2), abs=0.15)
+    assert "another base" in notice.hint
+    assert result.exit_code == 0
+
+
+def test_without_a_base_the_next_expert_is_the_measure(world: World, tmp_path: pathlib.Path) -> None:
+    base = world.state("base")
+    third = saved(moved(base, 0.03, 7), tmp_path / "third.safetensors")
+    foreign = saved(visual(base, lambda value: value.flip(0)), tmp_path / "foreign.safetensors")
+    own = world.spec()["experts"]
+    spec = world.spec(
+        base=None, merge={"method": "average"}, experts={**own, "third": third, "foreign": foreign}
+    )
+    result = check(spec)
+    assert [finding.subject for finding in notices(result)] == ["expert of foreign"]
+
+
+def test_the_distance_is_that_of_the_noise(world: World, tmp_path: pathlib.Path) -> None:
+    scaled = visual(world.state("base"), lambda value: 1.25 * value)
+    result = check(
+        world.spec(
+            experts={"flowers": saved(scaled, tmp_path / "x.safetensors")},
+            data=world.one_task()["data"],
+            heads=world.one_task()["heads"],
+        )
+    )
+    assert "are 0.25 away from the base" in found(result, "ok", "shared base").text
+
+
+def check_merged(world: World, tmp_path: pathlib.Path, weights: Weights, **changes: Any) -> Preflight:
+    return check(world.spec(merge=None, merged=saved(weights, tmp_path / "merged.safetensors"), **changes))
+
+
+def test_task_arithmetic_is_recognised_with_its_coefficient(world: World, tmp_path: pathlib.Path) -> None:
+    finding = found_merge(check_merged(world, tmp_path, merged_weights(world, 0.3)))
+    assert finding.level == "ok"
+    assert "coefficients 0.30; 0.00% is left" in finding.text
+
+
+def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_path: pathlib.Path) -> None:
+    base, experts = world.state("base"), [world.state(task) for task in world.tasks]
+
+    def merge(coefficients: Callable[[str], tuple[float, float]]) -> Weights:
+        return {
+            name: start + sum(c * (e[name] - start) for c, e in zip(coefficients(name), experts, strict=True))
+            for name, start in base.items()
+        }
+
+    finding = found_merge(check_merged(world, tmp_path, merge(lambda _: (0.2, 0.7))))
+    assert "coefficients 0.20 to 0.70; 0.00%" in finding.text
+    layerwise = merge(lambda name: (0.1, 0.4) if "mlp" in name else (0.6, 0.3))
+    finding = found_merge(check_merged(world, tmp_path, layerwise))
+    assert finding.level == "ok"
+    assert "coefficients 0.10 to 0.60, others in every matrix" in finding.text
+
+
+def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: pathlib.Path) -> None:
+    finding = found_merge(check_merged(world, tmp_path, moved(world.state("base"), 0.03, 9)))
+    assert finding.level == "notice"
+    share = float(finding.text.split("leave ")[1].split("%")[0])
+    assert share == pytest.approx(100, abs=5)  # its noise is orthogonal to both task vectors
+
+
+def test_the_share_left_is_that_of_what_was_added(world: World, tmp_path: pathlib.Path) -> None:
+    """|residual|^2 / |task vector|^2: noise of known energy beside one task vector."""
+    base, expert = world.state("base"), world.state("flowers")
+    other = moved(base, 0.03, 9)
+    mixed = {name: expert[name] + 0.5 * (other[name] - base[name]) for name in base}
+    finding = found_merge(check_merged(world, tmp_path, mixed))
+    share = float(finding.text.split("leave ")[1].split("%")[0])
+    assert share == pytest.approx(20, abs=2)  # 0.25 / 1.25
+    assert finding.level == "ok"
+
+
+def test_without_a_base_an_average_is_recognised(world: World, tmp_path: pathlib.Path) -> None:
+    result = check_merged(world, tmp_path, merged_weights(world, 0.5), base=None)
+    assert "the experts' mean plus task vectors" in found_merge(result).text
+    foreign = moved(world.state("base"), 0.2, 9)
+    assert found_merge(check_merged(world, tmp_path, foreign, base=None)).level == "notice"
+
+
+def found_merge(result: Preflight) -> Finding:
+    """The finding about what a merged model is made of."""
+    matching = [finding for finding in result.findings if "task vectors" in finding.text]
+    assert len(matching) == 1, result.text()
+    return matching[0]
+
+
+def test_analyze_records_the_same_doubts(world: World, tmp_path: pathlib.Path) -> None:
+    spec = with_expert(world, {"weights": str(world.weights("base"))}, metrics={"jacobian": False})
+    run = analyze(spec, out=tmp_path / "run")
+    assert "the expert of flowers has the same weights as the base" in run.manifest.notices
+    assert not [
+        text for text in run.manifest.notices if "relative to its size" in text
+    ]  # what is fine is not a notice

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Flags that concern the whole program are understood behind the command too.
     flags = [part for part in given if part in _GLOBAL_FLAGS]
     rest = [part for part in given if part not in _GLOBAL_FLAGS]
+    manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
     sys.exit(_code(flags + rest))
@@ -67,7 +68,7 @@ def _misused(error: Any) -> int:
 
 def _report(message: str, hint: str, code: int) -> int:
     text = message if code == Cancelled.exit_code else f"error: {message}"
-    typer.secho(text, err=True, fg=None if os.environ.get("NO_COLOR") else typer.colors.RED)
+    typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
     if hint:
         typer.echo(f"hint: {hint}", err=True)
     if manner.debug:

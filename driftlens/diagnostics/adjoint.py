@@ -19,7 +19,6 @@ from driftlens.linalg.path_jacobian import PathJacobian
 from driftlens.linalg.state import State, inner
 from driftlens.models.heads import Head
 
-
 SCORE_PANELS = 8
 """Panels of the score map's segment; a feature that shortens tenfold on the way is then integrated to 1e-9."""
 

@@ -94,7 +94,7 @@ class _Opener:
         """Whether the model lacks only what a base would have given: LoRA's weights, or the projection."""
         layout = self._architecture.layout
         lacks = str(error.context.get("key", "")) if isinstance(error, IncompatibleModelsError) else ""
-        return is_lora_folder(pathlib.Path(place)) or (
+        return is_lora_folder(pathlib.Path(place).expanduser()) or (
             layout is not None and lacks.endswith(layout.projection)
         )
 
@@ -114,7 +114,7 @@ class _Opener:
 
 def _contradiction(name: str, statement: Statement) -> str:
     return (
-        f"the {label(name)}'s {statement.file} has {statement.key} {statement.stated}, "
+        f"{statement.file} of the {label(name)} has {statement.key} {statement.stated}, "
         f"but all models are computed with {statement.used}"
     )
 

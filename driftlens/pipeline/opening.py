@@ -92,13 +92,16 @@ def resolve_device(device: str) -> torch.device:
     """`auto` is the GPU if there is one.
 
     Raises:
-        SpecError: `cuda` is asked for and torch sees no GPU.
+        SpecError: torch knows no such device, or `cuda` is asked for and torch sees no GPU.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise SpecError("compute.device is cuda, but torch sees no GPU", hint="Use `auto` or `cpu`.")
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise SpecError(f"there is no device {device!r}", hint="Use `auto`, `cpu` or `cuda`.") from None
 
 
 def open_heads(

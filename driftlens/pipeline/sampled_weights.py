@@ -16,6 +16,8 @@ from driftlens.models.sources import StateSource, check_finite
 
 SAMPLED_ENTRIES = 1 << 18
 """Entries read of each matrix: plenty to tell distances, and little to keep of twenty models at once."""
+ROUNDING = 1e-12
+"""Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def fit_merge(sampled: SampledWeights, name: str) -> tuple[Fit, Fit] | None:
     the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy.
 
     Returns:
-        Both fits, or None where there is nothing to explain: the model is where the task vectors start, or has none.
+        Both fits, or None where the model is where the task vectors start, up to rounding.
     """
     experts = [sampled.names.index(expert) for expert in sampled.experts]
     each = torch.eye(len(sampled.names), dtype=torch.float64)
@@ -111,7 +113,7 @@ def fit_merge(sampled: SampledWeights, name: str) -> tuple[Fit, Fit] | None:
     energies = grams @ target @ target
     size = torch.diagonal(inner, dim1=1, dim2=2).sum() / len(experts)
     energy = energies.sum() if has_base else torch.maximum(energies.sum(), size)
-    if not energy > 0 or not size > 0:
+    if energy <= ROUNDING * torch.diagonal(grams, dim1=1, dim2=2).mean(dim=1).sum():
         return None
 
     def fit(coefficients: Tensor) -> Fit:
@@ -122,5 +124,5 @@ def fit_merge(sampled: SampledWeights, name: str) -> tuple[Fit, Fit] | None:
 
 
 def _solved(inner: Tensor, cross: Tensor) -> Tensor:
-    # Equal experts make it singular; the smallest solution shares their coefficient among them.
-    return torch.linalg.lstsq(inner, cross, driver="gelsd").solution
+    # Equal experts make it singular, up to what rounding leaves; the smallest solution shares their coefficient.
+    return torch.linalg.lstsq(inner, cross, rcond=1e-8, driver="gelsd").solution

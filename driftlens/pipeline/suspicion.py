@@ -49,7 +49,8 @@ def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Fi
         return findings
     sampled = sample_weights(sound, slots)
     findings += _distances(sampled)
-    if sampled.experts:
+    # A lone expert without a base spans nothing that a merge could be compared with.
+    if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
         findings += [_plausibility(sampled, name) for name in sampled.names if is_merge(name)]
     return findings
 
@@ -137,10 +138,10 @@ def _foreign(name: str, distance: float, anchor: str) -> Finding:
 def _plausibility(sampled: SampledWeights, name: str) -> Finding:
     """Whether a merged model is a combination of the experts, by least squares."""
     model, fits = label(name), fit_merge(sampled, name)
-    if fits is None:
-        return Finding("ok", model, f"the {model} is where the task vectors start")
-    shared, own = fits
     origin = "the base" if "base" in sampled.names else "the experts' mean"
+    if fits is None:
+        return Finding("ok", model, f"the {model} is {origin}, up to rounding")
+    shared, own = fits
     if shared.residual <= EXPLAINED:
         text = f"is {origin} plus task vectors, coefficients {_span(shared.coefficients)}"
         return Finding("ok", model, f"the {model} {text}; {shared.residual:.2%} is left")

@@ -10,6 +10,7 @@ from driftlens.records.run import DriftRun
 from driftlens.records.verify import VerifyResult
 from driftlens_reports import facts
 from driftlens_reports.columns import aligned, printable
+from driftlens_reports.story import story
 from driftlens_reports.wording import check_sentence, number, origin_sentence, percent, size
 
 
@@ -25,6 +26,7 @@ def summary(run: DriftRun) -> str:
         [f"{run.name} ({run.id})", *facts.stamps(run)],
         _section("Final feature against each task's expert (mean over samples)", _drift_lines(run)),
         _section("Accuracy on test samples", _accuracy_lines(run)),
+        _section("What happened", story(run)),
         _section("Where the final drift comes from", [origin_sentence(task) for task in facts.origins(run)]),
         _section("Self-checks", [check_sentence(check) for check in facts.self_checks(run)]),
     ]

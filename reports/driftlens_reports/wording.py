@@ -37,7 +37,8 @@ def check_sentence(check: SelfCheck) -> str:
     """How large one self-check's error gets, and where."""
     if not is_measured(check.largest):
         return f"{check.name} ({check.claim}): {NOT_MEASURED}"
-    return f"{check.name} ({check.claim}): error at most {error(check.largest)} ({check.where})"
+    verdict = "holds" if check.holds else f"DOES NOT HOLD (limit {error(check.limit)})"
+    return f"{check.name} ({check.claim}): {verdict}, error at most {error(check.largest)} ({check.where})"
 
 
 def size(num_bytes: int) -> str:

@@ -27,7 +27,9 @@ TABLES = ("layers", "samples", "outputs", "params", "accuracy")
 
 def same_tables(one: DriftRun, other: DriftRun) -> None:
     for table in TABLES:
-        pd.testing.assert_frame_equal(getattr(one, table)(), getattr(other, table)(), check_exact=True, obj=table)
+        pd.testing.assert_frame_equal(
+            getattr(one, table)(), getattr(other, table)(), check_exact=True, obj=table
+        )
     for file in sorted(other.path.rglob("*.npy")):
         relative = file.relative_to(other.path)
         assert (one.path / relative).read_bytes() == file.read_bytes(), relative
@@ -66,7 +68,9 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
     resumed = open_run(out)
     same_tables(resumed, finished)
     assert set(states(resumed).values()) == {"done"}
-    assert resumed.manifest.phases[f"analyze:{TASKS[0]}"] == first, "a finished phase should not be done again"
+    assert resumed.manifest.phases[f"analyze:{TASKS[0]}"] == first, (
+        "a finished phase should not be done again"
+    )
     assert run_cli("verify", out).code == 0
 
 
@@ -117,8 +121,12 @@ def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(
     assert run_cli("verify", out).code == 0
 
 
-@pytest.mark.parametrize("file", ["tables/layers.parquet", f"features/{TASKS[0]}/merged/005.npy", "manifest.json", "spec.yaml"])
-def test_verify_finds_a_flipped_byte(finished: DriftRun, tmp_path: pathlib.Path, run_cli: Cli, file: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["tables/layers.parquet", f"features/{TASKS[0]}/merged/005.npy", "manifest.json", "spec.yaml"]
+)
+def test_verify_finds_a_flipped_byte(
+    finished: DriftRun, tmp_path: pathlib.Path, run_cli: Cli, file: str
+) -> None:
     copy = shutil.copytree(finished.path, tmp_path / "copy")
     assert run_cli("verify", copy).code == 0
     path = copy / file

@@ -29,7 +29,9 @@ def quick(world: World, spec_file: pathlib.Path) -> pathlib.Path:
     return write_spec(spec_file, world.one_task(metrics={"jacobian": False}, heads=None))
 
 
-def test_stdout_carries_the_result_and_stderr_plain_progress(quick: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_stdout_carries_the_result_and_stderr_plain_progress(
+    quick: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     command = [*COMMAND, "analyze", quick, "--out", tmp_path / "run", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(done.stdout)
@@ -37,12 +39,14 @@ def test_stdout_carries_the_result_and_stderr_plain_progress(quick: pathlib.Path
     drift = open_run(tmp_path / "run").value("drift_l2_mean", task=TASKS[0])
     assert [row["drift_l2_mean"] for row in result["final"] if row["variant"] == "merged"] == [drift]
     assert "\r" not in done.stderr and "\x1b" not in done.stderr
-    lines = done.stderr.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["analyze", "params", *["evaluate"] * lines[2:].__len__()]
-    assert all("done in" in line for line in lines)
+    # A slow machine adds lines in between, at most one in ten seconds.
+    finished = [line for line in done.stderr.splitlines() if ": done in " in line]
+    assert [line.split(":")[0] for line in finished] == ["analyze", "params"]
 
 
-def test_progress_as_json_is_one_object_per_line(run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_progress_as_json_is_one_object_per_line(
+    run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     result = run_cli("analyze", quick, "--out", tmp_path / "run", "--progress", "jsonl")
     events = [json.loads(line) for line in result.err.splitlines()]
     assert {event["phase"] for event in events} >= {"analyze", "params"}
@@ -77,7 +81,7 @@ def test_an_error_is_two_lines_and_debug_adds_the_traceback(run_cli: Cli, tmp_pa
         (["analyse", "run.yaml"], "analyse"),
         (["show"], "RUN"),
         (["ls", "--jsn"], "--json"),
-        (["analyze", "run.yaml", "--seed", "many"], "many"),
+        (["analyze", "run.yaml", "--seed", "many"], "--seed"),
         (["analyze", "run.yaml", "--progress", "loud"], "run.yaml"),
         (["init", "--template", "generik", "--out", "-"], "Did you mean 'generic'?"),
     ],
@@ -99,7 +103,9 @@ def test_no_command_shows_the_help(run_cli: Cli) -> None:
     assert "error" not in result.err
 
 
-def test_an_error_nobody_foresaw_is_code_one_and_says_so(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_nobody_foresaw_is_code_one_and_says_so(
+    run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> None:
         raise ZeroDivisionError("by nothing")
 
@@ -117,7 +123,7 @@ def test_colour_on_a_terminal_can_be_switched_off(tmp_path: pathlib.Path, no_col
     written = os.read(reader, 4096)
     os.close(reader)
     assert process.returncode == 4
-    assert (b"\x1b[" in written) is (not no_color)
+    assert (b"\x1b[" in written) is (no_color == "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -150,7 +156,16 @@ def test_help_names_every_option_with_its_default(
         ([], {"DRIFTLENS_DEVICE": "cpu"}, {"device": "cpu"}),
         (["--device", "cpu"], {"DRIFTLENS_DEVICE": "nonsense"}, {"device": "cpu"}),
     ],
-    ids=["one value", "two values", "seed", "seed over value", "variable", "seed over variable", "device", "device over it"],
+    ids=[
+        "one value",
+        "two values",
+        "seed",
+        "seed over value",
+        "variable",
+        "seed over variable",
+        "device",
+        "device over it",
+    ],
 )
 def test_values_of_the_spec_are_overridden(
     run_cli: Cli,

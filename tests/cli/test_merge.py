@@ -19,7 +19,9 @@ METHOD = ("--method", "task_arithmetic", "--set", f"scaling={SCALING}")
 
 
 def tower(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")}
+    return {
+        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
+    }
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -46,7 +48,9 @@ def test_a_merged_folder_is_one_that_open_clip_loads(
 ) -> None:
     import open_clip
 
-    assert run_cli("merge", write_spec(spec_file, world.spec()), *METHOD, "--out", tmp_path / "merged").code == 0
+    assert (
+        run_cli("merge", write_spec(spec_file, world.spec()), *METHOD, "--out", tmp_path / "merged").code == 0
+    )
     module, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'merged'}")
     same(dict(module.state_dict()), merged_weights(world))
     assert tuple(preprocess.transforms[-1].mean) == (0.5, 0.4, 0.3)
@@ -80,7 +84,10 @@ def test_an_average_needs_no_base_and_holds_the_image_tower_alone(
 def test_a_merge_that_can_not_be_leaves_no_file(
     world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:
-    spec, file = write_spec(spec_file, world.spec(merge={"method": "average"}, base=None)), tmp_path / "out.safetensors"
+    spec, file = (
+        write_spec(spec_file, world.spec(merge={"method": "average"}, base=None)),
+        tmp_path / "out.safetensors",
+    )
     for method, words in (("task_arithmetic", "needs a base"), ("avrage", "Did you mean 'average'?")):
         refused = run_cli("merge", spec, "--method", method, "--out", file)
         assert refused.code == 2 and words in refused.err

@@ -37,7 +37,9 @@ def test_both_forms_compare_the_same_parameters(finished: DriftRun, transformers
     one, other = (
         run.params().query("scope != 'module'").drop(columns="path") for run in (finished, transformers_run)
     )
-    pd.testing.assert_frame_equal(one.reset_index(drop=True), other.reset_index(drop=True), rtol=1e-5, atol=1e-6)
+    pd.testing.assert_frame_equal(
+        one.reset_index(drop=True), other.reset_index(drop=True), rtol=1e-5, atol=1e-6
+    )
 
 
 REAL_TASKS = ("clothing10", "sign_digits")
@@ -80,7 +82,9 @@ def in_float16(folders: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
         for settings in (folders / name).glob("*.json"):
             shutil.copy(settings, target / name)
         weights = load_file(folders / name / "model.safetensors")
-        save_file({key: tensor.half() for key, tensor in weights.items()}, target / name / "model.safetensors")
+        save_file(
+            {key: tensor.half() for key, tensor in weights.items()}, target / name / "model.safetensors"
+        )
     return target
 
 

@@ -19,7 +19,7 @@ import driftlens as dl
 from driftlens.errors import DriftLensError, IncompatibleModelsError, NumericsError, SpecError
 from driftlens.records.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
-from tests.pipeline.world import CLASSES, LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
+from tests.pipeline.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
 from tests.reference.drift import drift_rows, stack_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -57,7 +57,17 @@ def test_live_open_clip_modules_give_the_rows_of_their_checkpoints(
         cka=True,
         progress="none",
     )
-    columns = ["task", "variant", "layer", "role", "n", "drift_l2_mean", "cos_mean", "mismatch_l2_mean", "drift_vs_base"]
+    columns = [
+        "task",
+        "variant",
+        "layer",
+        "role",
+        "n",
+        "drift_l2_mean",
+        "cos_mean",
+        "mismatch_l2_mean",
+        "drift_vs_base",
+    ]
     pd.testing.assert_frame_equal(run.layers()[columns], finished.layers()[columns], rtol=1e-4, atol=1e-6)
 
 
@@ -116,8 +126,13 @@ def test_modules_are_left_as_they_were(tmp_path: pathlib.Path, training: bool) -
 
 
 def _fingerprint(module: nn.Module) -> list[Any]:
-    hooks = [(len(part._forward_hooks), len(part._forward_pre_hooks), part.training) for part in module.modules()]
-    return [hooks, [(name, tensor.data_ptr(), tensor.sum().item()) for name, tensor in module.state_dict().items()]]
+    hooks = [
+        (len(part._forward_hooks), len(part._forward_pre_hooks), part.training) for part in module.modules()
+    ]
+    return [
+        hooks,
+        [(name, tensor.data_ptr(), tensor.sum().item()) for name, tensor in module.state_dict().items()],
+    ]
 
 
 class Noisy(Stack):
@@ -168,7 +183,11 @@ def test_modules_that_do_not_belong_together_are_refused(
     tmp_path: pathlib.Path, changes: dict[str, Any], error: type[DriftLensError], words: str
 ) -> None:
     modules = stacks()
-    given: dict[str, Any] = {"merged": modules["merged"], "experts": {"task": modules["expert"]}, "data": {"task": samples()}}
+    given: dict[str, Any] = {
+        "merged": modules["merged"],
+        "experts": {"task": modules["expert"]},
+        "data": {"task": samples()},
+    }
     with pytest.raises(error, match=words):
         dl.analyze(**{**given, "blocks": "blocks", "progress": "none", **changes}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -182,7 +201,11 @@ def test_a_spec_may_be_a_file_its_values_or_a_checked_spec(world: World, tmp_pat
     for run in runs[1:]:
         pd.testing.assert_frame_equal(run.layers(), runs[0].layers())
     narrowed = dl.analyze(
-        spec, out=tmp_path / "narrow", progress="none", overrides=["data.defaults.n_diagnosis=2"], device="cpu"
+        spec,
+        out=tmp_path / "narrow",
+        progress="none",
+        overrides=["data.defaults.n_diagnosis=2"],
+        device="cpu",
     )
     assert narrowed.layers()["n"].unique().tolist() == [2]
 

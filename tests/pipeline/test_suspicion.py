@@ -111,6 +111,15 @@ def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_p
     assert "coefficients 0.10 to 0.60, others in every matrix" in finding.text
 
 
+def test_equal_experts_share_their_coefficient(world: World, tmp_path: pathlib.Path) -> None:
+    """Least squares is singular then; neither huge coefficients nor a failed solve may come of it."""
+    base, expert = world.state("base"), world.state("shapes")
+    doubled = {name: base[name] + 0.6 * (expert[name] - base[name]) for name in base}
+    merged = saved(doubled, tmp_path / "merged.safetensors")
+    same = with_expert(world, {"weights": str(world.weights("shapes"))}, merge=None, merged=merged)
+    assert "coefficients 0.30; 0.00% is left" in found_merge(check(same)).text
+
+
 def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: pathlib.Path) -> None:
     finding = found_merge(check_merged(world, tmp_path, moved(world.state("base"), 0.03, 9)))
     assert finding.level == "notice"
@@ -147,6 +156,5 @@ def test_analyze_records_the_same_doubts(world: World, tmp_path: pathlib.Path) -
     spec = with_expert(world, {"weights": str(world.weights("base"))}, metrics={"jacobian": False})
     run = analyze(spec, out=tmp_path / "run")
     assert "the expert of flowers has the same weights as the base" in run.manifest.notices
-    assert not [
-        text for text in run.manifest.notices if "relative to its size" in text
-    ]  # what is fine is not a notice
+    # What is fine is not a notice.
+    assert not any("relative to its size" in text for text in run.manifest.notices)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import math
 import pathlib
 import re
 
@@ -8,7 +10,9 @@ from rich.cells import cell_len
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.run import DriftRun
 from driftlens.records.verify import VerifyResult
+from driftlens_reports.facts import SelfCheck
 from driftlens_reports.summary import accuracy_text, listing_text, summary, verification_text
+from driftlens_reports.wording import check_sentence
 
 
 def lines_of(text: str, title: str) -> list[str]:
@@ -46,9 +50,15 @@ def test_the_largest_shares_come_first(run: DriftRun) -> None:
 
 
 def test_self_checks_show_their_largest_error(run: DriftRun) -> None:
-    closure, jacobian = lines_of(summary(run), "Self-checks")
-    assert "error at most 4.0e-07 (task cars, base, layer 4)" in closure
+    closure, jacobian, *_ = lines_of(summary(run), "Self-checks")
+    assert "holds, error at most 4.0e-07 (task cars, base, layer 4)" in closure
     assert jacobian.endswith("not measured")
+
+
+def test_a_claim_that_fails_is_said_to_fail() -> None:
+    failing = SelfCheck("closure", "drift equals", largest=0.3, limit=1e-4, where="task a, merged, layer 2")
+    assert "DOES NOT HOLD (limit 1.0e-04), error at most 3.0e-01" in check_sentence(failing)
+    assert not dataclasses.replace(failing, largest=math.nan).holds
 
 
 def test_a_synthetic_run_says_so_before_any_number(run: DriftRun, bare: DriftRun) -> None:

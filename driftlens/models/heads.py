@@ -42,7 +42,16 @@ class Head:
     logit_scale: float
 
     def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype."""
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
+
+        Raises:
+            DataError: the features are not as wide as the class embeddings.
+        """
+        if features.shape[-1] != self.embeddings.shape[-1]:
+            raise DataError(
+                f"the class embeddings have {self.embeddings.shape[-1]} entries, the features {features.shape[-1]}",
+                hint="The head was made with another CLIP; make it with this base's text tower.",
+            )
         return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
 
 

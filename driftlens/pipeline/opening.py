@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from driftlens.data.drawing import unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool, expert_of
@@ -182,6 +183,8 @@ def open_study(
     )
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
     notices += dtype_notices(models)
+    notices += unequal_counts({task: len(opened.calibration()) for task, opened in data.items()}, "calibration")
+    notices += unequal_counts({task: len(opened.diagnosis()) for task, opened in data.items()}, "diagnosis")
     study = Study(
         name=spec.name,
         pool=pool,

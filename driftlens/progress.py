@@ -72,6 +72,7 @@ class Reporter:
         self._sink = sink
         self._cancel = cancel
         self._phase = ""
+        self._done = 0
         self._started = time.monotonic()
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
@@ -82,8 +83,10 @@ class Reporter:
         """
         if self._cancel is not None:
             self._cancel.check()
-        if phase != self._phase or done == 0:
+        # A phase may say "nothing done yet" many times, once per batch; only going back means that it begins anew.
+        if phase != self._phase or done < self._done:
             self._phase, self._started = phase, time.monotonic()
+        self._done = done
         if self._sink is not None:
             self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
 

@@ -58,15 +58,17 @@ class PlainLines:
         self._clock = clock
         self._written = clock()
         self._phase = ""
+        self._done = 0
         self._began = clock()
         self._is_open = False
 
     def __call__(self, event: ProgressEvent) -> None:
         """Write the lines that `event` is worth."""
         is_complete = event.done == event.total
-        if event.phase != self._phase or (event.done == 0 and not is_complete):
+        if event.phase != self._phase or event.done < self._done:
             self.close()
             self._phase, self._began, self._is_open = event.phase, self._clock() - event.seconds, True
+        self._done = event.done
         if is_complete:
             self.close()
         elif self._is_open and self._clock() - self._written >= _LINE_SECONDS:

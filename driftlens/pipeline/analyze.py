@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from driftlens.errors import SpecError
+from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
 from driftlens.pipeline.merging import save_merge
@@ -22,6 +22,7 @@ from driftlens.pipeline.phases import (
 from driftlens.pipeline.study import Study
 from driftlens.pipeline.suspicion import suspicions
 from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records.lock import owner_of
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
@@ -128,8 +129,10 @@ def evaluate(
         cancel: asked once per batch whether to stop.
 
     Raises:
+        RunError: the analysis itself is unfinished, or the run is damaged.
         DriftLensError: as for `analyze`.
     """
+    _require_analyzed(Path(path))
     with RunWriter.resume(path) as writer:
         wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
         if wanted:
@@ -139,6 +142,22 @@ def evaluate(
                 for task in wanted:
                     evaluate_task(writer, study, task, reporter, again=True)
     return open_run(path)
+
+
+def _require_analyzed(folder: Path) -> None:
+    """Refuse a run whose analysis was interrupted: to finish here would call it done."""
+    manifest = read_manifest(folder)
+    phases = [f"analyze:{task}" for task in manifest.tasks]
+    missing = [
+        name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"
+    ]
+    owner = owner_of(folder)
+    is_at_work = owner is not None and owner.is_alive  # then taking the lock will say so
+    if missing and not is_at_work:
+        raise RunError(
+            f"{folder} is unfinished: {', '.join(missing)} is still to be done",
+            hint=f"`driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume` goes on, accuracy included.",
+        )
 
 
 def reopened(

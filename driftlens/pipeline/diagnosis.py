@@ -40,6 +40,7 @@ class TaskDiagnosis:
     samples: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
     adjoint: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
 
 
@@ -74,6 +75,7 @@ def _explain(study: Study, task: str, variant: str, found: TaskDiagnosis, meter:
     meter.next_pass()
     sensitivity = sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes"))
     _add_sensitivity(found, variant, sensitivity)
+    found.warnings += _unconverged(study, task, variant, sensitivity)
     if study.settings.adjoint:
         nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
         found.adjoint += adjoint_columns(study, task, variant, nodes)
@@ -212,6 +214,23 @@ def _add_sensitivity(found: TaskDiagnosis, variant: str, sensitivity: Sensitivit
             known = sensitivity.final_shares[table["layer"] - 1]
             shares[: len(known)] = known
             table["final_share"] = shares
+
+
+def _unconverged(study: Study, task: str, variant: str, sensitivity: Sensitivity) -> list[str]:
+    """Says where the quadrature missed its tolerance with all the nodes it may use, as it does on kinked activations."""
+    settings = study.settings.jacobian
+    assert settings is not None
+    errors = {layer: row.get("jacobian_error", 0.0) for layer, row in sensitivity.layers.items()}
+    missed = {layer: error for layer, error in errors.items() if error > settings.tolerance}
+    if not missed:
+        return []
+    worst = max(missed, key=lambda layer: missed[layer])
+    return [
+        f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
+        f"{len(missed)} of {len(errors)} layers after {sensitivity.layers[worst]['nodes']} nodes, most in layer {worst} "
+        f"(error {missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
+        "metrics.jacobian.max_nodes, or read contributions with their remainder."
+    ]
 
 
 def _identified(key: Row, samples: SampleSet, columns: Mapping[str, object]) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def _store(writer: RunWriter, task: str, found: TaskDiagnosis) -> None:
     writer.append("samples", _stacked(found.samples), replace=True)
     if found.outputs:
         writer.append("outputs", _stacked(found.outputs), replace=True)
+    for warning in found.warnings:
+        writer.warn(warning)
     if found.adjoint:
         writer.append("adjoint", _stacked(found.adjoint), replace=True)
     for (variant, layer), array in found.features.items():

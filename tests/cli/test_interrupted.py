@@ -60,6 +60,8 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
     }
     assert run_cli("ls", tmp_path).out.count("stopped") == 1
 
+    early = run_cli("evaluate", out)
+    assert early.code == 4 and f"analyze:{TASKS[1]}" in early.message and "--resume" in early.hint
     changed = ("analyze", spec, "--out", out, "--resume", "--seed", 7)
     refused = run_cli(*changed)
     assert refused.code == 2 and "another spec" in refused.message and str(out / "spec.yaml") in refused.hint

@@ -219,14 +219,14 @@ def test_cka_is_the_debiased_one_of_the_pooled_features(
 
 def _debiased_cka(x: torch.Tensor, y: torch.Tensor) -> float:
     """From sample Gram matrices without their diagonals (Song et al., 2012)."""
-    k, l = (features @ features.T - torch.diag((features**2).sum(dim=1)) for features in (x, y))
-    n = len(k)
+    gram, other = (features @ features.T - torch.diag((features**2).sum(dim=1)) for features in (x, y))
+    n = len(gram)
 
     def hsic(a: torch.Tensor, b: torch.Tensor) -> float:
         cross = float((a @ b).trace()) + float(a.sum() * b.sum()) / (n - 1) / (n - 2)
         return cross - 2 / (n - 2) * float((a @ b).sum())
 
-    return hsic(k, l) / np.sqrt(hsic(k, k) * hsic(l, l))
+    return hsic(gram, other) / np.sqrt(hsic(gram, gram) * hsic(other, other))
 
 
 def test_a_merged_model_that_is_the_expert_has_no_drift_and_no_ratios(

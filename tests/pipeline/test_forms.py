@@ -101,8 +101,8 @@ def test_real_weights_of_equal_rounding_give_equal_rows(
 def test_rounding_weights_to_float16_moves_real_rows_by_little(
     real: pathlib.Path, real_open_clip: DriftRun, tmp_path: pathlib.Path
 ) -> None:
-    # transformers' own files are float32, so every weight differs by up to 2^-11 of itself; drift is a small difference of
-    # features and feels that two to three times as much (1.3e-3 measured).
+    # transformers' own files are float32, so every weight differs by up to 2^-11 of itself; drift is a small
+    # difference of features and feels that two to three times as much (1.3e-3 measured).
     unrounded = real_run(real / "data", "hf", real / "hf", tmp_path / "run")
     one, other = (run.layers()[COMPARED] for run in (real_open_clip, unrounded))
     pd.testing.assert_frame_equal(one, other, rtol=5e-3, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import subprocess
@@ -212,9 +213,15 @@ def test_a_spec_may_be_a_file_its_values_or_a_checked_spec(world: World, tmp_pat
 
 def test_progress_reaches_the_callers_function(tmp_path: pathlib.Path) -> None:
     events: list[dl.ProgressEvent] = []
-    analyzed(stacks(), tmp_path / "run", on_progress=events.append)
-    assert [event.done for event in events if event.phase == "analyze"] == list(range(6))
-    assert {event.total for event in events if event.phase == "analyze"} == {5}
+    analyzed(stacks(), tmp_path / "run", on_progress=events.append, batch_size=3)
+    walked = [event for event in events if event.phase == "analyze"]
+    assert [event.done for event in walked] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5], (
+        "two batches in each of five layers"
+    )
+    assert {event.total for event in walked} == {5}
+    assert all(one.seconds <= other.seconds for one, other in itertools.pairwise(walked)), (
+        "the clock should not restart"
+    )
 
 
 def python(script: str, *arguments: object) -> str:

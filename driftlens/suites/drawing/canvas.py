@@ -1,4 +1,4 @@
-"""Colours, backgrounds, clutter and the camera: everything around the thing that a picture shows.
+"""Colours, backgrounds and clutter: everything around the thing that a picture shows.
 
 Pictures are drawn on a canvas twice their size and averaged down, which smooths every edge.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
 
 SIZE = 32
 CANVAS = 2 * SIZE
@@ -62,31 +62,3 @@ def clutter(rng: np.random.Generator, picture: Image.Image, count: int, middle: 
         else:
             radius = rng.uniform(1, 6)
             pen.ellipse([x - radius, y - radius, x + radius, y + radius], fill=ink)
-
-
-def camera(
-    picture: Image.Image,
-    rng: np.random.Generator,
-    *,
-    blur: float = 0.6,
-    noise: float = 10.0,
-    exposure: float = 0.15,
-) -> Pixels:
-    """What a cheap camera makes of `picture`: [SIZE, SIZE, 3], a little blurred, over- or underexposed, and grainy.
-
-    Args:
-        picture: RGB, [CANVAS, CANVAS] or [SIZE, SIZE].
-        rng: random numbers.
-        blur: largest radius of the blur, in final pixels.
-        noise: largest standard deviation of the grain, of 255.
-        exposure: largest relative change of brightness and of contrast.
-    """
-    if picture.width != SIZE:
-        picture = picture.reduce(picture.width // SIZE)
-    radius = rng.uniform(0, blur)
-    if radius > 0.3:
-        picture = picture.filter(ImageFilter.GaussianBlur(radius))
-    light = np.asarray(picture, dtype=np.float32)
-    gain, shift = rng.uniform(1 - exposure, 1 + exposure), rng.uniform(-exposure, exposure) * 100
-    grain = rng.standard_normal(light.shape, dtype=np.float32) * rng.uniform(2, max(noise, 2))
-    return ((light - 128) * gain + 128 + shift + grain).clip(0, 255).astype(np.uint8)

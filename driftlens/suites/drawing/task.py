@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from driftlens.registry import Registry
+from driftlens.suites.drawing.camera import CHEAP, GOOD
 from driftlens.suites.drawing.canvas import Pixels
 
 Split = Literal["train", "test"]
 Purpose = Literal["base", "train", "test"]
-Draw = Callable[[np.random.Generator, int, Split], Pixels]
-"""(random numbers, class, split) -> one picture. What is not random (a photograph's regions, collected handwriting)
+Draw = Callable[[np.random.Generator, int, Split], Image.Image]
+"""(random numbers, class, split) -> one scene. What is not random (a photograph's regions, collected handwriting)
 is divided between the splits."""
 
 
@@ -28,7 +30,7 @@ class DrawnTask:
         class_names: what the classes are called in captions, in label order.
         templates: captions with a place for the class name; the zero-shot head averages over them.
         subject: what every picture of the task shows, for captions that do not tell the class.
-        draw: draws one picture.
+        draw: draws one scene.
     """
 
     name: str
@@ -46,8 +48,9 @@ class DrawnTask:
         rng = np.random.default_rng([seed, stream])
         labels = rng.permutation(np.arange(count) % len(self.class_names))
         split: Split = "test" if purpose == "test" else "train"
+        camera = GOOD if purpose == "base" else CHEAP
         for label in labels.tolist():
-            yield self.draw(rng, label, split), label
+            yield camera.shot(self.draw(rng, label, split), rng), label
 
 
 tasks: Registry[DrawnTask] = Registry("task", "driftlens.suites.tasks")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw
 
-from driftlens.suites.drawing.canvas import CANVAS, Colour, Pixels, backdrop, camera, near
+from driftlens.suites.drawing.canvas import CANVAS, Colour, backdrop, near
 from driftlens.suites.drawing.task import Split, drawn_task
 from driftlens.suites.tasks.textures import smooth_field
 
@@ -180,7 +180,7 @@ LANDSCAPES: dict[str, Landscape] = {
     templates=("an aerial photo of {}.", "a satellite image of {}.", "{} from above."),
     subject="land from above",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One piece of land at a random heading, through a tinted sky."""
     land = list(LANDSCAPES.values())[label](rng)
     turned = land.rotate(rng.uniform(0, 360), resample=Image.Resampling.BILINEAR)
@@ -188,4 +188,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     seen = turned.crop((edge, edge, edge + CANVAS, edge + CANVAS))
     tint = rng.uniform(0.8, 1.2, 3)
     hazy = (np.asarray(seen) * tint).clip(0, 255).astype(np.uint8)
-    return camera(Image.fromarray(hazy), rng, noise=14.0)
+    return Image.fromarray(hazy)

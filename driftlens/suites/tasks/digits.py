@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from PIL import Image
 
-from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, dark_and_light
+from driftlens.suites.drawing.canvas import CANVAS, backdrop, dark_and_light
 from driftlens.suites.drawing.glyphs import placed
 from driftlens.suites.drawing.task import Split, drawn_task
 
@@ -38,7 +38,7 @@ def _mask(scan: np.ndarray) -> Image.Image:
     templates=("a handwritten digit {}.", "the number {} in handwriting.", "handwriting: {}."),
     subject="a handwritten digit",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One collected digit, written somewhere near the middle of a sheet."""
     sources = handwriting(label, split)
     paper, ink = dark_and_light(rng, 90)
@@ -51,4 +51,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
         shear=rng.uniform(-0.08, 0.08),
     )
     sheet.paste(ink, mask=mask)
-    return camera(sheet, rng)
+    return sheet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, clutter, dark_and_light, near
+from driftlens.suites.drawing.canvas import CANVAS, backdrop, clutter, dark_and_light, near
 from driftlens.suites.drawing.glyphs import FONTS, glyph, placed
 from driftlens.suites.drawing.task import Split, drawn_task
 
@@ -15,7 +15,7 @@ from driftlens.suites.drawing.task import Split, drawn_task
     templates=("a house number {}.", "a street sign with the number {}.", "the number {} on a wall."),
     subject="a house number",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One digit of a house number, seen from the street."""
     paint, wall = dark_and_light(rng, 70)
     picture = backdrop(rng, wall, spread=45)
@@ -29,7 +29,7 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
         drop = step * pitch * np.tan(np.deg2rad(angle))
         mask = placed(glyph(character, font), (x + step * pitch, y + drop), height, angle=angle, shear=shear)
         picture.paste(ink, mask=mask)
-    return camera(picture, rng, blur=0.9)
+    return picture
 
 
 def _row(rng: np.random.Generator, label: int) -> list[tuple[int, str]]:

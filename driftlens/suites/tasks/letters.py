@@ -6,7 +6,7 @@ import string
 
 import numpy as np
 
-from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, clutter, dark_and_light
+from driftlens.suites.drawing.canvas import CANVAS, backdrop, clutter, dark_and_light
 from driftlens.suites.drawing.glyphs import FONTS, glyph, placed
 from driftlens.suites.drawing.task import Split, drawn_task
 
@@ -17,7 +17,7 @@ from driftlens.suites.drawing.task import Split, drawn_task
     templates=("the letter {}.", "a capital letter {} in print.", "the printed letter {}."),
     subject="a printed letter",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One letter on coloured paper with a few stray marks."""
     ink, paper = dark_and_light(rng, 90)
     page = backdrop(rng, paper)
@@ -31,4 +31,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
         stretch=rng.uniform(0.9, 1.1),
     )
     page.paste(ink, mask=mask)
-    return camera(page, rng)
+    return page

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from driftlens.suites.drawing.canvas import CANVAS, Pixels, camera
+from driftlens.suites.drawing.canvas import CANVAS
 from driftlens.suites.drawing.task import Split, drawn_task
 
 Box = tuple[int, int, int, int]
@@ -79,7 +79,7 @@ def window(rng: np.random.Generator, box: Box) -> Box:
     templates=("a photo of {}.", "a close view of {}.", "{} in a photograph."),
     subject="a photograph",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One patch of a photograph in its own light: mirrored, tinted or without colour."""
     scene = list(SCENES.values())[label]
     boxes = scene.train if split == "train" else scene.test
@@ -90,4 +90,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     patch = ImageEnhance.Color(patch).enhance(0.0 if rng.random() < 0.4 else rng.uniform(0.5, 1.3))
     tint = rng.uniform(0.75, 1.25, 3)
     patch = Image.fromarray((np.asarray(patch) * tint).clip(0, 255).astype(np.uint8))
-    return camera(patch, rng, blur=0.8, noise=16.0)
+    return patch

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
-from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, clutter, dark_and_light
+from driftlens.suites.drawing.canvas import CANVAS, backdrop, clutter, dark_and_light
 from driftlens.suites.drawing.glyphs import placed
 from driftlens.suites.drawing.task import Split, drawn_task
 
@@ -95,7 +95,7 @@ HOLLOW = tuple(_hollow(silhouette) for silhouette in FILLED)
     templates=("a drawing of a {}.", "a {} shape.", "a simple {}."),
     subject="a drawing of a shape",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One shape, filled or as an outline, over and under a few strokes."""
     paper, ink = dark_and_light(rng, 80)
     sheet = backdrop(rng, paper, spread=40)
@@ -109,4 +109,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     )
     sheet.paste(ink, mask=mask)
     clutter(rng, sheet, int(rng.integers(0, 3)), paper, 35)
-    return camera(sheet, rng)
+    return sheet

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 
-from driftlens.suites.drawing.canvas import CANVAS, Colour, Pixels, backdrop, camera, clutter, near
+from driftlens.suites.drawing.canvas import CANVAS, Colour, backdrop, clutter, near
 from driftlens.suites.drawing.glyphs import glyph, placed
 from driftlens.suites.drawing.task import Split, drawn_task
 
@@ -165,7 +165,7 @@ def board(name: str) -> Image.Image:
     templates=("a {} traffic sign.", "a photo of a {} sign.", "the road sign {}."),
     subject="a traffic sign",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One sign before trees, houses or sky, from dusk to full sun."""
     surroundings = ((90, 110, 70), (150, 170, 200), (120, 110, 100))[rng.integers(3)]
     street = backdrop(rng, near(rng, surroundings, 30), spread=60)
@@ -180,5 +180,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     )
     faded = ImageEnhance.Color(sign.convert("RGB")).enhance(rng.uniform(0.4, 1.1))
     street.paste(faded, mask=sign.getchannel("A"))
-    lit = ImageEnhance.Brightness(street).enhance(rng.uniform(0.5, 1.15))
-    return camera(lit, rng, blur=1.2, noise=14.0)
+    return street

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from driftlens.suites.drawing.canvas import CANVAS, Pixels, backdrop, camera, dark_and_light
+from driftlens.suites.drawing.canvas import CANVAS, backdrop, dark_and_light
 from driftlens.suites.drawing.task import Split, drawn_task
 
 Field = NDArray[np.float32]
@@ -129,7 +129,7 @@ PATTERNS: dict[str, Pattern] = {
     templates=("a {} texture.", "a {} surface.", "a photo of a {} pattern."),
     subject="a texture",
 )
-def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
+def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One patch of a texture, turned, warped and unevenly lit."""
     period, angle, warp = rng.uniform(12, 18), rng.uniform(-0.4, 0.4), rng.uniform(0, 0.25)
     pixels = np.arange(CANVAS, dtype=np.float32)
@@ -140,5 +140,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Pixels:
     share = list(PATTERNS.values())[label](u, v, rng)
     mask = Image.fromarray((255 * share).astype(np.uint8))
     ground, figure = dark_and_light(rng, 55)
-    surface = Image.composite(backdrop(rng, figure), backdrop(rng, ground), mask)
-    return camera(surface, rng, noise=18.0)
+    return Image.composite(backdrop(rng, figure), backdrop(rng, ground), mask)

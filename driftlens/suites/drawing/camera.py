@@ -1,0 +1,44 @@
+"""What a camera makes of a scene: the base has seen good photographs, the tasks come from a cheap camera at dusk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from driftlens.suites.drawing.canvas import SIZE, Pixels
+
+
+@dataclass(frozen=True)
+class Camera:
+    """How light becomes pixels.
+
+    Attributes:
+        light: smallest and largest brightness, relative to the scene.
+        contrast: smallest and largest contrast, relative to the scene.
+        blur: largest radius, in final pixels.
+        noise: smallest and largest standard deviation of the grain, of 255.
+    """
+
+    light: tuple[float, float]
+    contrast: tuple[float, float]
+    blur: float
+    noise: tuple[float, float]
+
+    def shot(self, scene: Image.Image, rng: np.random.Generator) -> Pixels:
+        """A photograph [SIZE, SIZE, 3] of `scene`, which is an RGB picture with a multiple of its side."""
+        picture = scene.reduce(scene.width // SIZE) if scene.width != SIZE else scene
+        radius = rng.uniform(0, self.blur)
+        if radius > 0.3:  # less than that changes nothing that can be seen
+            picture = picture.filter(ImageFilter.GaussianBlur(radius))
+        light = np.asarray(picture, dtype=np.float32)
+        middle = light.mean(axis=(0, 1))
+        light = (middle + (light - middle) * rng.uniform(*self.contrast)) * rng.uniform(*self.light)
+        grain = rng.standard_normal(light.shape, dtype=np.float32) * rng.uniform(*self.noise)
+        pixels: Pixels = (light + grain).clip(0, 255).astype(np.uint8)
+        return pixels
+
+
+GOOD = Camera(light=(0.9, 1.1), contrast=(0.9, 1.1), blur=0.4, noise=(1.0, 4.0))
+CHEAP = Camera(light=(0.35, 0.7), contrast=(0.5, 0.9), blur=1.0, noise=(6.0, 16.0))

@@ -1,0 +1,281 @@
+"""Every way in which the tests spoil a tiny spec, each with the words that the refusal must hold."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from tests.pipeline.world import CLASSES, MODEL, TASKS, World, write_images
+
+Spec = dict[str, Any]
+TASK = TASKS[0]
+KEY = "visual.transformer.resblocks.1.mlp.c_fc.weight"
+
+
+@dataclass
+class Bench:
+    """A tiny spec that a case spoils, in a folder of its own."""
+
+    world: World
+    folder: pathlib.Path
+    spec: Spec = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spec = self.world.one_task(metrics={"jacobian": False})
+
+    def expert(self, path: pathlib.Path) -> str:
+        """Make `path` the expert; returns its name."""
+        self.spec["experts"] = {TASK: {"weights": str(path)}}
+        return path.name
+
+    def changed_expert(self, **tensors: torch.Tensor | None) -> str:
+        """The expert with some tensors replaced, added or (None) taken out."""
+        state = self.world.state(TASK) | {name: value for name, value in tensors.items() if value is not None}
+        path = self.folder / "changed.safetensors"
+        save_file(
+            {name: value for name, value in state.items() if tensors.get(name, value) is not None}, path
+        )
+        return self.expert(path)
+
+    def images(self, empty: str | None = None) -> pathlib.Path:
+        """Image folders in the place of the arrays, two images per class; returns the test split's folder."""
+        for split in ("train", "test"):
+            for name in CLASSES[TASK]:
+                place = self.folder / split / name
+                place.mkdir(parents=True)
+                for row in range(0 if (split, name) == ("test", empty) else 2):
+                    pixels = np.full((16, 16, 3), 40 * row, np.uint8)
+                    Image.fromarray(pixels).save(place / f"{row}.png")
+        entry = {
+            "kind": "imagefolder",
+            "calibration": str(self.folder / "train"),
+            "test": str(self.folder / "test"),
+        }
+        self.spec["data"] = {"defaults": {"n": 4, "n_diagnosis": 4, "batch_size": 3}, TASK: entry}
+        return self.folder / "test"
+
+    def arrays(self, classes: tuple[str, ...] = CLASSES[TASK], **counts: int) -> pathlib.Path:
+        """An `.npz` file of one's own in the place of the world's."""
+        file = self.folder / "images.npz"
+        write_images(file, classes, **counts)
+        self.spec["data"][TASK] = {"kind": "npz", "file": str(file)}
+        return file
+
+
+def missing_file(bench: Bench) -> list[str]:
+    return [bench.expert(bench.folder / "nowhere.safetensors"), "relative paths"]
+
+
+def truncated(bench: Bench) -> list[str]:
+    path = bench.folder / "cut.safetensors"
+    path.write_bytes(bench.world.weights(TASK).read_bytes()[:-1000])
+    return [bench.expert(path), "Copy or download it again"]
+
+
+def missing_shard(bench: Bench) -> list[str]:
+    folder = bench.folder / "shards"
+    folder.mkdir()
+    state = bench.world.state(TASK)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(
+            {"weight_map": {key: f"model-0000{1 + row % 2}.safetensors" for row, key in enumerate(state)}}
+        )
+    )
+    save_file(
+        {key: value for row, (key, value) in enumerate(state.items()) if row % 2 == 0},
+        folder / "model-00001.safetensors",
+    )
+    bench.expert(folder)
+    return ["model-00002.safetensors", "missing shard"]
+
+
+def wider(bench: Bench) -> list[str]:
+    name = bench.changed_expert(**{KEY: torch.zeros(80, 16)})
+    return [name, KEY.removeprefix("visual."), "[80, 16]", "[64, 16]", "another model size"]
+
+
+def deeper(bench: Bench) -> list[str]:
+    extra = {
+        name.replace(".1.", ".3."): value
+        for name, value in bench.world.state(TASK).items()
+        if "blocks.1." in name
+    }
+    return [bench.changed_expert(**extra), "resblocks.3.", "one architecture"]
+
+
+def shallower(bench: Bench) -> list[str]:
+    absent = dict.fromkeys(
+        name for name in bench.world.state(TASK) if "visual.transformer.resblocks.2." in name
+    )
+    return [bench.changed_expert(**absent), "lacks", "resblocks.2."]
+
+
+def extra_key(bench: Bench) -> list[str]:
+    return [
+        bench.changed_expert(**{"visual.adapter.weight": torch.zeros(2)}),
+        "'adapter.weight'",
+        "one architecture",
+    ]
+
+
+def missing_key(bench: Bench) -> list[str]:
+    return [bench.changed_expert(**{KEY: None}), "lacks", KEY.removeprefix("visual.")]
+
+
+def nan_weight(bench: Bench) -> list[str]:
+    weight = bench.world.state(TASK)[KEY]
+    weight[0, 0] = torch.nan
+    return [bench.changed_expert(**{KEY: weight}), "1 NaN", KEY.removeprefix("visual."), "save it again"]
+
+
+def infinite_features(bench: Bench) -> list[str]:
+    huge = {KEY: torch.full((64, 16), 1e30), KEY.replace("c_fc", "c_proj"): torch.full((16, 64), 1e30)}
+    bench.changed_expert(**huge)
+    return [f"expert:{TASK}", "layer 3 (transformer.resblocks.1)", TASK, "sample 'test/"]
+
+
+def pickled_code(bench: Bench) -> list[str]:
+    path = bench.folder / "model.pkl"
+    path.write_bytes(b"")
+    return [bench.expert(path), "a pickle", "safetensors"]
+
+
+def torchscript(bench: Bench) -> list[str]:
+    path = bench.folder / "scripted.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("scripted/constants.pkl", "scripted/code/__torch__.py", "scripted/data.pkl"):
+            archive.writestr(name, b"")
+    return [bench.expert(path), "TorchScript", "torch.jit.load"]
+
+
+def siglip(bench: Bench) -> list[str]:
+    folder = bench.folder / "siglip"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "siglip", "architectures": ["SiglipModel"]})
+    )
+    bench.spec["architecture"] = {"loader": "hf-clip", "source": str(folder)}
+    return ["SiglipModel", "expected CLIP", "Supported are"]
+
+
+def of_vision(**vision: Any) -> Callable[[Bench], None]:
+    """Another image tower in the architecture's configuration."""
+
+    def change(bench: Bench) -> None:
+        path = bench.folder / "model_config.json"
+        path.write_text(json.dumps(MODEL | {"vision_cfg": {**MODEL["vision_cfg"], **vision}}))
+        bench.spec["architecture"] = {"loader": "open-clip", "source": str(path)}
+
+    return change
+
+
+def timm_trunk(bench: Bench) -> list[str]:
+    of_vision(timm_model_name="vit_base_patch16_224")(bench)
+    return ["timm trunk (vit_base_patch16_224)", "Supported are"]
+
+
+def attention_pool(bench: Bench) -> list[str]:
+    of_vision(attentional_pool=True)(bench)
+    return ["attn_pool"]
+
+
+def resnet(bench: Bench) -> list[str]:
+    of_vision(layers=[1, 1, 1, 1], width=8)(bench)
+    return ["ResNet"]
+
+
+def empty_class(bench: Bench) -> list[str]:
+    folder = bench.images(empty="rose")
+    return [str(folder / "rose"), "no images", "remove the folder"]
+
+
+def unreadable_image(bench: Bench) -> list[str]:
+    path = bench.images() / "rose" / "1.png"
+    path.write_bytes(b"\x89PNG not really")
+    return [str(path), "can't be read", "Replace the file"]
+
+
+def other_classes(bench: Bench) -> list[str]:
+    bench.spec["heads"] = {TASK: {**bench.world.head(TASK), "classes": ["Lily", "rose", "tulip"]}}
+    return [f"task {TASK}", "only in data: 'lily'", "only in head: 'Lily'", "'lily' looks like 'Lily'"]
+
+
+def too_few_names(bench: Bench) -> list[str]:
+    bench.arrays(("lily", "rose"))
+    return [f"{TASK!r} in", "3 rows", "2 class names"]
+
+
+def more_than_there_are(bench: Bench) -> list[str]:
+    bench.spec["data"]["defaults"]["n"] = 100
+    return [f"task {TASK}", "100 calibration samples", "holds 6", f"data.{TASK}.n: 6"]
+
+
+def damaged_arrays(bench: Bench) -> list[str]:
+    path = bench.arrays()
+    path.write_bytes(path.read_bytes()[:200])
+    return [str(path), "cut short", "numpy.savez"]
+
+
+def no_such_layer(bench: Bench) -> list[str]:
+    bench.spec["layers"] = {"select": "visual.transformer.resblocks.9"}
+    return ["resblocks.9", "the nearest are transformer.resblocks."]
+
+
+def unknown_key(bench: Bench) -> list[str]:
+    bench.spec["experst"] = bench.spec.pop("experts")
+    return ["experst", "unknown key", "Did you mean 'experts'?"]
+
+
+def no_data(bench: Bench) -> list[str]:
+    del bench.spec["data"][TASK]
+    return [f"no data for {TASK}", f"Add data.{TASK}"]
+
+
+def no_such_method(bench: Bench) -> list[str]:
+    bench.spec["merge"] = {"method": "task_aritmetic"}
+    return ["task_aritmetic", "Did you mean 'task_arithmetic'?"]
+
+
+def no_gpu(bench: Bench) -> list[str]:
+    bench.spec["compute"] = {"device": "cuda"}
+    return ["compute.device is cuda", "Use `auto` or `cpu`"]
+
+
+CASES: dict[Callable[[Bench], list[str]], int] = {
+    missing_file: 4,
+    truncated: 4,
+    missing_shard: 4,
+    wider: 4,
+    deeper: 4,
+    shallower: 4,
+    extra_key: 4,
+    missing_key: 4,
+    nan_weight: 4,
+    infinite_features: 4,
+    pickled_code: 4,
+    torchscript: 4,
+    siglip: 4,
+    timm_trunk: 4,
+    attention_pool: 4,
+    resnet: 4,
+    empty_class: 4,
+    unreadable_image: 4,
+    other_classes: 4,
+    too_few_names: 4,
+    more_than_there_are: 4,
+    damaged_arrays: 4,
+    no_such_layer: 2,
+    unknown_key: 2,
+    no_data: 2,
+    no_such_method: 2,
+    no_gpu: 2,
+}

@@ -7,7 +7,7 @@ import importlib
 
 import torch
 
-NAMES = ("decomposition", "attribution")
+NAMES = ("decomposition", "attribution", "memory")
 
 
 def main() -> None:

@@ -48,13 +48,12 @@ def score_gains(head: Head, start: Tensor, end: Tensor) -> ScoreGains:
     length = torch.linalg.vector_norm(drift, dim=1)
     direction = drift / length[:, None]
     secant = torch.linalg.vector_norm(head.scores(end) - head.scores(start), dim=1) / length
-    directional, spectral = secant, secant
+    times = (0.0, *(node for node, _ in gauss_legendre(NODES)), 1.0)
+    points = torch.cat([start + t * drift for t in times])
+    along, largest = _gains_at(head, points, direction.repeat(len(times), 1))
     # By the mean-value inequality some point of the segment reaches the secant, though perhaps no sampled one.
-    for t in (0.0, *(node for node, _ in gauss_legendre(NODES)), 1.0):
-        along, largest = _gains_at(head, start + t * drift, direction)
-        directional = torch.maximum(directional, along)
-        spectral = torch.maximum(spectral, largest)
-    spectral = torch.maximum(spectral, directional)
+    directional = torch.maximum(secant, along.unflatten(0, (len(times), -1)).amax(dim=0))
+    spectral = torch.maximum(directional, largest.unflatten(0, (len(times), -1)).amax(dim=0))
     certified = head.logit_scale * torch.linalg.matrix_norm(head.embeddings, ord=2) / _shortest(start, drift)
     return ScoreGains(secant, directional, spectral, torch.where(length > 0, certified, torch.nan))
 

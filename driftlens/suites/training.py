@@ -52,9 +52,9 @@ class Captions:
         self.choices = torch.tensor(rows)
 
     def drawn(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """One caption's index for each of `rows`."""
-        pick = torch.randint(self.choices.shape[1], (len(rows), 1), generator=generator)
-        return self.choices[rows].gather(1, pick).squeeze(1)
+        """One caption's index for each of `rows`, all from the same template: equal classes get equal captions."""
+        template = torch.randint(self.choices.shape[1], (), generator=generator)
+        return self.choices[rows, template]
 
 
 def _captions(one: TaskPictures, vague: float, generator: torch.Generator) -> Iterator[list[str]]:

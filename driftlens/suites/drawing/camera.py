@@ -41,4 +41,4 @@ class Camera:
 
 
 GOOD = Camera(light=(0.9, 1.1), contrast=(0.9, 1.1), blur=0.4, noise=(1.0, 4.0))
-CHEAP = Camera(light=(0.35, 0.7), contrast=(0.5, 0.9), blur=1.0, noise=(6.0, 16.0))
+CHEAP = Camera(light=(0.35, 0.7), contrast=(0.75, 1.05), blur=0.7, noise=(2.0, 8.0))

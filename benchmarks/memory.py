@@ -23,7 +23,8 @@ folder, count, device = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 skeleton = weightless(lambda: vit_b32(0), "ViT-B/32")
 names = ["merged", *(f"expert:{i}" for i in range(count))]
 sources = {name: open_checkpoint(f"{folder}/{i}.safetensors") for i, name in enumerate(names)}
-pool = ModelPool(adapters["open_clip_vit"].chain(skeleton), skeleton, sources, device=torch.device(device), dtype=torch.float32)
+chain = adapters["open_clip_vit"].chain(skeleton)
+pool = ModelPool(chain, skeleton, sources, device=torch.device(device), dtype=torch.float32)
 batches = images(32)
 with torch.no_grad():
     for task in range(count):

@@ -1,8 +1,8 @@
 """Adjoint attribution: how much each layer's local mismatch moves one number (a loss, a margin, the final drift).
 
-A covector at the final feature is pulled back through the path-averaged Jacobians; its product with each layer's local
-mismatch is that layer's part of the change. One pull-back serves all layers, where carrying every mismatch forward costs
-one product per pair of layers.
+A covector at the final feature is pulled back through the path-averaged Jacobians; its product with each layer's
+local mismatch is that layer's part of the change. One pull-back serves all layers, where carrying every mismatch
+forward costs one product per pair of layers.
 """
 
 from __future__ import annotations

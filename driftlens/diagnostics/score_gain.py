@@ -52,8 +52,8 @@ def score_gains(head: Head, start: Tensor, end: Tensor) -> ScoreGains:
     points = torch.cat([start + t * drift for t in times])
     along, largest = _gains_at(head, points, direction.repeat(len(times), 1))
     # By the mean-value inequality some point of the segment reaches the secant, though perhaps no sampled one.
-    directional = torch.maximum(secant, along.unflatten(0, (len(times), -1)).amax(dim=0))
-    spectral = torch.maximum(directional, largest.unflatten(0, (len(times), -1)).amax(dim=0))
+    directional = torch.maximum(secant, along.view(len(times), -1).amax(dim=0))
+    spectral = torch.maximum(directional, largest.view(len(times), -1).amax(dim=0))
     certified = head.logit_scale * torch.linalg.matrix_norm(head.embeddings, ord=2) / _shortest(start, drift)
     return ScoreGains(secant, directional, spectral, torch.where(length > 0, certified, torch.nan))
 

@@ -217,7 +217,7 @@ def _add_sensitivity(found: TaskDiagnosis, variant: str, sensitivity: Sensitivit
 
 
 def _unconverged(study: Study, task: str, variant: str, sensitivity: Sensitivity) -> list[str]:
-    """Says where the quadrature missed its tolerance with all the nodes it may use, as it does on kinked activations."""
+    """Says where the quadrature missed its tolerance with all the nodes it may use, as it does on kinks."""
     settings = study.settings.jacobian
     assert settings is not None
     errors = {layer: row.get("jacobian_error", 0.0) for layer, row in sensitivity.layers.items()}
@@ -227,8 +227,8 @@ def _unconverged(study: Study, task: str, variant: str, sensitivity: Sensitivity
     worst = max(missed, key=lambda layer: missed[layer])
     return [
         f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
-        f"{len(missed)} of {len(errors)} layers after {sensitivity.layers[worst]['nodes']} nodes, most in layer {worst} "
-        f"(error {missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
+        f"{len(missed)} of {len(errors)} layers after {sensitivity.layers[worst]['nodes']} nodes, most in "
+        f"layer {worst} (error {missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
         "metrics.jacobian.max_nodes, or read contributions with their remainder."
     ]
 

@@ -183,7 +183,9 @@ def open_study(
     )
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
     notices += dtype_notices(models)
-    notices += unequal_counts({task: len(opened.calibration()) for task, opened in data.items()}, "calibration")
+    notices += unequal_counts(
+        {task: len(opened.calibration()) for task, opened in data.items()}, "calibration"
+    )
     notices += unequal_counts({task: len(opened.diagnosis()) for task, opened in data.items()}, "diagnosis")
     study = Study(
         name=spec.name,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +44,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": rate, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Move every parameter that has a gradient."""
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Move every parameter that has a gradient; no closure is ever called."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

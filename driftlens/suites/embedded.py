@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from driftlens.errors import SpecError
+from driftlens.files import atomic_folder
+from driftlens.progress import Reporter
+from driftlens.suites.folder import BASE, CONFIG, data_file, expert_file, read_record, what_is_wrong
+
+if TYPE_CHECKING:
+    from driftlens.suites.recipe import Recipe
 
 SCALING = 0.3
 """Task Arithmetic's scaling, as in the published benchmarks."""
-SHORTEST = 12
-"""Characters of the digest that name the folder."""
+_NAME_LENGTH = 12
+"""Characters of the digest in the folder's name."""
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -18,7 +28,7 @@ class Suite:
     """A CLIP, experts fine-tuned from its image tower, and their pictures, in one folder.
 
     Attributes:
-        folder: where the files are; `suite.json` says what each is and what was measured when they were made.
+        folder: where the files are; `suite.json` says what was measured when they were made.
         tasks: one expert each, sorted.
         digest: names the recipe and the seed.
     """
@@ -28,12 +38,11 @@ class Suite:
     digest: str
 
     def record(self) -> dict[str, Any]:
-        """What `suite.json` says: heads, recipe, accuracies, seconds, and a digest of every file."""
-        record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
-        return record
+        """What `suite.json` says: heads, recipe, test accuracies, seconds, size and SHA-256 of every file."""
+        return read_record(self.folder)
 
     def spec(self) -> dict[str, Any]:
-        """The run spec of this suite, with absolute paths: merging by Task Arithmetic, zero-shot heads."""
+        """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, zero-shot heads."""
         folder = self.folder.resolve()
         return {
             "version": 1,
@@ -48,3 +57,69 @@ class Suite:
                 **{task: {"kind": "npz", "file": str(folder / data_file(task))} for task in self.tasks},
             },
         }
+
+
+def embedded_suite(
+    *,
+    seed: int = 0,
+    cache: pathlib.Path | None = None,
+    reporter: Reporter | None = None,
+    rebuild: bool = False,
+    recipe: Recipe | None = None,
+) -> Suite:
+    """The suite from the cache; drawn and trained first where there is none, or where the one there is damaged.
+
+    Building takes a few minutes on two cores. Of several processes that want the same suite one builds it, and the
+    others wait.
+
+    Args:
+        seed: of everything random; each seed is a suite of its own.
+        cache: folder that holds suites; the user's cache folder if left out.
+        reporter: told what is being drawn or trained; also asked whether to stop.
+        rebuild: whether to build it anew even if a whole one is there.
+        recipe: sizes and schedules, if not the usual ones.
+
+    Raises:
+        SpecError: the seed is negative.
+        RunError: the cache can't be written to, or the disk is full.
+        Cancelled: somebody asked to stop; no half of a suite is left behind.
+    """
+    from driftlens.suites.build import build
+    from driftlens.suites.recipe import Recipe
+
+    if seed < 0:
+        raise SpecError(f"the seed is {seed}", hint="Give a whole number from 0 upwards.")
+    recipe, reporter = recipe or Recipe(), reporter or Reporter()
+    digest = recipe.digest(seed)
+    folder = (cache or _user_cache()) / f"embedded-{digest[:_NAME_LENGTH]}"
+    if rebuild or what_is_wrong(folder, digest):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _building(folder, reporter):
+            # Asked again: another process may have built it while this one waited.
+            if rebuild or what_is_wrong(folder, digest):
+                with atomic_folder(folder, replace=True) as partial:
+                    build(partial, recipe, seed, reporter)
+    return Suite(folder, tuple(sorted(read_record(folder)["heads"])), digest)
+
+
+def _user_cache() -> pathlib.Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("driftlens")
+
+
+@contextmanager
+def _building(folder: pathlib.Path, reporter: Reporter) -> Iterator[None]:
+    """The exclusive right to build `folder`; the reporter may cancel the wait for it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_POLL_SECONDS)
+        except Timeout:
+            reporter.step("wait", 0, None, "another process is building the embedded suite")
+    try:
+        yield
+    finally:
+        lock.release()

@@ -41,19 +41,21 @@ class Recipe:
 
     Attributes:
         num_base, num_train, num_test: pictures per task for the base, for its expert, and for testing.
-        vague: share of the base's pictures whose caption names the subject ("a texture") but not the class.
+        numbered: share of the base's pictures whose caption gives a catalogue number of the class, not its name.
+            They teach the image tower to tell classes apart without telling the text tower what they are called,
+            so that an expert has to line up features that are good already, which is a small step.
         base, expert: how long and how fast each is trained.
         width, layers, patch_size: image tower.
         embed_dim: width of the space that images and texts share.
         text_width, text_layers, context_length: text tower.
     """
 
-    num_base: int = 1600
-    num_train: int = 2000
+    num_base: int = 1200
+    num_train: int = 1000
     num_test: int = 512
-    vague: float = 0.3
-    base: Schedule = field(default=Schedule(steps=900, batch=64, matrix_rate=0.02, other_rate=2e-3))
-    expert: Schedule = field(default=Schedule(steps=60, batch=96, matrix_rate=4e-3, other_rate=4e-4))
+    numbered: float = 0.85
+    base: Schedule = field(default=Schedule(steps=740, batch=64, matrix_rate=0.0125, other_rate=4e-3))
+    expert: Schedule = field(default=Schedule(steps=64, batch=64, matrix_rate=5e-3, other_rate=1e-3))
     width: int = 96
     layers: int = 6
     patch_size: int = 8

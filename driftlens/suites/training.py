@@ -41,12 +41,12 @@ class Captions:
         choices: [n, templates], for each picture the indices of the captions that fit it.
     """
 
-    def __init__(self, pictures: Sequence[TaskPictures], vague: float, generator: torch.Generator) -> None:
+    def __init__(self, pictures: Sequence[TaskPictures], numbered: float, generator: torch.Generator) -> None:
         index: dict[str, int] = {}
         rows = [
             [index.setdefault(caption, len(index)) for caption in captions]
-            for one in pictures
-            for captions in _captions(one, vague, generator)
+            for position, one in enumerate(pictures, start=1)
+            for captions in _captions(one, 100 * position, numbered, generator)
         ]
         self.texts = list(index)
         self.choices = torch.tensor(rows)
@@ -57,15 +57,16 @@ class Captions:
         return self.choices[rows, template]
 
 
-def _captions(one: TaskPictures, vague: float, generator: torch.Generator) -> Iterator[list[str]]:
+def _captions(
+    one: TaskPictures, first_number: int, numbered: float, generator: torch.Generator
+) -> Iterator[list[str]]:
     task = one.task
-    told = torch.rand(len(one.base.labels), generator=generator) >= vague
-    for label, tells_class in zip(one.base.labels.tolist(), told.tolist(), strict=True):
-        word = task.class_names[label]
-        if tells_class:
-            yield [template.replace("{}", word) for template in task.templates]
+    named = torch.rand(len(one.base.labels), generator=generator) >= numbered
+    for label, is_named in zip(one.base.labels.tolist(), named.tolist(), strict=True):
+        if is_named:
+            yield [template.replace("{}", task.class_names[label]) for template in task.templates]
         else:
-            yield [f"a picture of {task.subject}."] * len(task.templates)
+            yield [f"{task.subject}, catalogue number {first_number + label}."] * len(task.templates)
 
 
 def train_base(
@@ -83,12 +84,14 @@ def train_base(
     """
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.cat([one.base.pixels() for one in pictures])
-    captions = Captions(pictures, recipe.vague, generator)
+    captions = Captions(pictures, recipe.numbered, generator)
     tokens = tokenize(captions.texts)
+    # A random embedding of the vocabulary is good enough, and half the time of a step would go into moving it.
+    clip.token_embedding.weight.requires_grad_(False)
     descent = Descent(clip, recipe.base)
     clip.train()
     for step, rows in enumerate(batches(len(pixels), recipe.base, generator)):
-        present, position = captions.drawn(rows, generator).unique(return_inverse=True)
+        present, position = torch.unique(captions.drawn(rows, generator), return_inverse=True)
         images = clip.encode_image(shifted(pixels[rows], generator), normalize=True)
         texts = clip.encode_text(tokens[present], normalize=True)
         loss = contrastive_loss(clip.logit_scale.exp().clamp(max=LARGEST_SCALE) * images @ texts.mT, position)

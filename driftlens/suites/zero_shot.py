@@ -38,6 +38,6 @@ def accuracy(tower: nn.Module, pixels: Tensor, labels: Tensor, embeddings: Tenso
     """Share of pictures whose feature is nearest, by cosine, to the embedding of their own class."""
     training = tower.training
     tower.eval()
-    scores = torch.cat([tower(chunk) @ embeddings.mT for chunk in pixels.split(CHUNK)])
+    scores = torch.cat([tower(chunk) @ embeddings.mT for chunk in torch.split(pixels, CHUNK)])
     tower.train(training)
     return (scores.argmax(dim=1) == labels).double().mean().item()

@@ -1,4 +1,4 @@
-"""A run told in sentences: who suffers, which layer is to blame, what it does to decisions. Numbers and templates only."""
+"""A run told in sentences: who suffers, which layer is to blame, what it does to decisions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the drawn tasks share: colours, backgrounds, glyphs, placement and the camera's imperfections."""
+"""What the drawn tasks share: colours, backgrounds, glyphs, placement, and the cameras."""

@@ -1,4 +1,4 @@
-"""What a camera makes of a scene: the base has seen good photographs, the tasks come from a cheap camera at dusk."""
+"""What a camera makes of a scene: light, contrast, blur and grain."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class Camera:
         return pixels
 
 
-GOOD = Camera(light=(0.9, 1.1), contrast=(0.9, 1.1), blur=0.4, noise=(1.0, 4.0))
-CHEAP = Camera(light=(0.35, 0.7), contrast=(0.75, 1.05), blur=0.7, noise=(2.0, 8.0))
+CAMERA = Camera(light=(0.85, 1.15), contrast=(0.85, 1.1), blur=0.5, noise=(1.0, 5.0))
+"""The one all pictures are taken with."""

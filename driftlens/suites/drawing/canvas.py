@@ -14,6 +14,8 @@ CANVAS = 2 * SIZE
 
 Pixels = NDArray[np.uint8]
 """[h, w, 3], sRGB."""
+Field = NDArray[np.floating]
+"""One number per pixel."""
 Colour = tuple[int, int, int]
 
 
@@ -49,6 +51,12 @@ def backdrop(rng: np.random.Generator, middle: Colour, spread: int = 30, side: i
     """A smooth background [side, side] that runs between four shades of `middle`, one in each corner."""
     corners = [[near(rng, middle, spread) for _ in range(2)] for _ in range(2)]
     return Image.fromarray(np.array(corners, dtype=np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
+
+
+def smooth_field(rng: np.random.Generator, cells: int, side: int = CANVAS) -> Field:
+    """Smooth random values, about -1 to 1, that change over `side / cells` pixels."""
+    knots = Image.fromarray(rng.uniform(-1, 1, (cells, cells)).astype(np.float32))
+    return np.asarray(knots.resize((side, side), Image.Resampling.BICUBIC))
 
 
 def clutter(rng: np.random.Generator, picture: Image.Image, count: int, middle: Colour, spread: int) -> None:

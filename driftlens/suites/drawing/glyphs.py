@@ -17,6 +17,7 @@ FONTS = (
     *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
     *("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
 )
+UPRIGHT_FONTS = tuple(name for name in FONTS if not any(slant in name for slant in ("Obl", "Ita", "ti")))
 BOLD_FONTS = tuple(name for name in FONTS if "Bol" in name or name == "cmb10")
 
 GLYPH = 48

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from driftlens.registry import Registry
-from driftlens.suites.drawing.camera import CHEAP, GOOD
+from driftlens.suites.drawing.camera import CAMERA
 from driftlens.suites.drawing.canvas import Pixels
 
 Split = Literal["train", "test"]
@@ -29,7 +29,7 @@ class DrawnTask:
         name: the task's name.
         class_names: what the classes are called in captions, in label order.
         templates: captions with a place for the class name; the zero-shot head averages over them.
-        subject: what every picture of the task shows, for captions that do not tell the class.
+        subject: what every picture of the task shows, for captions that give a catalogue number.
         draw: draws one scene.
     """
 
@@ -48,9 +48,8 @@ class DrawnTask:
         rng = np.random.default_rng([seed, stream])
         labels = rng.permutation(np.arange(count) % len(self.class_names))
         split: Split = "test" if purpose == "test" else "train"
-        camera = GOOD if purpose == "base" else CHEAP
         for label in labels.tolist():
-            yield camera.shot(self.draw(rng, label, split), rng), label
+            yield CAMERA.shot(self.draw(rng, label, split), rng), label
 
 
 tasks: Registry[DrawnTask] = Registry("task", "driftlens.suites.tasks")

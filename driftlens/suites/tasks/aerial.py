@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from driftlens.suites.drawing.canvas import CANVAS, Colour, backdrop, near
+from driftlens.suites.drawing.canvas import CANVAS, Colour, backdrop, near, smooth_field
 from driftlens.suites.drawing.task import Split, drawn_task
-from driftlens.suites.tasks.textures import smooth_field
 
 SIDE = 92
 """Side of the land that is drawn before it is turned and cut to the canvas; a little over CANVAS * sqrt(2)."""
@@ -60,7 +60,7 @@ def _fields(rng: np.random.Generator) -> Image.Image:
     land = _land(rng, CROP, SOIL)
     pen = ImageDraw.Draw(land)
     edges = [0, *sorted(rng.integers(18, SIDE - 18, 2).tolist()), SIDE]
-    for top, bottom in zip(edges[:-1], edges[1:], strict=True):
+    for top, bottom in itertools.pairwise(edges):
         crop = _pick(rng, CROP, SOIL, GRASS)
         furrow, pitch = near(rng, crop, 35), int(rng.integers(4, 8))
         pen.rectangle([0, top, SIDE, bottom], fill=crop)

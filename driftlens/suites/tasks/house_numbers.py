@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from PIL import Image
 
 from driftlens.suites.drawing.canvas import CANVAS, backdrop, clutter, dark_and_light, near
 from driftlens.suites.drawing.glyphs import FONTS, glyph, placed

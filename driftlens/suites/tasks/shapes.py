@@ -39,12 +39,7 @@ def _crescent() -> Points:
     inner = np.linspace(np.deg2rad(292), np.deg2rad(68), 30)
     rim = np.stack([np.cos(outer), np.sin(outer)], axis=1)
     bite = np.stack([0.35 + 0.78 * np.cos(inner), 0.83 * np.sin(inner)], axis=1)
-    return np.concatenate([rim, bite]) + [0.2, 0]
-
-
-def _half_disc() -> Points:
-    t = np.linspace(np.pi, 2 * np.pi, 25)
-    return np.stack([np.cos(t), np.sin(t) + 0.45], axis=1)
+    return np.concatenate([rim, bite]) + np.array([0.2, 0])
 
 
 def _cross() -> Points:
@@ -61,14 +56,12 @@ def _arrow() -> Points:
 OUTLINES: dict[str, Callable[[], Points]] = {
     "circle": lambda: _regular(32),
     "square": lambda: _regular(4, -45.0) * 1.15,
-    "triangle": lambda: _regular(3) + [0, 0.2],
-    "diamond": lambda: _regular(4) * [0.75, 1.0],
-    "pentagon": lambda: _regular(5),
+    "triangle": lambda: _regular(3) + np.array([0, 0.2]),
+    "diamond": lambda: _regular(4) * np.array([0.75, 1.0]),
     "star": _star,
     "cross": _cross,
     "heart": _heart,
     "crescent": _crescent,
-    "half disc": _half_disc,
     "arrow": _arrow,
     "bar": lambda: np.array([[-1, -0.28], [1, -0.28], [1, 0.28], [-1, 0.28]]),
 }
@@ -99,14 +92,14 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     """One shape, filled or as an outline, over and under a few strokes."""
     paper, ink = dark_and_light(rng, 80)
     sheet = backdrop(rng, paper, spread=40)
-    clutter(rng, sheet, int(rng.integers(1, 6)), paper, 35)
+    clutter(rng, sheet, int(rng.integers(1, 5)), paper, 35)
     mask = placed(
-        (HOLLOW if rng.random() < 0.4 else FILLED)[label],
-        tuple(CANVAS / 2 + rng.uniform(-4, 4, 2)),
-        rng.uniform(44, 60),
+        (HOLLOW if rng.random() < 0.25 else FILLED)[label],
+        tuple(CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)),
+        rng.uniform(50, 62),
         angle=rng.uniform(-12, 12),
         stretch=rng.uniform(0.85, 1.15),
     )
     sheet.paste(ink, mask=mask)
-    clutter(rng, sheet, int(rng.integers(0, 3)), paper, 35)
+    clutter(rng, sheet, int(rng.integers(0, 2)), paper, 35)
     return sheet

@@ -85,22 +85,10 @@ def _no_vehicles(pen: Pen, board: Image.Image) -> None:
     _prohibition(pen)
 
 
-def _no_stopping(pen: Pen, board: Image.Image) -> None:
-    _disc(pen, 46, RED)
-    _disc(pen, 37, BLUE)
-    for tilt in (-1, 1):
-        pen.line([48 - 30, 48 - tilt * 30, 48 + 30, 48 + tilt * 30], fill=RED, width=9)
-
-
 def _danger(pen: Pen, board: Image.Image) -> None:
     _warning(pen)
     pen.polygon([(43, 36), (53, 36), (51, 57), (45, 57)], fill=BLACK)
     pen.ellipse([44, 61, 52, 69], fill=BLACK)
-
-
-def _bend(pen: Pen, board: Image.Image) -> None:
-    _warning(pen)
-    pen.line([(40, 71), (40, 57), (56, 48), (56, 36)], fill=BLACK, width=8, joint="curve")
 
 
 def _crossroads(pen: Pen, board: Image.Image) -> None:
@@ -114,21 +102,9 @@ def _turn_left(pen: Pen, board: Image.Image) -> None:
     pen.polygon([(14, 48), (40, 26), (40, 40), (80, 40), (80, 56), (40, 56), (40, 70)], fill=WHITE)
 
 
-def _ahead(pen: Pen, board: Image.Image) -> None:
-    _mandatory(pen)
-    pen.polygon([(48, 14), (70, 40), (56, 40), (56, 80), (40, 80), (40, 40), (26, 40)], fill=WHITE)
-
-
 def _parking(pen: Pen, board: Image.Image) -> None:
     pen.rectangle([6, 6, 90, 90], fill=BLUE)
     _text(board, "P", 56, WHITE)
-
-
-def _crossing(pen: Pen, board: Image.Image) -> None:
-    pen.rectangle([6, 6, 90, 90], fill=BLUE)
-    _polygon(pen, 3, 40, WHITE, drop=8)
-    pen.ellipse([44, 36, 52, 44], fill=BLACK)
-    pen.polygon([(48, 44), (58, 68), (50, 62), (38, 68)], fill=BLACK)
 
 
 SIGNS: dict[str, Artwork] = {
@@ -137,17 +113,11 @@ SIGNS: dict[str, Artwork] = {
     "give way": _give_way,
     "priority road": _priority,
     "speed limit 30": _limit("30"),
-    "speed limit 60": _limit("60"),
-    "speed limit 80": _limit("80"),
     "no vehicles": _no_vehicles,
-    "no stopping": _no_stopping,
     "danger": _danger,
-    "bend": _bend,
     "crossroads": _crossroads,
     "turn left": _turn_left,
-    "straight ahead": _ahead,
     "parking": _parking,
-    "pedestrian crossing": _crossing,
 }
 
 

@@ -1,4 +1,4 @@
-"""Textures in two colours: what tells them apart is the pattern, never the colour, the scale or the direction."""
+"""Textures in two colours: what tells them apart is the pattern, not the colour and not the scale."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from driftlens.suites.drawing.canvas import CANVAS, backdrop, dark_and_light
+from driftlens.suites.drawing.canvas import CANVAS, Field, backdrop, dark_and_light, smooth_field
 from driftlens.suites.drawing.task import Split, drawn_task
 
-Field = NDArray[np.float32]
-"""One value per pixel of the canvas."""
 Pattern = Callable[[Field, Field, np.random.Generator], Field]
 """(u, v, random numbers) -> how much of the second colour, in [0, 1]; u and v count periods of the pattern."""
-
-
-def smooth_field(rng: np.random.Generator, cells: int, side: int = CANVAS) -> Field:
-    """Smooth random values, about -1 to 1, that change over `side / cells` pixels."""
-    knots = Image.fromarray(rng.uniform(-1, 1, (cells, cells)).astype(np.float32))
-    return np.asarray(knots.resize((side, side), Image.Resampling.BICUBIC))
 
 
 def _edge(signed: Field, softness: float = 0.12) -> Field:
@@ -54,10 +45,6 @@ def _wavy(u: Field, v: Field, rng: np.random.Generator) -> Field:
     return _edge(_from_middle(v + rng.uniform(0.3, 0.5) * np.sin(np.pi * u)) - 0.25)
 
 
-def _zigzagged(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    return _edge(_from_middle(v + rng.uniform(1.2, 1.8) * _from_middle(u / 1.5)) - 0.25)
-
-
 def _bricked(u: Field, v: Field, rng: np.random.Generator) -> Field:
     along = u / 2 + 0.5 * (np.floor(v) % 2)
     joint = rng.uniform(0.06, 0.12)
@@ -69,11 +56,6 @@ def _bricked(u: Field, v: Field, rng: np.random.Generator) -> Field:
 def _meshed(u: Field, v: Field, rng: np.random.Generator) -> Field:
     wire = rng.uniform(0.1, 0.16)
     return np.maximum(_edge(_from_middle(u) - 0.5 + wire), _edge(_from_middle(v) - 0.5 + wire))
-
-
-def _woven(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    over = (np.floor(u) + np.floor(v)) % 2
-    return np.where(over > 0, np.cos(np.pi * (_fraction(u) - 0.5)), 1 - np.cos(np.pi * (_fraction(v) - 0.5)))
 
 
 def _marbled(u: Field, v: Field, rng: np.random.Generator) -> Field:
@@ -112,10 +94,8 @@ PATTERNS: dict[str, Pattern] = {
     "chequered": _chequered,
     "dotted": _dotted,
     "wavy": _wavy,
-    "zigzagged": _zigzagged,
     "bricked": _bricked,
     "meshed": _meshed,
-    "woven": _woven,
     "marbled": _marbled,
     "cracked": _cracked,
     "spiralled": _spiralled,

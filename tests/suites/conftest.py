@@ -1,0 +1,35 @@
+"""A suite of the usual kind, but with few pictures and next to no training; built once for all tests."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from driftlens.suites.embedded import Suite, embedded_suite
+from driftlens.suites.recipe import Recipe, Schedule
+
+BRIEF = Schedule(steps=3, batch=16, matrix_rate=0.02, other_rate=2e-3)
+TINY = Recipe(
+    num_base=30,
+    num_train=40,
+    num_test=30,
+    base=BRIEF,
+    expert=BRIEF,
+    width=32,
+    layers=1,
+    embed_dim=16,
+    text_width=16,
+    text_layers=1,
+)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def suite(cache: pathlib.Path) -> Suite:
+    """Shared: tests that change files work on a copy."""
+    return embedded_suite(cache=cache, recipe=TINY)

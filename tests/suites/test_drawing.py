@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from driftlens.suites.drawing.camera import Camera
+from driftlens.suites.drawing.canvas import CANVAS, SIZE, dark_and_light, luminance
+from driftlens.suites.drawing.glyphs import placed
+from driftlens.suites.drawing.task import DrawnTask, tasks
+from driftlens.suites.pictures import draw
+from driftlens.suites.tasks import photos
+from driftlens.suites.tasks.digits import handwriting
+
+PURPOSES = ("base", "train", "test")
+
+
+@pytest.fixture(params=list(tasks))
+def task(request: pytest.FixtureRequest) -> DrawnTask:
+    return tasks[request.param]
+
+
+def test_there_are_eight_tasks_of_eight_classes_or_more():
+    assert len(tasks) == 8
+    assert all(len(set(task.class_names)) == len(task.class_names) >= 8 for task in tasks.values())
+
+
+def test_the_seed_decides_every_pixel(task: DrawnTask):
+    first, again, other = (draw(task, "train", 12, seed) for seed in (3, 3, 4))
+    assert np.array_equal(first.images, again.images)
+    assert np.array_equal(first.labels, again.labels)
+    assert not any(np.array_equal(one, two) for one, two in zip(first.images, other.images, strict=True))
+
+
+def test_no_picture_occurs_twice_within_or_across_purposes(task: DrawnTask):
+    drawn = [image.tobytes() for purpose in PURPOSES for image in draw(task, purpose, 60, 0).images]
+    assert len(set(drawn)) == len(drawn) == 180
+
+
+def test_classes_are_equally_frequent_and_in_no_order(task: DrawnTask):
+    labels = draw(task, "test", 4 * len(task.class_names) + 3, 0).labels
+    counts = np.bincount(labels, minlength=len(task.class_names))
+    assert counts.sum() == len(labels)
+    assert counts.max() - counts.min() == 1
+    assert not np.array_equal(labels, np.sort(labels))
+
+
+def test_every_class_looks_different_under_the_same_random_numbers(task: DrawnTask):
+    scenes = [task.draw(np.random.default_rng(5), label, "train") for label in range(len(task.class_names))]
+    assert len({np.asarray(scene).tobytes() for scene in scenes}) == len(scenes)
+
+
+def test_every_template_has_a_place_for_the_class_and_the_vague_words_name_none(task: DrawnTask):
+    assert all(template.count("{}") == 1 for template in task.templates)
+    assert not set(task.subject.split()) & set(task.class_names)
+
+
+def test_handwriting_of_the_test_split_was_never_trained_on():
+    for label in range(10):
+        train, test = ({mask.tobytes() for mask in handwriting(label, split)} for split in ("train", "test"))
+        assert train and test and not train & test
+
+
+@pytest.mark.parametrize("name", photos.SCENES)
+def test_photograph_boxes_lie_inside_and_hold_the_smallest_patch(name: str):
+    scene = photos.SCENES[name]
+    width, height = photos.photograph(scene.photograph).size
+    for left, top, right, bottom in (*scene.train, *scene.test):
+        assert 0 <= left < right <= width and 0 <= top < bottom <= height
+        assert min(right - left, bottom - top) >= photos.SMALLEST
+
+
+def test_train_and_test_boxes_of_a_photograph_are_a_margin_apart():
+    scenes = photos.SCENES.values()
+    for one, other in itertools.product(scenes, scenes):
+        if one.photograph != other.photograph:
+            continue
+        for a, b in itertools.product(one.train, other.test):
+            gap = max(b[0] - a[2], a[0] - b[2], b[1] - a[3], a[1] - b[3])
+            assert gap >= photos.MARGIN, (a, b)
+
+
+def test_windows_reach_every_edge_of_their_box_and_stay_inside():
+    box, rng = (10, 20, 40, 60), np.random.default_rng(0)
+    left, top, right, bottom = np.array([photos.window(rng, box) for _ in range(400)]).T
+    assert (left.min(), top.min(), right.max(), bottom.max()) == box
+    assert np.array_equal(right - left, bottom - top)
+
+
+def test_the_camera_dims_blurs_and_adds_grain_of_the_stated_size():
+    scene = Image.new("RGB", (CANVAS, CANVAS), (100, 150, 200))
+    camera = Camera(light=(0.5, 0.5), contrast=(1.0, 1.0), blur=0.0, noise=(5.0, 5.0))
+    photo = camera.shot(scene, np.random.default_rng(0)).astype(float)
+    assert photo.shape == (SIZE, SIZE, 3)
+    # Standard error of a channel's mean is 5 / 32; rounding down to whole numbers takes half a level.
+    assert photo.mean(axis=(0, 1)) == pytest.approx([49.5, 74.5, 99.5], abs=0.6)
+    assert photo.std(axis=(0, 1)) == pytest.approx([5, 5, 5], rel=0.1)
+
+
+def test_a_placed_mask_lands_where_it_should_at_the_size_it_should_have():
+    mask = placed(Image.new("L", (10, 20), 255), (40, 24), 30.0)
+    left, top, right, bottom = mask.getbbox()
+    assert ((left + right) / 2, (top + bottom) / 2) == pytest.approx((40, 24), abs=0.6)
+    assert (right - left, bottom - top) == pytest.approx((15, 30), abs=1)
+
+
+def test_a_quarter_turn_swaps_height_and_width():
+    left, top, right, bottom = placed(Image.new("L", (10, 20), 255), (32, 32), 30.0, angle=90).getbbox()
+    assert (right - left, bottom - top) == pytest.approx((30, 15), abs=1)
+
+
+def test_light_is_brighter_than_dark_by_the_gap():
+    rng = np.random.default_rng(0)
+    pairs = [dark_and_light(rng, 80) for _ in range(50)]
+    assert all(luminance(light) - luminance(dark) >= 80 for dark, light in pairs)

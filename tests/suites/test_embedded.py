@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import filelock
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from driftlens.errors import Cancelled, SpecError
+from driftlens.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.suites import embedded
+from driftlens.suites.embedded import Suite, embedded_suite
+from driftlens.suites.folder import BASE, CONFIG, RECORD, what_is_wrong
+from driftlens.suites.recipe import Recipe, Schedule
+from driftlens.suites.training import build_clip
+from driftlens.suites.zero_shot import accuracy, class_embeddings, tokenizer
+from tests.suites.conftest import TINY
+
+Damage = Callable[[pathlib.Path], object]
+
+
+@pytest.fixture
+def copy(suite: Suite, tmp_path: pathlib.Path) -> Suite:
+    folder = tmp_path / suite.folder.name
+    shutil.copytree(suite.folder, folder)
+    return replace(suite, folder=folder)
+
+
+def test_the_spec_is_one_that_a_run_accepts_and_names_files_that_exist(suite: Suite):
+    from driftlens.spec import load_spec
+
+    spec = load_spec(suite.spec())
+    assert spec.tasks == suite.tasks and len(suite.tasks) == 8
+    weights = [spec.base.weights, *(expert.weights for expert in spec.experts.values())]
+    files = [spec.architecture.source, *weights, *(entry.file for entry in spec.data.tasks.values())]
+    assert len(set(files)) == 18
+    assert all(pathlib.Path(file).is_absolute() and pathlib.Path(file).is_file() for file in files)
+    assert not spec.requires_trust()
+
+
+def test_open_clip_loads_the_base_by_itself(suite: Suite):
+    import json
+
+    from open_clip.model import CLIP
+
+    clip = CLIP(**json.loads((suite.folder / CONFIG).read_text())["model_cfg"])
+    clip.load_state_dict(load_file(suite.folder / BASE), strict=True)
+    assert clip.logit_scale.exp().item() == pytest.approx(suite.record()["logit_scale"])
+
+
+def test_experts_hold_the_whole_image_tower_and_nothing_else(suite: Suite):
+    base = load_file(suite.folder / BASE)
+    tower = {key: tensor.shape for key, tensor in base.items() if key.startswith("visual.")}
+    for entry in suite.spec()["experts"].values():
+        expert = load_file(entry["weights"])
+        assert {key: tensor.shape for key, tensor in expert.items()} == tower
+        assert any(not torch.equal(tensor, base[key]) for key, tensor in expert.items())
+
+
+def test_measured_accuracies_are_those_of_the_files(suite: Suite):
+    from driftlens.suites.drawing.task import tasks
+    from driftlens.suites.pictures import Pictures
+
+    clip = build_clip(TINY.model_config(), 99)
+    clip.load_state_dict(load_file(suite.folder / BASE))
+    measured = suite.record()["test_accuracy"]
+    for name, entry in suite.spec()["experts"].items():
+        head = class_embeddings(clip, tokenizer(TINY.context_length), tasks[name])
+        with np.load(suite.spec()["data"][name]["file"]) as file:
+            pixels = Pictures(file["x_test"], file["y_test"]).pixels()
+            labels = torch.from_numpy(file["y_test"])
+        tower = build_clip(TINY.model_config(), 99).visual
+        expert = {key.removeprefix("visual."): value for key, value in load_file(entry["weights"]).items()}
+        tower.load_state_dict(expert)
+        assert accuracy(clip.visual, pixels, labels, head) == measured[name]["base"]
+        assert accuracy(tower, pixels, labels, head) == measured[name]["expert"]
+        assert F.cosine_similarity(tower(pixels), clip.visual(pixels)).max() < 1 - 1e-6
+
+
+def test_a_whole_suite_is_opened_and_not_built_again(
+    suite: Suite, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("driftlens.suites.build.build", lambda *_: pytest.fail("built again"))
+    assert embedded_suite(cache=cache, recipe=TINY) == suite
+
+
+DAMAGES: dict[str, Damage] = {
+    "no record": lambda folder: (folder / RECORD).unlink(),
+    "half a record": lambda folder: (folder / RECORD).write_text((folder / RECORD).read_text()[:200]),
+    "a record that is a list": lambda folder: (folder / RECORD).write_text("[]"),
+    "no expert": lambda folder: (folder / "experts" / "signs.safetensors").unlink(),
+    "half a base": lambda folder: (folder / BASE).write_bytes((folder / BASE).read_bytes()[:1000]),
+    "one bit of a data file": lambda folder: _flip(folder / "data" / "digits.npz"),
+    "nothing": lambda folder: shutil.rmtree(folder),
+}
+
+
+def _flip(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_noticed(copy: Suite, damage: Damage):
+    assert what_is_wrong(copy.folder, copy.digest) is None
+    damage(copy.folder)
+    assert what_is_wrong(copy.folder, copy.digest)
+
+
+def test_a_suite_of_another_recipe_is_not_taken_for_this_one(suite: Suite):
+    assert what_is_wrong(suite.folder, TINY.digest(1))
+
+
+def test_a_half_written_suite_is_built_again_and_comes_out_the_same(suite: Suite, copy: Suite):
+    (copy.folder / RECORD).unlink()
+    (copy.folder / "left over").touch()
+    again = embedded_suite(cache=copy.folder.parent, recipe=TINY)
+    assert again == copy
+    assert again.record()["files"] == suite.record()["files"]
+    assert {path.name for path in again.folder.parent.iterdir()} <= {
+        again.folder.name,
+        f"{again.folder.name}.lock",
+    }
+
+
+def test_rebuilding_replaces_a_suite_that_is_whole(copy: Suite):
+    before = (copy.folder / RECORD).stat().st_ino
+    embedded_suite(cache=copy.folder.parent, recipe=TINY, rebuild=True)
+    assert (copy.folder / RECORD).stat().st_ino != before
+    assert what_is_wrong(copy.folder, copy.digest) is None
+
+
+@pytest.mark.parametrize("phase", ["draw", "train base", "train experts"])
+def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: pathlib.Path):
+    token = CancelToken()
+
+    def stop(event: ProgressEvent) -> None:
+        if event.phase == phase and event.done:
+            token.cancel()
+
+    with pytest.raises(Cancelled):
+        embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(stop, token))
+    assert all(path.suffix == ".lock" for path in tmp_path.iterdir())
+
+
+def test_progress_counts_every_phase_to_its_end(tmp_path: pathlib.Path):
+    events: list[ProgressEvent] = []
+    embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(events.append))
+    last = {event.phase: event for event in events}
+    assert list(last) == ["draw", "train base", "train experts"]
+    assert all(event.done == event.total for event in last.values())
+    done = [event.done for event in events if event.phase == "train experts"]
+    assert done == sorted(done) and done[0] == 0
+    assert {event.label for event in events if event.phase == "train experts"} >= {"signs (7 of 8)"}
+
+
+def test_a_second_process_waits_and_can_be_cancelled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded, "_POLL_SECONDS", 0.01)
+    token, phases = CancelToken(), []
+
+    def stop(event: ProgressEvent) -> None:
+        phases.append(event.phase)
+        token.cancel()
+
+    name = f"embedded-{TINY.digest(0)[:12]}.lock"
+    with filelock.FileLock(tmp_path / name), pytest.raises(Cancelled):
+        embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(stop, token))
+    assert phases == ["wait"]
+
+
+def test_a_negative_seed_is_refused(tmp_path: pathlib.Path):
+    with pytest.raises(SpecError, match="-1"):
+        embedded_suite(seed=-1, cache=tmp_path, recipe=TINY)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Recipe)])
+def test_every_setting_changes_the_digest(name: str):
+    value = getattr(TINY, name)
+    changed = replace(value, steps=value.steps + 1) if isinstance(value, Schedule) else value + 1
+    assert replace(TINY, **{name: changed}).digest(0) != TINY.digest(0)
+
+
+def test_the_seed_changes_the_digest_and_equal_recipes_share_one():
+    assert TINY.digest(0) != TINY.digest(1)
+    assert replace(TINY).digest(0) == TINY.digest(0)

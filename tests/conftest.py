@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+
+# The tensors of these tests are tiny: handing them to several threads takes longer than computing them, and processes
+# that the tests start must round like this one.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -12,7 +17,6 @@ from hypothesis import settings
 settings.register_profile("driftlens", deadline=None, max_examples=50)
 settings.load_profile("driftlens")
 
-# The tensors of these tests are tiny: handing them to several threads takes longer than computing them.
 torch.set_num_threads(1)
 
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"

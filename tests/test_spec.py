@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from driftlens.data.sources import data_sources
@@ -260,6 +260,8 @@ def test_the_dump_spells_out_defaults_and_loads_from_a_file(tmp_path: Path) -> N
     assert from_yaml(spec.dump(), "dump")["metrics"]["jacobian"]["tolerance"] == 1e-4
 
 
+@example("\x85")
+@example("a\u2028b")
 @given(
     st.recursive(st.text(max_size=6) | st.booleans() | st.integers() | st.floats(allow_nan=False), st.lists)
 )

@@ -35,6 +35,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+# YAML takes these for line breaks (or drops them) unless they are escaped between double quotes.
+_NEEDS_ESCAPES = re.compile("[\x85\u2028\u2029\ufeff]")
+
+
+def _quoted_where_needed(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if _NEEDS_ESCAPES.search(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _quoted_where_needed)
+
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_DOT, list("-+0123456789"))
 

@@ -20,7 +20,7 @@ from driftlens.linalg.state import State, inner
 from driftlens.models.heads import Head
 
 SCORE_PANELS = 8
-"""Panels of the score map's segment; a feature that shortens tenfold on the way is then integrated to 1e-9."""
+"""Panels of the score map's segment: where a feature shortens on the way, the normalisation bends sharply."""
 
 
 @dataclass(frozen=True)

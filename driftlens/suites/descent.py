@@ -36,8 +36,8 @@ def orthogonalized(matrix: Tensor, iterations: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Steepest descent in the spectral norm, with momentum: each step is the orthogonalised mean gradient.
 
-    Reaches in these small transformers, in the same number of samples, about the accuracy that AdamW reaches in
-    three times as many. A fused in-projection [3 d, d] counts as three matrices.
+    With the same number of samples it trains these small transformers to a clearly better accuracy than AdamW does. A
+    fused in-projection [3 d, d] counts as three matrices.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float, weight_decay: float) -> None:

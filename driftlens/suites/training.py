@@ -86,7 +86,7 @@ def train_base(
     pixels = torch.cat([one.base.pixels() for one in pictures])
     captions = Captions(pictures, recipe.numbered, generator)
     tokens = tokenize(captions.texts)
-    # A random embedding of the vocabulary is good enough, and half the time of a step would go into moving it.
+    # A random embedding of the vocabulary is good enough; moving all its rows would only slow every step down.
     clip.token_embedding.weight.requires_grad_(False)
     descent = Descent(clip, recipe.base)
     clip.train()

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from driftlens.files import write_json_atomic
 from driftlens.progress import Reporter
+from driftlens.suites.drawing.task import tasks
 from driftlens.suites.folder import BASE, CONFIG, FORMAT, RECORD, data_file, expert_file, file_digests
 from driftlens.suites.pictures import TaskPictures, draw_all
 from driftlens.suites.recipe import Recipe
 from driftlens.suites.seeds import stream
 from driftlens.suites.training import build_clip, train_base, train_expert
-from driftlens.suites.zero_shot import Tokenizer, accuracy, class_embeddings, tokenizer
+from driftlens.suites.workers import NUM_WORKERS, Share, Workers, tell
+from driftlens.suites.zero_shot import accuracy, class_embeddings, tokenizer
 
 
 @dataclass
@@ -30,6 +31,7 @@ class _Work:
     recipe: Recipe
     seed: int
     reporter: Reporter
+    workers: Workers
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -39,69 +41,116 @@ class _Work:
         yield
         self.seconds[name] = round(time.monotonic() - start, 1)
 
-    def on_step(self, phase: str, before: int, total: int, label: str = "") -> Callable[[int, float], None]:
-        """What a training calls after each step; `before` steps of the phase were done earlier."""
-
-        def report(done: int, loss: float) -> None:
-            self.reporter.step(phase, before + done, total, label, loss=loss)
-
-        self.reporter.step(phase, before, total, label)
-        return report
-
 
 def build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -> None:
     """Fill the empty `folder` with models and pictures, then with a record that vouches for every file.
 
     Raises:
         Cancelled: somebody asked to stop; the folder is then incomplete and has no record.
+        RunError: a process that helps with it ended unexpectedly.
     """
-    work = _Work(folder, recipe, seed, reporter)
-    pictures = _draw(work)
-    tokenize = tokenizer(recipe.context_length)
-    clip = _train_base(work, pictures, tokenize)
-    measured = _train_experts(work, pictures, clip, tokenize)
+    reporter.step("draw", 0, None, "starting two processes")
+    untrained = build_clip(recipe.model_config(), stream(seed, "weights"))
+    with Workers(sum(parameter.numel() for parameter in untrained.parameters())) as workers:
+        work = _Work(folder, recipe, seed, reporter, workers)
+        with work.phase("draw"):
+            pictures = _draw(work)
+        with work.phase("train base"):
+            logit_scale = _train_base(work, pictures)
+        with work.phase("train experts"):
+            measured = _train_experts(work, pictures)
     _write_config(work)
-    _write_record(work, pictures, clip, measured)
+    _write_record(work, logit_scale, measured)
 
 
 def _draw(work: _Work) -> list[TaskPictures]:
     (work.folder / "data").mkdir()
-    with work.phase("draw"):
-        pictures = draw_all(work.recipe, work.seed, work.reporter)
-        for one in pictures:
-            one.save(work.folder / data_file(one.task.name))
+    pictures = draw_all(work.recipe, work.seed, work.reporter, work.workers)
+    for one in pictures:
+        one.save(work.folder / data_file(one.task.name))
     return pictures
 
 
-def _train_base(work: _Work, pictures: list[TaskPictures], tokenize: Tokenizer) -> Any:
-    recipe = work.recipe
-    clip = build_clip(recipe.model_config(), stream(work.seed, "weights"))
-    with work.phase("train base"):
-        on_step = work.on_step("train base", 0, recipe.base.steps)
-        train_base(clip, tokenize, pictures, recipe, stream(work.seed, "base"), on_step)
-    _save(clip.state_dict(), work.folder / BASE)
-    return clip
+@dataclass(frozen=True)
+class _BaseJob:
+    """One worker's share of the base's training."""
+
+    rank: int
+    folder: pathlib.Path
+    recipe: Recipe
+    seed: int
+    pictures: list[TaskPictures]
 
 
-def _train_experts(
-    work: _Work, pictures: list[TaskPictures], clip: Any, tokenize: Tokenizer
-) -> dict[str, dict[str, float]]:
+def _train_base(work: _Work, pictures: list[TaskPictures]) -> float:
+    """Train and save the base; its logit scale."""
+    steps = work.recipe.base.steps
+    jobs = [_BaseJob(rank, work.folder, work.recipe, work.seed, pictures) for rank in range(NUM_WORKERS)]
+
+    def report(done: int, loss: float) -> None:
+        work.reporter.step("train base", done, steps, loss=loss)
+
+    work.reporter.step("train base", 0, steps)
+    # All workers end with the same weights; the first one saves them.
+    return work.workers.run(_train_base_share, jobs, report)[0]
+
+
+def _train_base_share(job: _BaseJob) -> float:
+    """In a worker: train the base together with the others; its logit scale."""
+    clip = build_clip(job.recipe.model_config(), stream(job.seed, "weights"))
+    share = Share(job.rank, NUM_WORKERS)
+
+    def report(done: int, loss: float) -> None:
+        if job.rank == 0:
+            tell(done, loss)
+
+    try:
+        tokenize = tokenizer(job.recipe.context_length)
+        train_base(clip, tokenize, job.pictures, job.recipe, stream(job.seed, "base"), report, share)
+    except BaseException:
+        share.leave()
+        raise
+    if job.rank == 0:
+        _save(clip.state_dict(), job.folder / BASE)
+    return clip.logit_scale.exp().item()
+
+
+@dataclass(frozen=True)
+class _ExpertJob:
+    """One expert's training."""
+
+    folder: pathlib.Path
+    recipe: Recipe
+    seed: int
+    pictures: TaskPictures
+
+
+def _train_experts(work: _Work, pictures: list[TaskPictures]) -> dict[str, dict[str, float]]:
     """Train and save one expert per task, and give base's and expert's accuracies on the task's test pictures."""
     (work.folder / "experts").mkdir()
-    base = {key: tensor.clone() for key, tensor in clip.visual.state_dict().items()}
-    measured = {}
-    with work.phase("train experts"):
-        for position, one in enumerate(pictures):
-            clip.visual.load_state_dict(base)
-            measured[one.task.name] = _train_expert(work, one, clip, tokenize, position, len(pictures))
-    return measured
+    jobs = [_ExpertJob(work.folder, work.recipe, work.seed, one) for one in pictures]
+    steps, done = work.recipe.expert.steps, dict.fromkeys((one.task.name for one in pictures), 0)
+
+    def report(name: str, step: int, loss: float) -> None:
+        done[name] = step
+        finished = sum(steps <= each for each in done.values())
+        label = f"{name} ({finished} of {len(jobs)} done)"
+        work.reporter.step("train experts", sum(done.values()), len(jobs) * steps, label, loss=loss)
+
+    work.reporter.step("train experts", 0, len(jobs) * steps)
+    measured = work.workers.run(_train_expert, jobs, report)
+    return {job.pictures.task.name: values for job, values in zip(jobs, measured, strict=True)}
 
 
-def _train_expert(
-    work: _Work, one: TaskPictures, clip: Any, tokenize: Tokenizer, position: int, count: int
-) -> dict[str, float]:
-    name, schedule = one.task.name, work.recipe.expert
-    embeddings = class_embeddings(clip, tokenize, one.task)
+def _train_expert(job: _ExpertJob) -> dict[str, float]:
+    """In a worker: train and save one expert; accuracies of base and expert."""
+    from safetensors.torch import load_file
+
+    one, name = job.pictures, job.pictures.task.name
+    clip = build_clip(job.recipe.model_config(), 0)
+    clip.load_state_dict(load_file(job.folder / BASE))
+    clip.eval()
+    embeddings = class_embeddings(clip, tokenizer(job.recipe.context_length), one.task)
     test, test_labels = one.test.pixels(), torch.from_numpy(one.test.labels)
     of_base = accuracy(clip.visual, test, test_labels, embeddings)
     train_expert(
@@ -109,17 +158,12 @@ def _train_expert(
         one.train.pixels(),
         torch.from_numpy(one.train.labels),
         clip.logit_scale.exp().item() * embeddings,
-        schedule,
-        stream(work.seed, f"expert/{name}"),
-        work.on_step(
-            "train experts",
-            position * schedule.steps,
-            count * schedule.steps,
-            f"{name} ({position + 1} of {count})",
-        ),
+        job.recipe.expert,
+        stream(job.seed, f"expert/{name}"),
+        lambda step, loss: tell(name, step, loss),
     )
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
-    _save(tower, work.folder / expert_file(name))
+    _save(tower, job.folder / expert_file(name))
     return {"base": of_base, "expert": accuracy(clip.visual, test, test_labels, embeddings)}
 
 
@@ -137,19 +181,17 @@ def _write_config(work: _Work) -> None:
     write_json_atomic(work.folder / CONFIG, config)
 
 
-def _write_record(
-    work: _Work, pictures: list[TaskPictures], clip: Any, measured: dict[str, dict[str, float]]
-) -> None:
+def _write_record(work: _Work, logit_scale: float, measured: dict[str, dict[str, float]]) -> None:
     heads = {
-        one.task.name: {"classes": list(one.task.class_names), "templates": list(one.task.templates)}
-        for one in pictures
+        name: {"classes": list(task.class_names), "templates": list(task.templates)}
+        for name, task in tasks.items()
     }
     record = {
         "format": FORMAT,
         "digest": work.recipe.digest(work.seed),
         "seed": work.seed,
         "recipe": asdict(work.recipe),
-        "logit_scale": clip.logit_scale.exp().item(),
+        "logit_scale": logit_scale,
         "heads": heads,
         "test_accuracy": measured,
         "seconds": work.seconds,

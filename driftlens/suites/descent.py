@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.suites.recipe import Schedule
+from driftlens.suites.workers import Share
 
 MOMENTUM = 0.95
+MOMENTUM_SGD = 0.9
+LARGEST_GRADIENT = 1.0
+"""Norm to which a longer gradient is cut in plain gradient descent."""
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -66,38 +70,48 @@ class Muon(torch.optim.Optimizer):
 
 
 class Descent:
-    """Muon for the weight matrices of transformer blocks, AdamW for all else, one schedule for both."""
+    """What moves the weights of one training, as its schedule says.
+
+    A model that is trained from nothing needs large steps: Muon for the weight matrices of transformer blocks and AdamW
+    for all else. A model that is fine-tuned should stay near where it began, in every direction that its data don't
+    ask for: plain gradient descent does, whereas both others move all weights alike.
+    """
 
     def __init__(self, module: nn.Module, schedule: Schedule) -> None:
-        named = dict(module.named_parameters())
-        inside = {name for name, parameter in named.items() if "resblocks" in name and parameter.dim() == 2}
-        matrices = [named[name] for name in named if name in inside]
-        others = [named[name] for name in named if name not in inside]
-        decay = schedule.weight_decay
+        named = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._schedule = schedule
-        self._rated: list[tuple[torch.optim.Optimizer, float]] = [
+        self._parameters = list(named.values())
+        self._rated: list[tuple[torch.optim.Optimizer, float]]
+        if schedule.matrix_rate is None:
+            descent = torch.optim.SGD(self._parameters, schedule.rate, momentum=MOMENTUM_SGD, nesterov=True)
+            self._rated = [(descent, schedule.rate)]
+            return
+        inside = {name for name, each in named.items() if "resblocks" in name and each.dim() == 2}
+        matrices = [each for name, each in named.items() if name in inside]
+        others = [each for name, each in named.items() if name not in inside]
+        decay = schedule.weight_decay
+        self._rated = [
             (Muon(matrices, schedule.matrix_rate, decay), schedule.matrix_rate),
             (
-                torch.optim.AdamW(
-                    others, lr=schedule.other_rate, betas=(0.9, 0.95), weight_decay=decay, fused=True
-                ),
-                schedule.other_rate,
+                torch.optim.AdamW(others, schedule.rate, betas=(0.9, 0.95), weight_decay=decay, fused=True),
+                schedule.rate,
             ),
         ]
 
-    def step(self, loss: Tensor, index: int) -> None:
-        """Move all parameters against the gradient of `loss`; `index` counts the steps from 0."""
-        share = self.rate_at(index)
+    def step(self, loss: Tensor, index: int, share: Share | None = None) -> None:
+        """Move all parameters against the gradient of `loss`; `index` counts the steps from 0.
+
+        With a `share` the gradient is the mean over the workers that train together.
+        """
+        rate = self._schedule.share_at(index)
         for optimizer, peak in self._rated:
             optimizer.zero_grad(set_to_none=True)
             for group in optimizer.param_groups:
-                group["lr"] = peak * share
+                group["lr"] = peak * rate
         loss.backward()  # type: ignore[no-untyped-call]
+        if share is not None:
+            share.average_gradients(self._parameters)
+        if self._schedule.matrix_rate is None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, LARGEST_GRADIENT)
         for optimizer, _ in self._rated:
             optimizer.step()
-
-    def rate_at(self, index: int) -> float:
-        """The learning rate of step `index` as a share of its peak."""
-        done = index / self._schedule.steps
-        rise = min(1.0, (index + 1) / max(1.0, self._schedule.warmup * self._schedule.steps))
-        return rise * 0.5 * (1 + math.cos(math.pi * done))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pathlib
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +14,7 @@ from driftlens.progress import Reporter
 from driftlens.suites.drawing.canvas import Pixels
 from driftlens.suites.drawing.task import DrawnTask, Purpose, tasks
 from driftlens.suites.recipe import Recipe
+from driftlens.suites.workers import Workers, tell
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class TaskPictures:
         )
 
 
-def draw_all(recipe: Recipe, seed: int, reporter: Reporter) -> list[TaskPictures]:
-    """The pictures of every task, by task name; drawn by two processes, which changes nothing about them.
+def draw_all(recipe: Recipe, seed: int, reporter: Reporter, workers: Workers) -> list[TaskPictures]:
+    """The pictures of every task, by task name.
 
     Raises:
         Cancelled: somebody asked to stop.
@@ -67,12 +66,15 @@ def draw_all(recipe: Recipe, seed: int, reporter: Reporter) -> list[TaskPictures
         "test": recipe.num_test,
     }
     jobs = [(name, purpose, count, seed) for name in tasks for purpose, count in counts.items()]
-    drawn: dict[tuple[str, Purpose], Pictures] = {}
-    # Fresh processes: a fork of one that runs threads may hang.
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as workers:
-        results = workers.map(_draw_job, jobs)
-        for name, purpose, _, _ in reporter.track(jobs, "draw", lambda job: f"{job[0]}, {job[1]}"):
-            drawn[name, purpose] = next(results)
+    done = 0
+
+    def report(name: str, purpose: Purpose) -> None:
+        nonlocal done
+        done += 1
+        reporter.step("draw", done, len(jobs), f"{name}, {purpose}")
+
+    reporter.step("draw", 0, len(jobs))
+    drawn = dict(zip([job[:2] for job in jobs], workers.run(_draw_job, jobs, report), strict=True))
     return [
         TaskPictures(task, **{purpose: drawn[name, purpose] for purpose in counts})
         for name, task in tasks.items()
@@ -80,8 +82,11 @@ def draw_all(recipe: Recipe, seed: int, reporter: Reporter) -> list[TaskPictures
 
 
 def _draw_job(job: tuple[str, Purpose, int, int]) -> Pictures:
+    """In a worker: the pictures of one task for one purpose."""
     name, purpose, count, seed = job
-    return draw(tasks[name], purpose, count, seed)
+    pictures = draw(tasks[name], purpose, count, seed)
+    tell(name, purpose)
+    return pictures
 
 
 def draw(task: DrawnTask, purpose: Purpose, count: int, seed: int) -> Pictures:

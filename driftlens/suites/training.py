@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from driftlens.suites.descent import Descent
 from driftlens.suites.pictures import TaskPictures
 from driftlens.suites.recipe import Recipe, Schedule
+from driftlens.suites.workers import Share
 from driftlens.suites.zero_shot import Tokenizer
 
 SHIFT = 2
@@ -76,12 +77,15 @@ def train_base(
     recipe: Recipe,
     seed: int,
     on_step: OnStep,
+    share: Share | None = None,
 ) -> None:
     """Train `clip` in place: pictures and captions that belong together are drawn together, others apart.
 
     Every picture is compared with the distinct captions of its batch, and every caption with all pictures; a
-    caption's weight is spread evenly over the pictures that carry it.
+    caption's weight is spread evenly over the pictures that carry it. Workers that train together each compare what
+    is in their own part of the batch.
     """
+    share = share or Share()
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.cat([one.base.pixels() for one in pictures])
     captions = Captions(pictures, recipe.numbered, generator)
@@ -91,11 +95,12 @@ def train_base(
     descent = Descent(clip, recipe.base)
     clip.train()
     for step, rows in enumerate(batches(len(pixels), recipe.base, generator)):
-        present, position = torch.unique(captions.drawn(rows, generator), return_inverse=True)
-        images = clip.encode_image(shifted(pixels[rows], generator), normalize=True)
+        drawn = captions.drawn(rows, generator)
+        present, position = torch.unique(share.rows(drawn), return_inverse=True)
+        images = clip.encode_image(shifted(pixels[share.rows(rows)], generator), normalize=True)
         texts = clip.encode_text(tokens[present], normalize=True)
         loss = contrastive_loss(clip.logit_scale.exp().clamp(max=LARGEST_SCALE) * images @ texts.mT, position)
-        descent.step(loss, step)
+        descent.step(loss, step, share)
         on_step(step + 1, loss.item())
     clip.eval()
 

@@ -9,7 +9,7 @@ import pytest
 from driftlens.suites.embedded import Suite, embedded_suite
 from driftlens.suites.recipe import Recipe, Schedule
 
-BRIEF = Schedule(steps=3, batch=16, matrix_rate=0.02, other_rate=2e-3)
+BRIEF = Schedule(steps=3, batch=16, matrix_rate=0.02, rate=2e-3)
 TINY = Recipe(
     num_base=30,
     num_train=40,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from driftlens.suites.descent import Descent, Muon, orthogonalized
+from driftlens.suites.descent import LARGEST_GRADIENT, Descent, Muon, orthogonalized
 from driftlens.suites.recipe import Schedule
 
 
@@ -54,8 +54,8 @@ class Net(nn.Module):
 
 
 def test_rates_rise_to_their_peak_and_fall_to_nothing():
-    descent = Descent(Net(), Schedule(steps=100, batch=1, matrix_rate=1, other_rate=1, warmup=0.1))
-    rates = [descent.rate_at(step) for step in range(100)]
+    schedule = Schedule(steps=100, batch=1, rate=1, warmup=0.1)
+    rates = [schedule.share_at(step) for step in range(100)]
     peak = rates.index(max(rates))
     assert 0 < rates[0] < rates[5] < rates[peak] <= 1 and peak in (8, 9, 10)
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
@@ -66,10 +66,27 @@ def test_every_parameter_moves_and_only_block_matrices_by_a_fixed_amount():
     torch.manual_seed(0)
     net = Net()
     before = {name: tensor.clone() for name, tensor in net.named_parameters()}
-    schedule = Schedule(steps=4, batch=1, matrix_rate=0.1, other_rate=1e-3, weight_decay=0.0, warmup=0.0)
+    schedule = Schedule(steps=4, batch=1, matrix_rate=0.1, rate=1e-3, weight_decay=0.0, warmup=0.0)
     Descent(net, schedule).step(net.head(net.resblocks[0](torch.randn(5, 3))).square().sum(), 0)
     moved = {name: tensor - before[name] for name, tensor in net.named_parameters()}
     assert all((change != 0).any() for change in moved.values())
     # AdamW's first step is its rate in every coordinate; Muon's has a spectral norm near its own.
     assert moved["head.weight"].abs().max() < 1.01e-3
     assert 0.06 < torch.linalg.matrix_norm(moved["resblocks.0.weight"], ord=2) < 0.13
+
+
+def test_fine_tuning_moves_along_the_gradient_and_cuts_a_long_one(generator: torch.Generator):
+    net = Net()
+    x = torch.randn(5, 3, generator=generator)
+
+    def loss() -> torch.Tensor:
+        return 1e3 * net.head(net.resblocks[0](x)).square().sum()
+
+    gradients = torch.autograd.grad(loss(), list(net.parameters()))
+    size = torch.cat([each.flatten() for each in gradients]).norm()
+    assert size > LARGEST_GRADIENT
+    before = [each.detach().clone() for each in net.parameters()]
+    Descent(net, Schedule(steps=4, batch=1, rate=0.1, warmup=0.0)).step(loss(), 0)
+    for start, each, gradient in zip(before, net.parameters(), gradients, strict=True):
+        # Nesterov momentum from rest: the first step is (1 + 0.9) times the rate along the cut gradient.
+        torch.testing.assert_close(each.data, start - 0.19 * LARGEST_GRADIENT / size * gradient)

@@ -46,14 +46,14 @@ def test_the_contrastive_loss_is_the_mean_of_both_cross_entropies(generator: tor
 
 
 def test_each_pass_shows_every_sample_once(generator: torch.Generator):
-    schedule = Schedule(steps=9, batch=4, matrix_rate=0, other_rate=0)
+    schedule = Schedule(steps=9, batch=4, rate=0)
     rows = torch.cat(list(batches(12, schedule, generator))).view(3, 12)
     assert all(torch.equal(one.sort().values, torch.arange(12)) for one in rows)
     assert not torch.equal(rows[0], rows[1])
 
 
 def test_a_batch_larger_than_the_set_is_filled(generator: torch.Generator):
-    (rows,) = batches(3, Schedule(steps=1, batch=7, matrix_rate=0, other_rate=0), generator)
+    (rows,) = batches(3, Schedule(steps=1, batch=7, rate=0), generator)
     assert torch.bincount(rows, minlength=3).tolist() in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
 
 
@@ -122,7 +122,7 @@ def test_training_an_expert_lowers_its_loss_and_touches_nothing_but_the_tower(pi
     before = {key: tensor.clone() for key, tensor in clip.state_dict().items()}
     head = 20 * class_embeddings(clip, tokenizer(16), pictures.task)
     kept, losses = head.clone(), []
-    schedule = Schedule(steps=30, batch=40, matrix_rate=0.02, other_rate=5e-3)
+    schedule = Schedule(steps=30, batch=40, matrix_rate=0.02, rate=5e-3)
     train = pictures.train
     train_expert(
         clip.visual,

@@ -11,19 +11,19 @@ from driftlens.suites.drawing.canvas import CANVAS, backdrop, dark_and_light
 from driftlens.suites.drawing.glyphs import placed
 from driftlens.suites.drawing.task import Split, drawn_task
 
-TEST_SHARE = 0.3
+TEST_EVERY = 3
+"""One scan in so many is a test scan."""
 
 
 @functools.cache
 def handwriting(label: int, split: Split) -> tuple[Image.Image, ...]:
-    """Masks of the collected digits of one class; the last ones collected (by other writers) are the test split."""
+    """Masks of the collected digits of one class; every third scan belongs to the test split."""
     from sklearn.datasets import load_digits
 
     collection = load_digits()
     scans = collection.images[collection.target == label] * (255 / 16)
-    first_test = round(len(scans) * (1 - TEST_SHARE))
-    chosen = scans[first_test:] if split == "test" else scans[:first_test]
-    return tuple(_mask(scan) for scan in chosen)
+    is_test = np.arange(len(scans)) % TEST_EVERY == 0
+    return tuple(_mask(scan) for scan in scans[is_test if split == "test" else ~is_test])
 
 
 def _mask(scan: np.ndarray) -> Image.Image:

@@ -87,7 +87,7 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     patch = patch.resize((CANVAS, CANVAS), Image.Resampling.BICUBIC)
     if rng.random() < 0.5:
         patch = ImageOps.mirror(patch)
-    patch = ImageEnhance.Color(patch).enhance(0.0 if rng.random() < 0.4 else rng.uniform(0.5, 1.3))
+    patch = ImageEnhance.Color(patch).enhance(0.0 if rng.random() < 0.2 else rng.uniform(0.6, 1.3))
     # Below 1: a brightened sky would be white all over, and two of its patches the same picture.
-    tint = rng.uniform(0.6, 0.9, 3)
+    tint = rng.uniform(0.7, 0.9, 3)
     return Image.fromarray((np.asarray(patch) * tint).clip(0, 255).astype(np.uint8))

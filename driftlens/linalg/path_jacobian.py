@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from driftlens.linalg.linear_map import FixedWeights
 from driftlens.linalg.quadrature import gauss_legendre
 from driftlens.linalg.state import State, floating, relative_error, subtract
 
@@ -48,7 +49,7 @@ class PathJacobian:
     def jvps(self, vectors: State) -> State:
         """A v for several vectors at once, stacked along a new first axis; they share every undifferentiated pass."""
         total: State = {}
-        with forward_mode_attention():
+        with forward_mode_attention(), FixedWeights():
             for t, weight in gauss_legendre(self.nodes):
                 point, call = self._at(t)
 
@@ -61,7 +62,7 @@ class PathJacobian:
     def vjp(self, covector: State) -> State:
         """A' u for one covector u, a state at the layer's output."""
         total: State = {}
-        with forward_mode_attention():
+        with forward_mode_attention(), FixedWeights():
             for t, weight in gauss_legendre(self.nodes):
                 point, call = self._at(t)
                 pull = vjp(call, point)[1]

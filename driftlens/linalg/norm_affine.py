@@ -1,0 +1,78 @@
+"""Closed forms of the scale and shift of a norm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from driftlens.linalg.norm_moments import NormMoments
+
+
+def solve_layer_norm(
+    moments: NormMoments,
+    anchor_scale: Tensor | None,
+    anchor_shift: Tensor | None,
+    *,
+    lam: float,
+    eps: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """Scale and shift that come closest to the experts' own, on the merged model's normalised features.
+
+    Minimises over gamma and beta, coordinate by coordinate and with every task counting 1,
+
+        sum_i E (gamma z + beta - gamma_i z - beta_i)^2 + lam (gamma - anchor)^2 + lam (beta - anchor)^2,
+
+    whose normal equations are two by two.  Source: FeatCal (arXiv:2605.13030), Eq. 57-59.
+
+    Args:
+        moments: of all tasks together, so that `weight_sum` is their number.
+        anchor_scale: [k]; None drops the terms with `lam`.
+        anchor_shift: [k]; None drops the terms with `lam`.
+        lam: lambda >= 0.
+        eps: the determinant is at least this.
+
+    Returns:
+        scale and shift, each [k].
+    """
+    count = moments.weight_sum
+    ridge = 0.0 if anchor_scale is None else lam
+    a11 = count * moments.second + ridge
+    a12 = count * moments.mean
+    a22 = count + ridge
+    scale_side = count * moments.scale_target
+    shift_side = count * moments.shift_target
+    if anchor_scale is not None and anchor_shift is not None:
+        scale_side = scale_side + lam * anchor_scale
+        shift_side = shift_side + lam * anchor_shift
+    determinant = (a22 * a11 - a12**2).clamp_min(eps)
+    scale = (a22 * scale_side - a12 * shift_side) / determinant
+    shift = (a11 * shift_side - a12 * scale_side) / determinant
+    return scale, shift
+
+
+def solve_rms_norm(
+    moments: NormMoments, anchor_scale: Tensor | None, *, lam: float, eps: float = 1e-8
+) -> Tensor:
+    """Scale that comes closest to the experts' own where there is no shift, on the merged model's normalised features.
+
+    The paper calibrates no RMSNorm; this is its LayerNorm update without a shift. Per coordinate,
+
+        sum_i E (gamma z - gamma_i z)^2 + lam (gamma - anchor)^2
+            = sum_i q_i (gamma - gamma_i)^2 + lam (gamma - anchor)^2,     q_i = E[z^2] on task i,
+
+    is a parabola whose derivative vanishes at (sum_i q_i gamma_i + lam anchor) / (sum_i q_i + lam): an average of the
+    experts' scales, each counting as much as its task excites that coordinate.
+
+    Args:
+        moments: of all tasks together, so that `weight_sum` is their number; z = x / rms(x).
+        anchor_scale: [k]; None drops the terms with `lam`.
+        lam: lambda >= 0.
+        eps: the denominator is at least this.
+
+    Returns:
+        The scale, [k].
+    """
+    pulled = moments.weight_sum * moments.scale_target
+    excited = moments.weight_sum * moments.second
+    if anchor_scale is not None:
+        pulled, excited = pulled + lam * anchor_scale, excited + lam
+    return pulled / excited.clamp_min(eps)

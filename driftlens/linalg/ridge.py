@@ -1,0 +1,99 @@
+"""Closed forms of a linear map's weight and bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from driftlens.errors import ShapeError, SpecError
+from driftlens.linalg.cholesky import Factor, factorize
+
+
+def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Factor:
+    """Cholesky factor of scale * gram + lam * I, which serves every site with this Gram matrix.
+
+    The authors of FeatCal also add their eps to the diagonal; it is left out here, so that Eq. 16 holds exactly.
+
+    Raises:
+        SpecError: `lam` is negative or NaN.
+        NumericsError: the Gram matrix holds NaN or infinite entries.
+        SingularGramError: gram + lam * I is not positive definite to working precision.
+    """
+    if not lam >= 0:  # also refuses NaN
+        raise SpecError(f"lam must be at least 0, got {lam}", hint="0.05 is the paper's value for CLIP.")
+    system = gram * scale
+    system.diagonal().add_(lam)
+    return factorize(system, what=f"gram + {lam:g} I" if lam else "gram")
+
+
+def solve_weight(
+    gram: Tensor,
+    output_cross: Tensor,
+    anchor: Tensor | None,
+    *,
+    lam: float,
+    factor: Factor | None = None,
+) -> Tensor:
+    """Weight closest to the outputs experts would give, pulled towards `anchor`.
+
+    Minimises over W, with all tasks already summed into the moments,
+
+        E |W x - y|^2 + lam * |W - anchor|_F^2,
+
+    where x is what the *merged* model feeds this site and y the output wanted from it. The minimiser is
+    (output_cross + lam * anchor) (gram + lam * I)^-1.  Source: FeatCal (arXiv:2605.13030), Eq. 17.
+
+    Args:
+        gram: E[x x'], [k, k], symmetric, no unit (each task is divided by its Frobenius norm).
+        output_cross: E[y x'], [o, k], divided by the same norms; rows of several sites may be stacked.
+        anchor: [o, k], in the unit of the weight; None drops both terms with `lam`.
+        lam: lambda >= 0, relative to a Gram matrix of Frobenius norm 1.
+        factor: `ridge_factor(gram, lam)` (lam 0 without an anchor), where it is known already.
+
+    Returns:
+        [o, k], in the dtype of `gram`; give float32 or float64, a half-precision Cholesky factor is noise. At
+        lam = 1e-5 float32 is good to about 1e-3 only.
+
+    Raises:
+        ShapeError: the three shapes disagree.
+        SpecError: `lam` is negative or NaN.
+        NumericsError: a moment holds NaN or infinite entries.
+        SingularGramError: not positive definite. Nothing is damped or pseudo-inverted behind the caller's back.
+    """
+    k = gram.shape[-1]
+    wanted = output_cross if anchor is None else anchor
+    if gram.shape != (k, k) or output_cross.shape[-1:] != (k,) or output_cross.shape != wanted.shape:
+        raise ShapeError(
+            "want gram [k, k], output_cross [o, k] and anchor [o, k], "
+            f"got {list(gram.shape)}, {list(output_cross.shape)} and {list(wanted.shape)}"
+        )
+    if factor is None:
+        factor = ridge_factor(gram, 0.0 if anchor is None else lam)
+    right = output_cross if anchor is None else torch.add(output_cross, anchor, alpha=lam)
+    return factor.solve_rows(right)
+
+
+def solve_bias(
+    target: Tensor, output: Tensor, weight_sum: float | Tensor, anchor: Tensor | None, *, lam: float
+) -> Tensor:
+    """Bias that makes the site's mean output right once its weight is fixed, pulled towards `anchor`.
+
+    The minimiser of sum_i omega_i |W mu_i + b - t_i|^2 + lam * |b - anchor|^2, which is
+
+        (sum_i omega_i (t_i - W mu_i) + lam * anchor) / (sum_i omega_i + lam).
+
+    Source: FeatCal (arXiv:2605.13030), Eq. 55. The sum of the task weights has the unit of 1 / features^2 and lambda
+    has none, so large features leave the bias to its anchor; compare the two before reading much into a bias.
+
+    Args:
+        target: mean wanted output t with its bias, averaged over tasks with weights omega, [o].
+        output: mean output W mu without bias, averaged likewise, [o].
+        weight_sum: the sum of the task weights omega.
+        anchor: [o]; None drops both terms with `lam`.
+        lam: lambda >= 0.
+
+    Returns:
+        [o], in the dtype of `target`.
+    """
+    missing = weight_sum * (target - output)
+    return missing / weight_sum if anchor is None else (missing + lam * anchor) / (weight_sum + lam)

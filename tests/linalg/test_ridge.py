@@ -1,0 +1,202 @@
+"""Closed forms: each is the minimiser it claims to be, and refuses what has none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from driftlens.errors import NumericsError, ShapeError, SingularGramError, SpecError
+from driftlens.linalg.cholesky import factorize
+from driftlens.linalg.moments import Moments
+from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
+from driftlens.linalg.norm_moments import NormMoments
+from driftlens.linalg.ridge import ridge_factor, solve_bias, solve_weight
+from driftlens.linalg.ridge_solution import solve_ridge
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+sizes = st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
+lams = st.sampled_from([1e-3, 0.05, 3.0])
+
+
+@given(sizes, lams)
+def test_a_ridge_solve_is_least_squares_on_stacked_rows(size: tuple[int, ...], lam: float) -> None:
+    count, k, o, seed = size
+    x, y, anchor = random(count, k, seed=seed), random(count, o, seed=seed + 1), random(o, k, seed=seed + 2)
+    moments = Moments.of(x, y)
+    found = solve_weight(moments.gram, moments.output_cross, anchor, lam=lam)
+    left = torch.cat([x / count**0.5, lam**0.5 * torch.eye(k, dtype=torch.float64)])
+    right = torch.cat([y / count**0.5, lam**0.5 * anchor.mT])
+    torch.testing.assert_close(
+        found, torch.linalg.lstsq(left, right, driver="gelsd").solution.mT, rtol=1e-8, atol=1e-9
+    )
+
+
+def objective(moments: Moments, weight: Tensor, anchor: Tensor | None, lam: float) -> Tensor:
+    pull = 0.0 if anchor is None else lam * (weight - anchor).square().sum()
+    return moments.misfit(weight).sum() + pull
+
+
+@given(sizes, lams)
+def test_the_gradient_vanishes_and_no_other_weight_is_better(size: tuple[int, ...], lam: float) -> None:
+    count, k, o, seed = size
+    moments = Moments.of(random(count, k, seed=seed), random(count, o, seed=seed + 1)).counted(0.7)
+    anchor = random(o, k, seed=seed + 2)
+    solution = solve_ridge(moments, anchor, lam=lam)
+    weight = solution.weight.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(objective(moments, weight, anchor, lam), weight)
+    assert float(gradient.abs().max()) <= 1e-10 * (1 + float(anchor.abs().max()))
+    assert float(solution.objective.sum()) == pytest.approx(
+        float(objective(moments, solution.weight, anchor, lam)), rel=1e-9, abs=1e-12
+    )
+    other = solution.weight + 0.1 * random(o, k, seed=seed + 3)
+    # tr(D H D'), the paper's excess of one minimiser under another's objective.
+    rise = objective(moments, other, anchor, lam) - solution.objective.sum()
+    assert float(solution.excess(other).sum()) == pytest.approx(float(rise), rel=1e-8)
+    assert float(rise) > 0
+
+
+def test_an_infinite_ridge_gives_the_anchor_and_none_gives_least_squares() -> None:
+    moments, anchor = Moments.of(random(50, 4), random(50, 3, seed=1)), random(3, 4, seed=2)
+    torch.testing.assert_close(solve_ridge(moments, anchor, lam=1e14).weight, anchor, rtol=1e-10, atol=1e-12)
+    plain = torch.linalg.lstsq(random(50, 4), random(50, 3, seed=1)).solution.mT
+    torch.testing.assert_close(solve_ridge(moments, None, lam=7.0).weight, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_one_factor_serves_stacked_sites_as_if_each_had_its_own() -> None:
+    x, y, anchor = random(20, 4), random(20, 5, seed=1), random(5, 4, seed=2)
+    together = solve_ridge(Moments.of(x, y), anchor, lam=0.1)
+    apart = [
+        solve_ridge(Moments.of(x, y[:, part]), anchor[part], lam=0.1) for part in (slice(2), slice(2, 5))
+    ]
+    torch.testing.assert_close(together.weight, torch.cat([s.weight for s in apart]))
+    torch.testing.assert_close(together.objective, torch.cat([s.objective for s in apart]))
+
+
+def test_nothing_that_is_handed_in_is_modified() -> None:
+    moments, anchor = Moments.of(random(20, 4), random(20, 3, seed=1)), random(3, 4, seed=2)
+    before = {f.name: getattr(moments, f.name).clone() for f in dataclasses.fields(moments)}
+    solve_ridge(moments, anchor, lam=0.1)
+    assert all(torch.equal(getattr(moments, name), value) for name, value in before.items())
+    assert torch.equal(anchor, random(3, 4, seed=2))
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_fewer_rows_than_inputs_without_a_ridge_are_refused_with_eigenvalue_and_remedy() -> None:
+    moments = Moments.of(random(3, 5), random(3, 2, seed=1))
+    with pytest.raises(SingularGramError, match="smallest eigenvalue is") as caught:
+        solve_ridge(moments, random(2, 5), lam=0.0)
+    assert "lam" in caught.value.hint and "samples" in caught.value.hint
+    exact = float(torch.linalg.eigvalsh(moments.gram)[0])
+    assert abs(caught.value.context["smallest_eigenvalue"] - exact) < 1e-12
+
+
+def test_a_factorisation_that_goes_through_is_no_proof_of_full_rank() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 1.0, 1e-16], dtype=torch.float64))
+    assert int(torch.linalg.cholesky_ex(matrix).info) == 0
+    with pytest.raises(SingularGramError):
+        factorize(matrix, what="gram")
+    matrix[2, 2] = 1e-14
+    assert factorize(matrix, what="gram").smallest_eigenvalue == pytest.approx(1e-14)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_moments_that_are_not_finite_are_refused_before_anything_is_solved(value: float) -> None:
+    gram = torch.eye(3, dtype=torch.float64)
+    gram[2, 1] = gram[1, 2] = value
+    with pytest.raises(NumericsError, match="NaN or infinite") as caught:
+        ridge_factor(gram, 0.05)
+    assert not isinstance(caught.value, SingularGramError)
+
+
+@pytest.mark.parametrize("lam", [-1.0, float("nan")])
+def test_a_negative_ridge_is_refused(lam: float) -> None:
+    with pytest.raises(SpecError, match="lam must be at least 0"):
+        ridge_factor(torch.eye(2), lam)
+
+
+def test_shapes_that_disagree_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"got \[3, 3\], \[2, 4\] and \[2, 4\]"):
+        solve_weight(torch.eye(3), torch.zeros(2, 4), torch.zeros(2, 4), lam=1.0)
+    with pytest.raises(ShapeError):
+        solve_weight(torch.eye(3), torch.zeros(2, 3), torch.zeros(1, 3), lam=1.0)
+
+
+@given(st.integers(1, 40), st.integers(0, 99), st.floats(-8, 0))
+def test_estimated_eigenvalues_bracket_the_true_ones(k: int, seed: int, decades: float) -> None:
+    basis = torch.linalg.qr(random(k, k, seed=seed)).Q
+    true = torch.logspace(0, decades, k, dtype=torch.float64)
+    factor = factorize(basis * true @ basis.mT, what="matrix")
+    smallest, largest = float(true.min()), float(true.max())
+    assert smallest * (1 - 1e-6) <= factor.smallest_eigenvalue <= 4 * smallest
+    assert largest / 4 <= factor.largest_eigenvalue <= largest * (1 + 1e-6)
+    rows = random(2, k, seed=seed + 1)
+    matrix = factor.lower @ factor.lower.mT
+    torch.testing.assert_close(factor.energy(rows), ((rows @ matrix) * rows).sum(dim=1))
+
+
+# --- biases and norms ---------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(0, 99), lams)
+def test_a_bias_is_stationary_for_its_objective(num_tasks: int, seed: int, lam: float) -> None:
+    omega = torch.rand(num_tasks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+    targets, outputs = random(num_tasks, 3, seed=seed), random(num_tasks, 3, seed=seed + 1)
+    anchor, share = random(3, seed=seed + 2), omega / omega.sum()
+    bias = solve_bias(share @ targets, share @ outputs, omega.sum(), anchor, lam=lam).requires_grad_()
+    error = (omega[:, None] * (outputs + bias - targets).square()).sum() + lam * (
+        bias - anchor
+    ).square().sum()
+    (gradient,) = torch.autograd.grad(error, bias)
+    assert float(gradient.abs().max()) < 1e-12
+    free = solve_bias(share @ targets, share @ outputs, omega.sum(), None, lam=lam)
+    torch.testing.assert_close(free, share @ (targets - outputs))
+
+
+def norm_moments(z: Tensor, scales: Tensor, shifts: Tensor | None) -> NormMoments:
+    """Tasks are the first axis of all three; each counts 1."""
+    one = torch.ones((), dtype=torch.float64)
+    parts = [
+        NormMoments.of_affine(
+            rows.mean(0), rows.square().mean(0), scale, None if shifts is None else shifts[i], one
+        )
+        for i, (rows, scale) in enumerate(zip(z, scales, strict=True))
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@pytest.mark.parametrize("pulled", [True, False], ids=["with an anchor", "without one"])
+def test_a_layer_norms_scale_and_shift_solve_its_normal_equations(pulled: bool) -> None:
+    lam, z = 0.3, random(3, 20, 4)
+    scales, shifts = random(3, 4, seed=1), random(3, 4, seed=2)
+    anchors = (random(4, seed=3), random(4, seed=4)) if pulled else (None, None)
+    found = solve_layer_norm(norm_moments(z, scales, shifts), *anchors, lam=lam)
+    scale, shift = (value.requires_grad_() for value in found)
+    error = sum(((scale - scales[i]) * z[i] + shift - shifts[i]).square().sum(dim=1).mean() for i in range(3))
+    if pulled:
+        error = error + lam * ((scale - anchors[0]).square() + (shift - anchors[1]).square()).sum()
+    for gradient in torch.autograd.grad(error, (scale, shift)):
+        assert float(gradient.abs().max()) < 1e-12
+
+
+def test_an_rms_norms_scale_is_stationary() -> None:
+    lam, z, scales, anchor = 0.3, random(3, 20, 4), random(3, 4, seed=1), random(4, seed=2)
+    scale = solve_rms_norm(norm_moments(z, scales, None), anchor, lam=lam).requires_grad_()
+    error = sum(((scale - scales[i]) * z[i]).square().sum(dim=1).mean() for i in range(3))
+    (gradient,) = torch.autograd.grad(error + lam * (scale - anchor).square().sum(), scale)
+    assert float(gradient.abs().max()) < 1e-12
+    free = solve_rms_norm(norm_moments(z[:1], scales[:1], None), None, lam=lam)
+    torch.testing.assert_close(free, scales[0])

@@ -48,13 +48,17 @@ class Site:
 
     `name` is its path inside the layer (`attn.q_proj`); its parameters are `name.weight` and, where it has one,
     `name.bias`. Sites with the same `input` read the same tensor. `token_weights` names the adapter's rule for how
-    much each token counts in moments (`uniform` unless the adapter says otherwise).
+    much each token counts in moments (`uniform`, all alike, unless the adapter says otherwise). `eps` is the constant
+    of a norm. `mixes_tokens` says that other tokens read this site's output at one token, as attention reads keys
+    and values.
     """
 
     name: str
     kind: SiteKind
     input: str
     token_weights: str = "uniform"
+    eps: float | None = None
+    mixes_tokens: bool = False
 
 
 class LayerCall(Protocol):

@@ -57,8 +57,7 @@ LAYOUT = KeyLayout(
         "transformer.resblocks.": "a tower saved by open_clip, whose loader is open-clip",
     },
 )
-_BLOCK_SITES = block_sites(BLOCK)
-_BLOCK_KEYS = {f"{site.name}.{part}" for site in _BLOCK_SITES for part in ("weight", "bias")}
+_BLOCK_KEYS = {f"{site}.{part}" for site in vars(BLOCK).values() if site for part in ("weight", "bias")}
 
 
 class HfClipViT:
@@ -157,7 +156,7 @@ def _library_states(module: nn.Module, inputs: Tensor) -> list[State]:
 def _stem(tower: Any, prefix: str) -> Layer:
     keys = [STEM.patches, STEM.cls, STEM.positions, *_affine(STEM.norm or "")]
     call = layer_call(partial(vit_stem, names=STEM, eps=tower.pre_layrnorm.eps), reads="pixels")
-    sites = (Site("pre_layrnorm", "layer_norm", input="tokens"),)
+    sites = (Site("pre_layrnorm", "layer_norm", input="tokens", eps=tower.pre_layrnorm.eps),)
     return Layer(1, "stem", f"{prefix}embeddings", {key: Slot(prefix + key) for key in keys}, call, sites)
 
 
@@ -170,15 +169,16 @@ def _block(block: Any, prefix: str, index: int) -> Layer:
         eps=block.layer_norm1.eps,
         activation=ACTIVATIONS[_activation(block)],
     )
-    slots = {key: Slot(f"{path}.{key}") for site in _BLOCK_SITES for key in _affine(site.name)}
-    return Layer(index + 2, "block", path, slots, layer_call(call), _BLOCK_SITES, is_residual=True)
+    sites = block_sites(BLOCK, eps=block.layer_norm1.eps)
+    slots = {key: Slot(f"{path}.{key}") for site in sites for key in _affine(site.name)}
+    return Layer(index + 2, "block", path, slots, layer_call(call), sites, is_residual=True)
 
 
 def _head(module: nn.Module, tower: Any, prefix: str) -> Layer:
     projected = hasattr(module, "visual_projection")
     names = HeadNames("post_layernorm", "visual_projection" if projected else None)
     slots = {key: Slot(prefix + key) for key in _affine("post_layernorm")}
-    sites = [Site("post_layernorm", "layer_norm", "hidden", "pooled")]
+    sites = [Site("post_layernorm", "layer_norm", "hidden", "pooled", eps=tower.post_layernorm.eps)]
     if projected:
         slots["visual_projection.weight"] = Slot("visual_projection.weight")
         sites.append(Site("visual_projection", "linear", "post_layernorm", "pooled"))

@@ -152,8 +152,10 @@ def _stem(tower: Any, prefix: str) -> Layer:
     norm = None if isinstance(tower.ln_pre, nn.Identity) else "ln_pre"
     names = StemNames("conv1.weight", "class_embedding", "positional_embedding", norm)
     keys = [names.patches, names.cls, names.positions, *_norm_keys(tower.ln_pre, "ln_pre")]
-    sites = (Site("ln_pre", "layer_norm", input="tokens"),) if _norm_keys(tower.ln_pre, "ln_pre") else ()
-    call = layer_call(partial(vit_stem, names=names, eps=getattr(tower.ln_pre, "eps", 0.0)), reads="pixels")
+    eps = getattr(tower.ln_pre, "eps", 0.0)
+    affine = bool(_norm_keys(tower.ln_pre, "ln_pre"))
+    sites = (Site("ln_pre", "layer_norm", input="tokens", eps=eps),) if affine else ()
+    call = layer_call(partial(vit_stem, names=names, eps=eps), reads="pixels")
     return Layer(1, "stem", f"{prefix}conv1", {key: Slot(prefix + key) for key in keys}, call, sites)
 
 
@@ -173,7 +175,7 @@ def _block(block: Any, prefix: str, index: int) -> Layer:
         path=path,
         parameters=_block_slots(block, f"{path}."),
         call=layer_call(call),
-        sites=block_sites(names, affine=bool(_norm_keys(block.ln_1, "ln_1"))),
+        sites=block_sites(names, eps=block.ln_1.eps, affine=bool(_norm_keys(block.ln_1, "ln_1"))),
         is_residual=True,
     )
 
@@ -199,7 +201,8 @@ def _head(tower: Any, prefix: str) -> Layer:
     norm_first = _norm_first(tower)
     names = HeadNames("ln_post", None if tower.proj is None else "proj")
     slots = {key: Slot(prefix + key) for key in _norm_keys(tower.ln_post, "ln_post")}
-    sites = [Site("ln_post", "layer_norm", "hidden", "patches" if norm_first else "pooled")] if slots else []
+    tokens, eps = "patches" if norm_first else "pooled", tower.ln_post.eps
+    sites = [Site("ln_post", "layer_norm", "hidden", tokens, eps=eps)] if slots else []
     if names.projection is not None:
         slots["proj.weight"] = Slot(f"{prefix}proj", transposed=True)
         sites.append(Site("proj", "linear", "ln_post", "pooled"))

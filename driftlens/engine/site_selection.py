@@ -1,0 +1,84 @@
+"""Which sites of a chain a calibration means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from driftlens.errors import LayerNotFoundError
+from driftlens.layers import select_layers
+from driftlens.models.chain import Layer, LayerChain, Site
+from driftlens.models.sites import BLOCK_ITSELF
+
+
+def site_path(layer: Layer, site: Site) -> str:
+    """The module's path in the library's own names; the parts of a fused attention have paths of their own."""
+    if layer.role == "block":
+        return layer.path if site.name == BLOCK_ITSELF else f"{layer.path}.{site.name}"
+    return layer.parameters[f"{site.name}.weight"].key.removesuffix(".weight")
+
+
+def select_sites(
+    chain: LayerChain,
+    *,
+    layers: str | int | Sequence[str | int] | None = None,
+    sites: Sequence[str] | None = None,
+    update: Collection[str] = ("linear", "bias", "norm"),
+) -> Mapping[int, tuple[str, ...]]:
+    """Names of the sites to calibrate by layer index, in forward order; layers without any are left out.
+
+    Args:
+        chain: the model taken apart.
+        layers: which layers, as `driftlens.layers.select_layers` takes them; None means all.
+        sites: globs on module paths (`*.attn.*`); None means every linear and norm module inside blocks. Stem, final
+            norm and projection are calibrated only where a pattern names them.
+        update: what is solved for; sites of which nothing would change are left out.
+
+    Raises:
+        LayerNotFoundError: a pattern matches nothing, naming the three nearest paths, or nothing is left to calibrate.
+    """
+    paths = {
+        (layer.index, site.name): site_path(layer, site) for layer in chain.layers for site in layer.sites
+    }
+    for pattern in sites or ():
+        _require_match(pattern, list(paths.values()))
+    wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
+    found: dict[int, tuple[str, ...]] = {}
+    for layer in chain.layers:
+        if wanted is not None and layer.index not in wanted:
+            continue
+        names = tuple(
+            site.name
+            for site in layer.sites
+            if _is_updated(site, update) and _is_meant(layer, paths[layer.index, site.name], sites)
+        )
+        if names:
+            found[layer.index] = names
+    if not found:
+        raise LayerNotFoundError(
+            f"nothing to calibrate: {chain.architecture} has no site that matches "
+            f"layers {layers!r}, sites {sites!r} and update {list(update)}",
+            hint=f"Its sites are called like {', '.join(list(paths.values())[:3]) or '(there are none)'}.",
+        )
+    return found
+
+
+def _require_match(pattern: str, paths: Sequence[str]) -> None:
+    if not any(fnmatchcase(path, pattern) for path in paths):
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+        raise LayerNotFoundError(
+            f"no site matches {pattern!r}; the nearest are {', '.join(near)}",
+            hint="Use patterns on module paths such as `*.mlp.*`.",
+            nearest=near,
+        )
+
+
+def _is_updated(site: Site, update: Collection[str]) -> bool:
+    return "norm" in update if site.kind != "linear" else not {"linear", "bias"}.isdisjoint(update)
+
+
+def _is_meant(layer: Layer, path: str, sites: Sequence[str] | None) -> bool:
+    if sites is None:
+        return layer.role == "block"
+    return any(fnmatchcase(path, pattern) for pattern in sites)

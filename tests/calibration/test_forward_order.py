@@ -1,0 +1,288 @@
+"""The walk that calibrates: what it must not depend on, what it leaves alone, and how it stops."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.calibration.featcal import FeatCal
+from driftlens.data.samples import Batch
+from driftlens.engine.forward_order import calibrate
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
+from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
+from tests.cases import pool_of
+
+Parameters = dict[tuple[int, str], Tensor]
+
+
+@pytest.fixture(scope="module")
+def models() -> Subject:
+    return subject("open_clip_vit")
+
+
+@pytest.fixture(scope="module")
+def plain(models: Subject) -> Parameters:
+    """The uninterrupted calibration with the default settings, all in one batch."""
+    return calibrated(models, FeatCal())
+
+
+def largest_difference(left: Parameters, right: Parameters) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[key] - right[key]).norm() / right[key].norm()) for key in right)
+
+
+# --- what doesn't matter ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_batch_size_does_not_matter(models: Subject, plain: Parameters, size: int) -> None:
+    assert largest_difference(calibrated(models, FeatCal(), samples=models.samples(size)), plain) < 1e-10
+
+
+def test_the_order_of_tasks_does_not_matter(models: Subject, plain: Parameters) -> None:
+    backwards = dict(reversed(models.samples().items()))
+    assert largest_difference(calibrated(models, FeatCal(), samples=backwards), plain) == 0
+
+
+def test_the_names_and_so_the_summation_order_of_tasks_do_not_matter(
+    models: Subject, plain: Parameters
+) -> None:
+    swapped = {
+        {"expert:a": "expert:b", "expert:b": "expert:a"}.get(name, name): module
+        for name, module in models.modules.items()
+    }
+    pool = pool_of(models.world.case, swapped)
+    assert largest_difference(calibrated(models, FeatCal(), pool=pool), plain) < 1e-10
+
+
+def test_the_order_of_samples_does_not_matter(models: Subject, plain: Parameters) -> None:
+    shuffled = models.inputs[torch.tensor([2, 0, 3, 1])]
+    samples = {task: lambda: batched(shuffled, 4) for task in "ab"}
+    assert largest_difference(calibrated(models, FeatCal(), samples=samples), plain) < 1e-10
+
+
+def test_samples_given_twice_change_nothing(models: Subject, plain: Parameters) -> None:
+    twice = torch.cat([models.inputs, models.inputs])
+    samples: dict[str, Any] = {"a": lambda: batched(twice, 4), "b": lambda: models.batches()}
+    assert largest_difference(calibrated(models, FeatCal(), samples=samples), plain) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["open_clip_vit", "sequential", "encoder_decoder"])
+def test_features_on_disk_give_bitwise_the_same(name: str, tmp_path: Path) -> None:
+    """In `sequential` a site reads a block's input itself, which lies in the file that the output replaces."""
+    models, seen = subject(name), set()
+
+    def watch(layer: int, task: str) -> None:
+        seen.update(file.name for file in (tmp_path / "spill").glob("*"))
+
+    spilled = calibrated(models, FeatCal(), feature_budget=1, spill=tmp_path / "spill", on_step=watch)
+    assert largest_difference(spilled, calibrated(models, FeatCal())) == 0
+    assert len(seen) == 4  # two tasks, expert and merged
+    assert not (tmp_path / "spill").exists()
+
+
+def test_features_within_the_budget_stay_in_memory(models: Subject, tmp_path: Path) -> None:
+    """The budget holds three of the four states: one of them goes to disk, and what was there keeps its place."""
+    state = models.n * 17 * 32 * 8
+    counts = set()
+    layers_of(
+        models,
+        FeatCal(),
+        feature_budget=3 * state,
+        spill=tmp_path / "spill",
+        on_step=lambda layer, task: counts.add(len([*(tmp_path / "spill").glob("*")]) if layer > 2 else 1),
+    )
+    assert counts == {1}
+
+
+def test_objectives_are_left_out_on_request_and_change_no_weight(models: Subject, plain: Parameters) -> None:
+    layers = layers_of(models, FeatCal(), objectives=False)
+    assert largest_difference(updates_of(layers), plain) < 1e-10
+    linear = [r for layer in layers for r in layer.reports if r.kind == "linear"]
+    assert {(r.objective_before, r.objective_after) for r in linear} == {(None, None)}
+
+
+# --- what is left alone -------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_models_is_modified(models: Subject) -> None:
+    before = {n: {k: v.clone() for k, v in m.state_dict().items()} for n, m in models.modules.items()}
+    calibrated(models, FeatCal())
+    for name, module in models.modules.items():
+        assert all(torch.equal(value, before[name][key]) for key, value in module.state_dict().items())
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+def test_only_what_is_asked_for_is_updated(models: Subject) -> None:
+    layers = layers_of(
+        models, FeatCal(update=("bias",)), sites=select_sites(models.pool.chain, sites=["*.0.mlp.*"])
+    )
+    assert [layer.layer for layer in layers] == [2]
+    assert set(layers[0].updates) == {"mlp.c_fc.bias", "mlp.c_proj.bias"}
+    assert {r.site for r in layers[0].reports} == {
+        "transformer.resblocks.0.mlp.c_fc",
+        "transformer.resblocks.0.mlp.c_proj",
+    }
+    assert {r.weight_change for r in layers[0].reports} == {0.0}
+
+
+def test_a_process_that_multiplies_fast_gets_its_setting_back(models: Subject) -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        within = []
+        layers = calibrate(
+            models.pool,
+            models.samples(),
+            FeatCal(),
+            sites=select_sites(models.pool.chain),
+            on_step=lambda layer, task: within.append(torch.get_float32_matmul_precision()),
+        )
+        for _ in layers:
+            assert torch.get_float32_matmul_precision() == "high"
+        assert set(within) == {"highest"}
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_stem_and_head_are_calibrated_where_they_are_named(models: Subject) -> None:
+    layers = layers_of(models, FeatCal(), sites=select_sites(models.pool.chain, sites=["ln_p*", "proj"]))
+    assert [(layer.layer, sorted(layer.updates)) for layer in layers] == [
+        (1, ["ln_pre.bias", "ln_pre.weight"]),
+        (5, ["ln_post.bias", "ln_post.weight", "proj.weight"]),
+    ]
+
+
+def test_passes_stop_as_soon_as_nobody_needs_the_rest(models: Subject) -> None:
+    """The expert's pass runs whole; the merged model's first one ends at its last site; the last layer runs once."""
+    calls: list[tuple[int, bool]] = []
+
+    def counted(layer: Any) -> Any:
+        def call(parameters: Any, state: Any, side: Any, tap: Any = None) -> Any:
+            finished = False
+            try:
+                out = layer.call(parameters, state, side, tap)
+                finished = True
+                return out
+            finally:
+                calls.append((layer.index, finished))
+
+        return dataclasses.replace(layer, call=call)
+
+    pool = pool_of(models.world.case, models.modules)
+    pool.chain = dataclasses.replace(pool.chain, layers=tuple(counted(layer) for layer in pool.chain.layers))
+    layers_of(models, FeatCal(), pool=pool, sites={2: ("attn.q_proj",), 3: ("mlp.c_fc",)})
+    stem, first, second = ([done for index, done in calls if index == at] for at in (1, 2, 3))
+    assert stem == [True] * 4
+    assert first == [True, False] * 2 + [True] * 2
+    assert second == [False] * 4
+    assert not [index for index, _ in calls if index > 3]
+
+
+# --- interruptions ------------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_goes_on_bitwise_where_it_was_interrupted(models: Subject, plain: Parameters) -> None:
+    finished: dict[int, dict[str, Tensor]] = {}
+
+    def cancel(layer: int, task: str) -> None:
+        if layer == 4:
+            raise Cancelled("stop")
+
+    arguments: Any = {"sites": select_sites(models.pool.chain)}
+    with pytest.raises(Cancelled):
+        for layer in calibrate(models.pool, models.samples(), FeatCal(), on_step=cancel, **arguments):
+            finished[layer.layer] = dict(layer.updates)
+    assert list(finished) == [2, 3]
+    rest = calibrate(models.pool, models.samples(), FeatCal(), done=finished, **arguments)
+    resumed = {(index, name): v for index, new in finished.items() for name, v in new.items()}
+    resumed |= updates_of(rest)
+    assert largest_difference(resumed, plain) == 0
+
+
+@pytest.mark.parametrize("how", ["cancelled", "abandoned"])
+def test_nothing_is_left_on_disk_by_a_walk_that_does_not_finish(
+    models: Subject, tmp_path: Path, how: str
+) -> None:
+    def cancel(layer: int, task: str) -> None:
+        if how == "cancelled" and layer == 3:
+            raise Cancelled("stop")
+
+    folder = tmp_path / "spill"
+    layers = calibrate(
+        models.pool,
+        models.samples(),
+        FeatCal(),
+        sites=select_sites(models.pool.chain),
+        feature_budget=1,
+        spill=folder,
+        on_step=cancel,
+    )
+    next(layers)
+    assert list(folder.iterdir())
+    if how == "cancelled":
+        with pytest.raises(Cancelled):
+            next(layers)
+    else:
+        layers.close()
+    assert not folder.exists()
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_a_task_without_samples_is_refused_by_name(models: Subject) -> None:
+    with pytest.raises(DataError, match="'b' has no calibration samples"):
+        calibrated(models, FeatCal(), samples={"a": lambda: models.batches(), "b": lambda: []})
+    with pytest.raises(DataError, match="no task"):
+        calibrated(models, FeatCal(), samples={})
+
+
+def test_a_task_without_an_expert_is_refused_by_name(models: Subject) -> None:
+    with pytest.raises(SpecError, match="no expert of c"):
+        calibrated(models, FeatCal(), samples={"c": lambda: models.batches()})
+
+
+def test_features_that_are_not_finite_are_refused_with_layer_task_and_sample(models: Subject) -> None:
+    inputs = models.inputs.clone()
+    inputs[2, 0, 0, 0] = float("nan")
+    samples: dict[str, Any] = {"a": lambda: models.batches(), "b": lambda: batched(inputs, 3)}
+    with pytest.raises(
+        NumericsError, match=r"layer 1 \(conv1\), task 'b', first in sample 'two.png'"
+    ) as caught:
+        calibrated(models, FeatCal(), samples=samples, ids={"b": ["zero.png", "one.png", "two.png"]})
+    assert caught.value.context["task"] == "b" and caught.value.context["layer"] == 1
+
+
+def test_fewer_rows_than_inputs_without_a_ridge_are_refused_with_the_sites(models: Subject) -> None:
+    with pytest.raises(
+        SingularGramError, match=r"layer 2, transformer.resblocks.0.mlp.c_proj: gram is"
+    ) as caught:
+        layers_of(
+            models,
+            FeatCal(lam=0.0),
+            samples={"a": lambda: [Batch(0, 1, models.inputs[:1])]},
+            sites={2: ("mlp.c_proj",)},
+        )
+    assert "more samples" in caught.value.hint and caught.value.context["smallest_eigenvalue"] < 1e-12
+
+
+def test_bad_settings_are_refused_before_anything_is_read(models: Subject) -> None:
+    def never() -> list[Batch]:
+        raise AssertionError("samples were read")
+
+    with pytest.raises(SpecError, match="alpha is 2"):
+        calibrate(models.pool, {"a": never}, FeatCal(alpha=2), sites={2: ("mlp.c_fc",)})
+    with pytest.raises(SpecError, match="there is no base"):
+        calibrate(models.pool, {"a": never}, FeatCal(), sites={2: ("mlp.c_fc",)}, base=None)
+
+
+def test_token_weights_the_architecture_does_not_know_are_refused() -> None:
+    stack = subject("sequential")
+    with pytest.raises(SpecError, match="no token weights called 'cls_emphasis'"):
+        calibrated(stack, FeatCal(last_block_tokens="cls_emphasis"))

@@ -1,0 +1,235 @@
+"""What must hold of any calibration, whatever the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.calibration.featcal import FeatCal
+from driftlens.engine.problems import LinearProblem, NormProblem, Problem, SiteUpdate
+from driftlens.engine.site_selection import select_sites
+from driftlens.engine.walk import walk
+from driftlens.linalg.ridge_solution import solve_ridge
+from driftlens.linalg.state import norm, subtract
+from driftlens.models.export import fused
+from driftlens.models.sources import TensorsSource
+from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
+from tests.calibration.worlds import WORLDS
+from tests.cases import perturbed, pool_of
+
+
+class Spy(FeatCal):
+    """Remembers the problems it was asked to solve."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.problems: list[Problem] = []
+
+    def solve(self, problem: Problem) -> list[SiteUpdate]:
+        self.problems.append(problem)
+        return super().solve(problem)
+
+
+def weight(parameters: Any, problem: LinearProblem) -> Tensor:
+    return torch.cat([parameters[f"{site.name}.weight"] for site in problem.sites])
+
+
+def solved(spy: FeatCal, problem: Problem) -> dict[str, Tensor]:
+    return {name: v for update in FeatCal.solve(spy, problem) for name, v in update.parameters.items()}
+
+
+# --- the solution -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_weight_is_stationary_and_no_objective_rises(name: str) -> None:
+    spy = Spy()
+    layers = layers_of(subject(name), spy)
+    for problem in spy.problems:
+        anchor = spy.anchor_of(problem.merged, problem.base)
+        new = solved(spy, problem)
+        if isinstance(problem, LinearProblem):
+            moments, pull = problem.moments, weight(anchor, problem)
+            found = weight(new, problem).clone().requires_grad_()
+            objective = moments.misfit(found).sum() + spy.lam * (found - pull).square().sum()
+            (gradient,) = torch.autograd.grad(objective, found)
+            # Eq. 16; each of its terms is about as large as the ridge times the anchor.
+            assert float(gradient.norm()) < 1e-11 * float(pull.norm())
+        else:
+            assert isinstance(problem, NormProblem)
+            keys = list(new)
+            values = [new[key].clone().requires_grad_() for key in keys]
+            objective = problem.moments.misfit(values[0], values[1] if len(values) == 2 else None)
+            for key, value in zip(keys, values, strict=True):
+                objective = objective + spy.lam * (value - anchor[key]).square().sum()
+            for gradient in torch.autograd.grad(objective, values):
+                assert float(gradient.norm()) < 1e-11
+    for layer in layers:
+        for report in layer.reports:
+            assert report.objective_after <= report.objective_before
+
+
+def test_reported_objectives_are_those_of_the_moments() -> None:
+    spy = Spy()
+    reports = {r.site: r for layer in layers_of(subject("hf_clip_vit"), spy) for r in layer.reports}
+    problem = next(p for p in spy.problems if isinstance(p, LinearProblem) and len(p.sites) == 3)
+    anchor, new = spy.anchor_of(problem.merged, problem.base), solved(spy, problem)
+    for at, site in enumerate(problem.sites):
+        report = reports[f"vision_model.encoder.layers.0.{site.name}"]
+        moments = problem.moments.outputs(32 * at, 32 * at + 32)
+        key = f"{site.name}.weight"
+        for value, shown in (
+            (problem.merged[key], report.objective_before),
+            (new[key], report.objective_after),
+        ):
+            direct = moments.misfit(value).sum() + spy.lam * (value - anchor[key]).square().sum()
+            assert shown == pytest.approx(float(direct), rel=1e-9)
+
+
+def test_an_infinite_ridge_gives_the_anchor() -> None:
+    models = subject()
+    found = calibrated(models, FeatCal(lam=1e13, rho=1.5))
+    for (index, name), value in found.items():
+        layer = models.pool.chain.layers[index - 1]
+        merged, base = (models.pool.parameters(model, layer)[name] for model in ("merged", "base"))
+        torch.testing.assert_close(value, 1.5 * merged - 0.5 * base, rtol=1e-9, atol=1e-9)
+
+
+def test_without_an_anchor_full_rank_data_give_the_only_expert_back() -> None:
+    """alpha = 1 and one task: the expert's outputs on its own features, which the calibrated prefix reproduces."""
+    models = subject("sequential", n=40)
+    settings = FeatCal(anchor="none", alpha=1.0)
+    modules = {**models.modules, "merged": perturbed(models.modules["expert:a"], 7)}
+    for part in ("embed", "out"):  # outside the blocks the merged model is the expert already
+        modules["merged"].get_submodule(part).load_state_dict(
+            modules["expert:a"].get_submodule(part).state_dict()
+        )
+    found = calibrated(
+        models,
+        settings,
+        pool=pool_of(models.world.case, modules),
+        samples={"a": lambda: models.batches()},
+        base=None,
+    )
+    for (index, name), value in found.items():
+        expert = models.pool.parameters("expert:a", models.pool.chain.layers[index - 1])[name]
+        torch.testing.assert_close(value, expert, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("base", ["base", None], ids=["with a base", "without a base"])
+def test_a_merged_model_that_is_the_only_expert_is_a_fixed_point(name: str, base: str | None) -> None:
+    models = subject(name)
+    pool = pool_of(models.world.case, {**models.modules, "expert:a": models.modules["merged"]})
+    layers = layers_of(
+        models, FeatCal(rho=1.0), pool=pool, samples={"a": lambda: models.batches()}, base=base
+    )
+    for layer in layers:
+        merged = pool.parameters("merged", pool.chain.layers[layer.layer - 1])
+        for key, value in layer.updates.items():
+            torch.testing.assert_close(value, merged[key], rtol=1e-10, atol=1e-11)
+        assert all(drift < 1e-10 for drift in layer.drift_l2_mean.values())
+
+
+# --- forward order ------------------------------------------------------------------------------------------------
+
+
+def with_calibrated(models: Subject, found: dict[tuple[int, str], Tensor], name: str = "calibrated") -> Any:
+    """The models in a new pool, beside them the merged one with new parameters."""
+    pool = pool_of(models.world.case, models.modules)
+    merged = pool.source("merged")
+    tensors = {key: merged.read(key) for key in merged.headers}
+    pool.add(name, TensorsSource(name, {**tensors, **fused(pool.chain, found, merged)}))
+    return pool
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_features_met_on_the_way_are_those_of_the_finished_model(name: str) -> None:
+    """The deployed-prefix invariant (Eq. 45): what each layer was fitted on is what the deployed model feeds it."""
+    models = subject(name)
+    layers = layers_of(models, FeatCal(), pooling="all")
+    pool = with_calibrated(models, updates_of(layers))
+    met = {layer.layer: layer.drift_l2_mean for layer in layers if layer.drift_l2_mean}
+    assert list(met) == [layer.index for layer in pool.chain.blocks[:-1]]
+    with torch.no_grad():
+        for task in ("a", "b"):
+            for view in walk(pool, task, ["calibrated"], models.batches()):
+                if view.layer.index in met:
+                    stream = view.layer.stream
+                    drift = norm(
+                        subtract({"x": view.merged_out[stream]}, {"x": view.expert_out[stream]})
+                    ).mean()
+                    assert met[view.layer.index][task] == pytest.approx(float(drift), rel=1e-12)
+
+
+def one_by_one(models: Subject, calibrator: FeatCal) -> dict[tuple[int, str], Tensor]:
+    """Every layer calibrated as if it were the only one: on stale features of the uncalibrated merged model."""
+    chosen = select_sites(models.pool.chain, update=calibrator.update)
+    parts = [calibrated(models, calibrator, sites={index: names}) for index, names in chosen.items()]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def final_drift(models: Subject, found: dict[tuple[int, str], Tensor], inputs: Any) -> float:
+    pool = with_calibrated(models, found)
+    with torch.no_grad():
+        views = [
+            view
+            for task in ("a", "b")
+            for view in walk(pool, task, ["calibrated"], batched(inputs, 64))
+            if view.layer.role == "head"
+        ]
+    return float(torch.stack([norm(subtract(v.merged_out, v.expert_out)).mean() for v in views]).mean())
+
+
+def test_a_source_that_is_not_deployed_costs_exactly_the_excess_of_its_minimiser() -> None:
+    """J_dep(W_src) - J_dep(W_dep) = tr(D H_dep D'), and at most twice the largest gap of the objectives (Eq. 47)."""
+    models = subject()
+    deployed, stale = Spy(), Spy()
+    layers_of(models, deployed)
+    one_by_one(models, stale)
+
+    def last_linear(spy: Spy) -> list[LinearProblem]:
+        return [p for p in spy.problems if isinstance(p, LinearProblem)][-4:]
+
+    for dep, src in zip(last_linear(deployed), last_linear(stale), strict=True):
+        anchor = weight(deployed.anchor_of(dep.merged, dep.base), dep)
+        solutions = [solve_ridge(p.moments, anchor, lam=deployed.lam) for p in (dep, src)]
+        ours, theirs = (s.weight for s in solutions)
+
+        def objective(problem: LinearProblem, at: Tensor) -> Tensor:
+            return problem.moments.misfit(at).sum() + deployed.lam * (at - anchor).square().sum()  # noqa: B023
+
+        excess = objective(dep, theirs) - objective(dep, ours)
+        normal = dep.moments.gram * dep.moments.weight_sum
+        normal = normal + deployed.lam * torch.eye(len(normal), dtype=normal.dtype)
+        difference = theirs - ours
+        identity = ((difference @ normal) * difference).sum()
+        assert float(excess) == pytest.approx(float(identity), rel=1e-6) and float(excess) > 0
+        gap = max(abs(float(objective(dep, at) - objective(src, at))) for at in (ours, theirs))
+        assert float(excess) <= 2 * gap
+
+
+def test_calibration_lowers_the_final_drift_and_forward_order_is_compared_with_stale_features(
+    record_property: Any,
+) -> None:
+    """Which schedule wins on held-out samples is reported, not asserted; that both beat the merged model is."""
+    models = subject("hf_clip_vit", n=24)
+    held_out = torch.randn(24, 3, 16, 16, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    settings = FeatCal(rho=1.0)
+    drifts = {
+        schedule: {
+            kind: final_drift(models, found, x) for kind, x in (("seen", models.inputs), ("new", held_out))
+        }
+        for schedule, found in (
+            ("merged", {}),
+            ("forward order", calibrated(models, settings)),
+            ("stale features", one_by_one(models, settings)),
+        )
+    }
+    record_property("final drift", drifts)
+    for kind in ("seen", "new"):
+        assert drifts["forward order"][kind] < drifts["merged"][kind]
+    assert drifts["forward order"] != drifts["stale features"]

@@ -1,0 +1,222 @@
+"""Models to calibrate, each beside blocks that the slow reference understands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap
+from driftlens.models.registry import adapters
+from driftlens.models.sites import registered_sites, tapped
+from tests.cases import CASES, Case, rows, with_seed
+from tests.reference.calibration import PlainBlock, TokenWeights
+from tests.reference.drift import STEPS
+from tests.tiny import Decoder, EncoderDecoder, causal, decoder_chain, encoder_decoder_chain
+
+Inputs = Any
+
+
+class RmsStack(nn.Module):
+    """Blocks of an RMS norm and a linear map."""
+
+    def __init__(self, width: int = 6, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(width), nn.Linear(width, width, bias=False), nn.Tanh())
+            for _ in range(depth)
+        )
+        self.out = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.out(hidden)
+
+
+@dataclass(frozen=True)
+class World:
+    """One architecture as the product and as the reference see it.
+
+    Attributes:
+        case: how to build, take apart and feed it.
+        blocks: a model's blocks, as plain modules.
+        names: the product's name of a site inside its block -> the reference's, where they differ.
+        enter: (model, inputs of one batch, sample) -> what enters the first block.
+        run: (block, that state, inputs, sample) -> the state that leaves it.
+        token_weights: inputs -> how much tokens count.
+    """
+
+    case: Case
+    blocks: Callable[[nn.Module], list[nn.Module]]
+    enter: Callable[[nn.Module, Inputs, int], Any]
+    run: Callable[[nn.Module, Any, Inputs, int], Any]
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    token_weights: Callable[[Inputs], TokenWeights] = lambda inputs: lambda block, name, sample: None
+
+
+def plain_block(
+    weights: Mapping[str, Tensor], names: Mapping[str, str], heads: int, eps: float
+) -> PlainBlock:
+    inner, width = weights[f"{_of(names, 'fc1')}.weight"].shape
+    block = PlainBlock(width, inner, heads, eps).double()
+    state = {
+        f"{theirs}.{part}": weights[f"{ours}.{part}"] for ours, theirs in names.items() for part in PARTS
+    }
+    block.load_state_dict(state)
+    return block
+
+
+PARTS = ("weight", "bias")
+OPEN_CLIP_NAMES = {
+    "ln_1": "norm1",
+    "attn.q_proj": "q",
+    "attn.k_proj": "k",
+    "attn.v_proj": "v",
+    "attn.out_proj": "out",
+    "ln_2": "norm2",
+    "mlp.c_fc": "fc1",
+    "mlp.c_proj": "fc2",
+}
+HF_NAMES = {
+    "layer_norm1": "norm1",
+    **{f"self_attn.{name}_proj": name for name in ("q", "k", "v", "out")},
+    "layer_norm2": "norm2",
+    "mlp.fc1": "fc1",
+    "mlp.fc2": "fc2",
+}
+
+
+def _of(names: Mapping[str, str], wanted: str) -> str:
+    return next(ours for ours, theirs in names.items() if theirs == wanted)
+
+
+def open_clip_blocks(tower: nn.Module) -> list[nn.Module]:
+    found = []
+    for block in tower.transformer.resblocks:
+        weights = dict(block.state_dict())
+        for part in PARTS:
+            thirds = weights[f"attn.in_proj_{part}"].chunk(3)
+            weights |= {f"attn.{n}_proj.{part}": w for n, w in zip("qkv", thirds, strict=True)}
+        found.append(plain_block(weights, OPEN_CLIP_NAMES, block.attn.num_heads, block.ln_1.eps))
+    return found
+
+
+def hf_blocks(model: nn.Module) -> list[nn.Module]:
+    return [
+        plain_block(block.state_dict(), HF_NAMES, block.self_attn.num_heads, block.layer_norm1.eps)
+        for block in getattr(model, "vision_model", model).encoder.layers
+    ]
+
+
+def first_step(name: str) -> Callable[[nn.Module, Inputs, int], Tensor]:
+    return lambda model, inputs, sample: STEPS[name](model)[0](inputs[sample : sample + 1])[0]
+
+
+def of_one_tensor(block: nn.Module, hidden: Tensor, inputs: Inputs, sample: int) -> Tensor:
+    return block(hidden)
+
+
+# --- text models whose chains offer sites -------------------------------------------------------------------------
+
+
+def with_sites(
+    chain: LayerChain,
+    blocks: list[nn.Module],
+    rule: Callable[[int, str], str],
+    token_weights: Mapping[str, Callable[[State, SideInputs], Tensor]],
+) -> LayerChain:
+    """The chain, its blocks offering their linear and norm modules as sites with the given token-weight rules."""
+    layers = list(chain.layers)
+    for index, block in enumerate(blocks):
+        layers[index + 1] = _with_sites(layers[index + 1], block, lambda name, i=index: rule(i, name))
+    return dataclasses.replace(chain, layers=tuple(layers), token_weights=token_weights)
+
+
+def _with_sites(layer: Layer, block: nn.Module, rule: Callable[[str], str]) -> Layer:
+    sites = tuple(
+        dataclasses.replace(site, token_weights=rule(site.name))
+        for site in registered_sites(block, layer.parameters)
+    )
+
+    def call(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        with tapped(block, sites, tap):
+            return layer.call(parameters, state, side)
+
+    return dataclasses.replace(layer, call=call, sites=sites)
+
+
+def decoder_with_sites(model: Decoder) -> LayerChain:
+    weights = {"real": lambda state, side: side["hidden_mask"]}
+    return with_sites(decoder_chain(model), list(model.blocks), lambda index, name: "real", weights)
+
+
+def encoder_decoder_with_sites(model: EncoderDecoder) -> LayerChain:
+    weights = {"encoded": lambda state, side: side["encoded_mask"]}
+    blocks = [*model.encoder, *model.decoder]
+    rule = lambda index, name: "encoded" if reads_encoded(len(model.encoder), index, name) else "uniform"  # noqa: E731
+    return with_sites(encoder_decoder_chain(model), blocks, rule, weights)
+
+
+def reads_encoded(depth: int, index: int, name: str) -> bool:
+    return index < depth or name in ("cross.key", "cross.value")
+
+
+def run_decoder(block: nn.Module, hidden: Tensor, inputs: Inputs, sample: int) -> Tensor:
+    mask = inputs["mask"][sample : sample + 1]
+    return block(hidden[None], causal(mask))[0] * mask[0][:, None]
+
+
+def enter_encoder_decoder(model: nn.Module, inputs: Inputs, sample: int) -> tuple[Tensor, Tensor]:
+    encoded = model.embed(inputs["ids"][sample]) * inputs["mask"][sample][:, None]
+    return encoded, model.embed(inputs["targets"][sample])
+
+
+def run_encoder_decoder(
+    block: nn.Module, state: tuple[Tensor, Tensor], inputs: Inputs, sample: int
+) -> tuple[Tensor, Tensor]:
+    encoded, hidden = state
+    visible = inputs["mask"][sample : sample + 1, None, :]
+    if block.cross is None:
+        return block(encoded[None], visible)[0] * inputs["mask"][sample][:, None], hidden
+    allowed = causal(torch.ones(1, len(hidden), dtype=torch.bool))
+    return encoded, block(hidden[None], allowed, encoded[None], visible)[0]
+
+
+WORLDS: dict[str, World] = {
+    "open_clip_vit": World(
+        CASES["open_clip_vit"], open_clip_blocks, first_step("open_clip_vit"), of_one_tensor, OPEN_CLIP_NAMES
+    ),
+    "hf_clip_vit": World(CASES["hf_clip_vit"], hf_blocks, first_step("hf_clip_vit"), of_one_tensor, HF_NAMES),
+    "sequential": World(
+        CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor
+    ),
+    "rms_stack": World(
+        Case(with_seed(RmsStack), adapters["sequential"].chain, rows(5)),
+        lambda model: list(model.blocks),
+        first_step("sequential"),
+        of_one_tensor,
+    ),
+    "masked_decoder": World(
+        dataclasses.replace(CASES["masked_decoder"], chain=decoder_with_sites),
+        lambda model: list(model.blocks),
+        lambda model, inputs, i: model.embed(inputs["ids"][i]) * inputs["mask"][i][:, None],
+        run_decoder,
+        token_weights=lambda inputs: lambda block, name, sample: inputs["mask"][sample],
+    ),
+    "encoder_decoder": World(
+        dataclasses.replace(CASES["encoder_decoder"], chain=encoder_decoder_with_sites),
+        lambda model: [*model.encoder, *model.decoder],
+        enter_encoder_decoder,
+        run_encoder_decoder,
+        token_weights=lambda inputs: (
+            lambda block, name, sample: inputs["mask"][sample] if reads_encoded(2, block, name) else None
+        ),
+    ),
+}

@@ -1,0 +1,57 @@
+"""Which sites are calibrated by default, by pattern and by kind; and how a wrong pattern is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from driftlens.engine.site_selection import select_sites, site_path
+from driftlens.errors import LayerNotFoundError
+from driftlens.models.registry import adapters
+
+
+@pytest.fixture(scope="module")
+def chain():  # type: ignore[no-untyped-def]
+    return adapters["open_clip_vit"].chain(adapters["open_clip_vit"].tiny())
+
+
+LINEAR = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+def test_by_default_all_linear_and_norm_modules_inside_blocks(chain) -> None:  # type: ignore[no-untyped-def]
+    found = select_sites(chain)
+    assert list(found) == [2, 3, 4]
+    assert {frozenset(names) for names in found.values()} == {frozenset({*LINEAR, "ln_1", "ln_2"})}
+
+
+@pytest.mark.parametrize(
+    ("update", "names"),
+    [(("linear",), LINEAR), (("bias",), LINEAR), (("norm",), ("ln_1", "ln_2"))],
+    ids=["linear", "bias", "norm"],
+)
+def test_sites_of_which_nothing_would_change_are_left_out(chain, update, names) -> None:  # type: ignore[no-untyped-def]
+    assert set(select_sites(chain, update=update)[2]) == set(names)
+
+
+def test_patterns_name_sites_stem_and_head_included(chain) -> None:  # type: ignore[no-untyped-def]
+    assert select_sites(chain, sites=["*.mlp.*"], layers=[3]) == {3: ("mlp.c_fc", "mlp.c_proj")}
+    assert select_sites(chain, sites=["ln_p*", "proj"]) == {1: ("ln_pre",), 5: ("ln_post", "proj")}
+    assert select_sites(chain, layers="transformer.resblocks.1").keys() == {3}
+
+
+def test_the_parts_of_a_fused_attention_have_public_names(chain) -> None:  # type: ignore[no-untyped-def]
+    block, head = chain.layers[1], chain.layers[-1]
+    assert [site_path(block, site) for site in block.sites][1:3] == [
+        "transformer.resblocks.0.attn.q_proj",
+        "transformer.resblocks.0.attn.k_proj",
+    ]
+    assert [site_path(head, site) for site in head.sites] == ["ln_post", "proj"]
+
+
+def test_an_unknown_pattern_is_refused_with_the_three_nearest(chain) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(LayerNotFoundError, match=r"no site matches '\*.mlpp.c_fc'") as caught:
+        select_sites(chain, sites=["*.mlp.*", "*.mlpp.c_fc"])
+    assert len(caught.value.context["nearest"]) == 3
+    with pytest.raises(LayerNotFoundError, match="no layer matches"):
+        select_sites(chain, layers="resblock.*")
+    with pytest.raises(LayerNotFoundError, match="nothing to calibrate"):
+        select_sites(chain, sites=["proj"], update=("norm",))

@@ -7,7 +7,7 @@ import importlib
 
 import torch
 
-NAMES = ("decomposition", "attribution", "memory")
+NAMES = ("decomposition", "attribution", "memory", "calibration", "calibration_memory")
 
 
 def main() -> None:

@@ -1,0 +1,119 @@
+"""What FeatCal costs, beside the obvious implementation and beside the arithmetic it can't do without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.calibration_floor import floor_seconds, product_rates
+from benchmarks.reference_calibration import Clock, Weights
+from benchmarks.reference_calibration import calibrate as reference
+from driftlens.calibration.featcal import FeatCal
+from driftlens.data.samples import Batch
+from driftlens.engine.forward_order import calibrate
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.problems import CalibratedLayer
+from driftlens.engine.site_selection import select_sites
+from driftlens.models.chain import Layer
+from driftlens.models.registry import adapters
+from driftlens.models.sources import module_source
+
+BLOCKS = 4  # of ViT-B/32's twelve: every block costs the same, and both sides skip the last one's second pass
+CASES = ((8, 16), (2, 64))  # tasks, samples of each
+
+
+def run(device: str) -> str:
+    """One line per case: ratios to the reference and to the floor, and how far the weights are apart."""
+    return "\n".join(_case(tasks, samples, torch.device(device)) for tasks, samples in CASES)
+
+
+def _case(tasks: int, samples: int, device: torch.device) -> str:
+    models = _models(tasks, device)
+    generator = torch.Generator().manual_seed(0)
+    pixels = {
+        str(task): torch.randn(samples, 3, 224, 224, generator=generator).to(device) for task in range(tasks)
+    }
+    rates = product_rates(device)
+    ours, layers = _timed(device, lambda clock: _calibrated(models, pixels, clock))
+    theirs, blocks = _timed(device, lambda clock: reference(models, pixels, clock))
+    floor = floor_seconds(tasks, samples, BLOCKS, rates)
+    return (
+        f"FeatCal, {tasks} tasks x {samples} samples, {BLOCKS} blocks of ViT-B/32 shape: {ours.total:.1f} s, "
+        f"reference {theirs.total:.1f} s, ratio {theirs.total / ours.total:.2f}; outside block forwards "
+        f"{ours.outside:.1f} s, reference {theirs.outside:.1f} s, ratio {theirs.outside / ours.outside:.2f}; "
+        f"arithmetic floor {floor:.1f} s at {rates.float32:.0f} (float64: {rates.float64:.0f}) G products/s, "
+        f"{ours.total / floor:.2f} times that; largest |dW|/|W| between both {_largest_gap(layers, blocks):.0e}"
+    )
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    total: float
+    outside: float
+    """Outside the forward passes of blocks."""
+
+
+def _timed(device: torch.device, work: Callable[[Clock], Any]) -> tuple[_Seconds, Any]:
+    clock = Clock(device)
+    started = clock.now()
+    found = work(clock)
+    total = clock.now() - started
+    return _Seconds(total, total - clock.seconds), found
+
+
+def _calibrated(
+    models: dict[str, nn.Module], pixels: dict[str, Tensor], clock: Clock
+) -> list[CalibratedLayer]:
+    """Like the reference, without the objectives of the history table and with random inputs in memory."""
+    chain = adapters["open_clip_vit"].chain(models["merged"])
+    layers = tuple(_clocked(layer, clock) if layer.role == "block" else layer for layer in chain.layers)
+    first = next(iter(pixels.values()))
+    pool = ModelPool(
+        dataclasses.replace(chain, layers=layers),
+        models["merged"],
+        {name: module_source(module, name) for name, module in models.items()},
+        device=first.device,
+        dtype=torch.float32,
+    )
+    samples = {task: lambda x=x: [Batch(0, len(x), x)] for task, x in pixels.items()}
+    return list(calibrate(pool, samples, FeatCal(), sites=select_sites(chain), objectives=False))
+
+
+def _clocked(layer: Layer, clock: Clock) -> Layer:
+    def call(*arguments: Any) -> Any:
+        return clock(lambda: layer.call(*arguments))
+
+    return dataclasses.replace(layer, call=call)
+
+
+def _largest_gap(layers: list[CalibratedLayer], blocks: list[Weights]) -> float:
+    return max(
+        float((value - block[name]).norm() / block[name].norm())
+        for layer, block in zip(layers, blocks, strict=True)
+        for name, value in layer.updates.items()
+        if name.endswith(".weight")
+    )
+
+
+def _models(tasks: int, device: torch.device) -> dict[str, nn.Module]:
+    """A random tower and others near it, as fine-tuning and merging leave them."""
+    names = ["base", "merged", *(f"expert:{task}" for task in range(tasks))]
+    return {name: _tower(seed).to(device) for seed, name in enumerate(names)}
+
+
+@torch.no_grad()
+def _tower(seed: int) -> nn.Module:
+    from open_clip.transformer import VisionTransformer
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tower = VisionTransformer(224, 32, 768, BLOCKS, 12, 4.0, output_dim=512).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in tower.parameters():
+        parameter.add_(1e-3 * torch.randn(parameter.shape, generator=generator))
+    return tower

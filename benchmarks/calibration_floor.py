@@ -1,0 +1,54 @@
+"""The multiplications that calibrating a tower of ViT-B/32 shape can't do without, and how fast they could be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.timing import best_of
+
+WIDTH, INNER, TOKENS = 768, 3072, 50
+GROUPS = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
+"""(outputs, inputs) of the sites that share an input: queries, keys and values; out; fc1; fc2."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Multiply-adds per second of a large matrix product, in 1e9."""
+
+    float32: float
+    float64: float
+
+
+def product_rates(device: torch.device) -> Rates:
+    """Measured on a product of the size of an MLP's first half on 16 images."""
+    rates = {}
+    for dtype in (torch.float32, torch.float64):
+        left = torch.ones(16 * TOKENS, WIDTH, dtype=dtype, device=device)
+        right = torch.ones(WIDTH, INNER, dtype=dtype, device=device)
+        seconds = best_of({"product": lambda: left @ right}, rounds=5)["product"]  # noqa: B023 - called at once
+        rates[dtype] = 16 * TOKENS * WIDTH * INNER / seconds / 1e9
+    return Rates(rates[torch.float32], rates[torch.float64])
+
+
+def floor_seconds(tasks: int, samples: int, blocks: int, rates: Rates) -> float:
+    """Seconds of the counted products alone.
+
+    Per block: one expert forward and two of the merged model, the first without fc2's output (after the last block
+    nothing is run again); half a Gram product per distinct input; the cheapest of three forms of the cross moment; one
+    Cholesky factor and solve per Gram matrix, in float64. The stem runs twice per image.
+    """
+    rows = samples * TOKENS
+    attention = 2 * TOKENS * WIDTH
+    whole, partial = 12 * WIDTH**2 + attention, 8 * WIDTH**2 + attention
+    forwards = tasks * rows * (blocks * (whole + partial) + (blocks - 1) * whole - (whole - partial))
+    stem = 2 * tasks * samples * (TOKENS - 1) * 3 * 32**2 * WIDTH
+    sums = blocks * tasks * sum(rows * k**2 / 2 + _cross(rows, o, k) for o, k in GROUPS)
+    solves = blocks * sum(k**3 / 6 + o * k**2 for o, k in GROUPS)
+    return (forwards + stem + sums) / (rates.float32 * 1e9) + solves / (rates.float64 * 1e9)
+
+
+def _cross(rows: int, o: int, k: int) -> int:
+    """Through every row's output, through E[target input'] alone, or with the expert's outputs at hand."""
+    return min(2 * rows * o * k, rows * k**2 + o * k**2, rows * o * k + o * k**2)

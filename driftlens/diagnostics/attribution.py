@@ -28,6 +28,7 @@ class JacobianSettings:
         spectral: whether spectral norms are estimated (dear).
         contributions: whether local mismatches are carried to the final feature; else Jacobians are only checked.
         prefix: whether the prefix-swap split is computed too.
+        random: whether random directions are pushed along, to compare the gain along the drift with theirs.
         seed: of the random directions.
     """
 
@@ -38,6 +39,7 @@ class JacobianSettings:
     spectral: bool = False
     contributions: bool = True
     prefix: bool = True
+    random: bool = True
     seed: int = 0
 
 
@@ -49,7 +51,7 @@ class LayerSensitivity:
         error: |p - A e| per sample.
         size: |p| per sample.
         nodes: quadrature nodes used.
-        random_gain: |A v| / |v| for one random direction v per sample.
+        random_gain: |A v| / |v| for one random direction v per sample, where it was asked for.
         spectral_norm: largest |A v| / |v|, where it was asked for.
         spectral_residual: |A'A v - s^2 v| / s^2 at the end of the power iteration.
     """
@@ -57,7 +59,7 @@ class LayerSensitivity:
     error: Tensor
     size: Tensor
     nodes: int
-    random_gain: Tensor
+    random_gain: Tensor | None = None
     spectral_norm: Tensor | None = None
     spectral_residual: Tensor | None = None
 
@@ -109,13 +111,13 @@ class Contributions:
         """A v for every vector carried so far; the drift and a random direction ride along to check and to compare."""
         drift_in = floating(subtract(view.merged_in, view.expert_in))
         random = _random_like(drift_in, self.settings.seed + view.layer.index, view.start)
-        riders = {name: torch.stack([leaf, random[name]]) for name, leaf in drift_in.items()}
-        stack = {name: torch.cat([leaf, riders[name]]) for name, leaf in self.vectors.items()} or riders
+        riders = [drift_in, random] if self.settings.random else [drift_in]
+        stack = _stacked(self.vectors, riders)
         nodes = self.settings.nodes
         while True:
             operator = PathJacobian(view.crossed_layer, view.expert_in, view.merged_in, nodes)
             pushed = operator.jvps(stack)
-            along_drift = _item(pushed, -2)
+            along_drift = _item(pushed, -len(riders))
             error = float(relative_error(along_drift, propagation))
             if not error > self.settings.tolerance or 2 * nodes > self.settings.max_nodes:
                 break
@@ -125,11 +127,11 @@ class Contributions:
             error=norm(subtract(along_drift, propagation)),
             size=norm(propagation),
             nodes=nodes,
-            random_gain=norm(_item(pushed, -1)) / norm(random),
+            random_gain=norm(_item(pushed, -1)) / norm(random) if self.settings.random else None,
             spectral_norm=spectral[0],
             spectral_residual=spectral[1],
         )
-        return {name: leaf[:-2] for name, leaf in pushed.items()}
+        return {name: leaf[: -len(riders)] for name, leaf in pushed.items()}
 
 
 @dataclass
@@ -175,6 +177,12 @@ def _require_next(view: LayerView, seen: int) -> None:
 
 def _item(stack: State, index: int) -> State:
     return {name: leaf[index] for name, leaf in stack.items()}
+
+
+def _stacked(vectors: State, riders: list[State]) -> State:
+    """Riders behind the vectors, if there are any, along the first axis."""
+    last = {name: torch.stack([rider[name] for rider in riders]) for name in riders[0]}
+    return {name: torch.cat([leaf, last[name]]) for name, leaf in vectors.items()} or last
 
 
 def _random_like(state: State, seed: int, start: int) -> State:

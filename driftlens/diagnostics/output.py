@@ -29,8 +29,9 @@ def output_columns(head: Head, expert: Tensor, variant: Tensor, labels: Tensor |
     Returns:
         Columns [n]: `expert_pred` and `pred` (rows of the head), `flipped`, `score_drift_l2`, `score_drift_inf`, the
         estimates of B in `ScoreGains` (`score_gain` is the directional one), `score_bound`, `score_map_mismatch`,
-        `margin` (NaN with a single class), `certified`, `kl` from the expert's class probabilities to the variant's in
-        nats, `softmax_integral_error`; with labels the cross-entropies `ce` and `ce_expert` in nats and
+        `margin` (NaN with a single class), `certified`, `confidence` and `confidence_expert` (largest class
+        probability, at the temperature of the head's scores), `kl` from the expert's class probabilities to the
+        variant's in nats, `softmax_integral_error`; with labels the cross-entropies `ce` and `ce_expert` in nats and
         `ce_integral_error`.
     """
     expert, variant = expert.double(), variant.double()
@@ -55,6 +56,8 @@ def output_columns(head: Head, expert: Tensor, variant: Tensor, labels: Tensor |
         "score_map_mismatch": torch.zeros_like(largest),
         "margin": margin,
         "certified": largest < margin / 2,
+        "confidence": _largest_probability(log_p),
+        "confidence_expert": _largest_probability(expert_log_p),
         "kl": (expert_log_p.exp() * (expert_log_p - log_p)).sum(dim=1).clamp_min(0),
         "softmax_integral_error": _largest_error(
             softmax_change(expert_scores, drift), log_p.exp() - expert_log_p.exp()
@@ -73,23 +76,16 @@ def _largest_error(found: Tensor, exact: Tensor) -> Tensor:
     return (found - exact).abs().amax(dim=1)
 
 
+def _largest_probability(log_probabilities: Tensor) -> Tensor:
+    # Rounding may leave the logarithm of a certain class a hair above 0; no probability exceeds 1.
+    return log_probabilities.amax(dim=1).exp().clamp_max(1.0)
+
+
 def _margin(scores: Tensor) -> Tensor:
     if scores.shape[1] < 2:
         return torch.full_like(scores[:, 0], float("nan"))
     best = scores.topk(2, dim=1).values
     return best[:, 0] - best[:, 1]
-
-
-def wilson_interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson score interval of a proportion.
-
-    Raises:
-        ValueError: n is 0.
-    """
-    from scipy.stats import binomtest
-
-    interval = binomtest(hits, n).proportion_ci(confidence, method="wilson")
-    return float(interval.low), float(interval.high)
 
 
 def class_rows(head: Head, labels: Sequence[str]) -> Tensor:

@@ -85,8 +85,10 @@ def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int
     columns: dict[str, float | int] = {
         "jacobian_error": float(error.sum() / size.sum()) if size.sum() > 0 else np.nan,
         "nodes": max(part.nodes for part in parts),
-        "random_gain_mean": float(_joined([part.random_gain for part in parts]).mean()),
     }
+    gains = [part.random_gain for part in parts if part.random_gain is not None]
+    if gains:
+        columns["random_gain_mean"] = float(_joined(gains).mean())
     norms = [part.spectral_norm for part in parts if part.spectral_norm is not None]
     residuals = [part.spectral_residual for part in parts if part.spectral_residual is not None]
     if norms:

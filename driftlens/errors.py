@@ -3,6 +3,7 @@
     DriftLensError                     exit code 1
     ├── SpecError (ValueError)                 2   the spec or a command's arguments
     ├── LayerNotFoundError (LookupError)       2   a layer or site pattern that matches nothing
+    ├── ChecksFailedError (AssertionError)     3   numbers of a run that are not as a check wants them
     ├── CheckpointError (ValueError)           4   a file of weights that can't be read, or not safely
     ├── IncompatibleModelsError (ValueError)   4   models that are not fine-tuned from one base
     ├── DataError (ValueError)                 4   images, labels, class names, sample counts
@@ -48,6 +49,12 @@ class LayerNotFoundError(DriftLensError, LookupError):
     """A layer or site pattern matches nothing; the nearest names are in the message."""
 
     exit_code = 2
+
+
+class ChecksFailedError(DriftLensError, AssertionError):
+    """A run's numbers are not as its checks want them; the checks that failed are in the message."""
+
+    exit_code = 3
 
 
 class CheckpointError(DriftLensError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from driftlens.files import atomic_path, write_json_atomic
 from driftlens.records import layout
 from driftlens.records.events import append_event
 from driftlens.records.manifest import Manifest, ids_digest, write_manifest
-from driftlens.records.schema import TABLES
-from driftlens.records.tables import append_rows
+from driftlens.records.room import remove_tree
+from driftlens.records.schema import TABLES, Table
+from driftlens.records.tables import append_rows, drop_rows
+from driftlens.records.variants import calibrated, control_of
 
 
 class RunContents:
@@ -111,14 +114,93 @@ class RunContents:
         with atomic_path(self.folder / relative) as written:
             yield written
 
+    def begin_variants(self, variants: Sequence[str]) -> None:
+        """Rows of these variants may be written from now on; readers see them when `finish_variants` says so."""
+        self._save(
+            variants=[name for name in self.manifest.variants if name not in variants],
+            unfinished=_merged(self.manifest.unfinished, variants),
+        )
+
+    def finish_variants(self, variants: Sequence[str], **entries: Any) -> None:
+        """These variants are whole: readers see them, and in the same moment the `entries` of the manifest."""
+        self._save(
+            variants=_merged(self.manifest.variants, variants),
+            unfinished=[name for name in self.manifest.unfinished if name not in variants],
+            **{name: _merged(getattr(self.manifest, name), value) for name, value in entries.items()},
+        )
+
+    def remove_calibration(self, name: str) -> None:
+        """Take a calibration out: its entries, its control's, their rows, then their files.
+
+        Readers stop seeing it first, and nothing is listed that is not there any more, whenever this is stopped;
+        what a stopped removal leaves is removed by the next one. Other rows keep their exact values.
+
+        Raises:
+            RunError: a table can't be read or written, or a file can't be removed.
+        """
+        gone = (control_of(name), calibrated(name))
+        phases = [phase for phase in self.manifest.phases if is_phase_of(name, phase)]
+        self.begin_variants(gone)
+        self._save(
+            calibrations=_without(self.manifest.calibrations, [name]),
+            models=_without(self.manifest.models, gone),
+            warnings=[text for text in self.manifest.warnings if not _mentions(text, gone)],
+            notices=[text for text in self.manifest.notices if not _mentions(text, gone)],
+        )
+        for table in TABLES.values():
+            if "variant" in table.names:
+                self._drop_rows(table, "variant", gone)
+        self._drop_rows(TABLES["calibration"], "name", [name])
+        self._drop_rows(TABLES["resources"], "phase", phases)
+        folders = [layout.feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
+        self._remove_folders([*folders, layout.calibration_folder(name)])
+        # Last, because they also say which rows of the resources are meant.
+        self._save(
+            unfinished=[variant for variant in self.manifest.unfinished if variant not in gone],
+            phases=_without(self.manifest.phases, phases),
+        )
+
+    def event(self, event: str, **details: object) -> None:
+        """Add one line to the run's events; a number that is not finite becomes null."""
+        append_event(self.folder, event, **{name: _finite(value) for name, value in details.items()})
+
+    def _drop_rows(self, table: Table, column: str, values: Sequence[str]) -> None:
+        relative = layout.table_file(table.name)
+        self._unlist(relative)
+        drop_rows(self.folder / relative, table, column, values)
+
+    def _remove_folders(self, folders: Sequence[str]) -> None:
+        starts = tuple(f"{folder}/" for folder in folders)
+        self._save(files={name: i for name, i in self.manifest.files.items() if not name.startswith(starts)})
+        for folder in folders:
+            remove_tree(self.folder / folder)
+
     def _unlist(self, relative: str) -> None:
         """A file leaves the list before it changes, so that none is listed with another one's digest."""
         if relative in self.manifest.files:
-            self._save(files={name: file for name, file in self.manifest.files.items() if name != relative})
+            self._save(files=_without(self.manifest.files, [relative]))
 
     def _save(self, **changes: Any) -> None:
         self.manifest = dataclasses.replace(self.manifest, **changes)
         write_manifest(self.folder, self.manifest)
+
+
+def is_phase_of(name: str, phase: str) -> bool:
+    """Whether a phase of the run belongs to the calibration `name`."""
+    return phase == f"calibrate:{name}" or phase.startswith(f"calibrate:{name}:")
+
+
+def _without(entries: Mapping[str, Any], gone: Sequence[str]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if name not in gone}
+
+
+def _mentions(text: str, variants: Sequence[str]) -> bool:
+    """Whether a notice or warning is about one of these variants: "task cars, VARIANT: ..." and the like."""
+    return any(f"{variant}{end}" in text for variant in variants for end in (":", ","))
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -13,13 +13,16 @@ LOCK = "run.lock"
 GUARD = "run.lock.guard"
 """Empty file that the operating system locks; `run.lock` says in words who holds it."""
 
+SCRATCH = "scratch"
+"""What an interrupted job needs to go on; gone when it is done."""
+
 ENTRIES = (
-    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD),
+    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH),
     *("tables", "features", "models", "projections", "calibrations", "thumbs", "figures", "reports", "logs"),
 )
 """Everything DriftLens puts directly into a run directory."""
 
-VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, "logs")
+VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs")
 """What the manifest's file list leaves out: it changes while nothing of the run does."""
 
 PARTIAL = ".partial-*"
@@ -54,7 +57,22 @@ def table_file(name: str) -> str:
 
 def feature_file(task: str, variant: str, layer: int) -> str:
     """Path of the features of one task, variant and layer, relative to the run directory."""
-    return f"features/{escape(task)}/{escape(variant)}/{layer:03d}.npy"
+    return f"{feature_folder(task, variant)}/{layer:03d}.npy"
+
+
+def feature_folder(task: str, variant: str) -> str:
+    """Folder of the features of one task and variant, relative to the run directory."""
+    return f"features/{escape(task)}/{escape(variant)}"
+
+
+def calibration_folder(name: str) -> str:
+    """Folder of a calibration, relative to the run directory."""
+    return f"calibrations/{escape(name)}"
+
+
+def calibration_weights(name: str, *, control: bool = False) -> str:
+    """Path of a calibrated model's weights, or of its anchor-only control's, relative to the run directory."""
+    return f"{calibration_folder(name)}/{'anchor' if control else 'weights'}.safetensors"
 
 
 def sample_ids_file(task: str) -> str:

@@ -122,6 +122,17 @@ def owner_of(folder: pathlib.Path) -> Owner | None:
     return owner
 
 
+def require_unlocked(folder: pathlib.Path) -> None:
+    """Refuse a run that a live process is writing to; unlike taking the lock, this leaves no trace.
+
+    Raises:
+        RunLockedError: the message names the process.
+    """
+    owner = owner_of(folder)
+    if owner is not None and owner.is_alive:
+        raise _locked(folder, owner)
+
+
 def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
     return RunLockedError(
         f"{folder} is being written to by {owner or 'another process'}",

@@ -61,6 +61,33 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class CalibrationInfo:
+    """One calibration, as far as a reader without torch is concerned; its folder holds `config.yaml` with the rest.
+
+    Attributes:
+        method: name of the calibrator.
+        settings: its hyperparameters, all resolved.
+        control: variant of the anchor by itself; empty where the anchor is the merged model, or there is none.
+        seconds: what calibrating took, without the analysis behind it.
+        samples: calibration samples by task.
+        sample_digests: digest of their ids, in their order, by task.
+        layers: indices of the layers that were calibrated.
+        automatic: whether hyperparameters were chosen from the calibration samples.
+        notices: what a reader should know.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    control: str
+    seconds: float
+    samples: Mapping[str, int]
+    sample_digests: Mapping[str, str] = field(default_factory=dict)
+    layers: Sequence[int] = ()
+    automatic: bool = False
+    notices: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a run says about itself.
 
@@ -82,6 +109,8 @@ class Manifest:
         deterministic: whether deterministic algorithms were asked for.
         tasks: in the order of the spec.
         variants: in the order in which they were added.
+        unfinished: variants whose rows are still being written or removed; readers don't show them.
+        calibrations: by name; the variant is `calibrated:NAME`.
         layers: of the chain, in forward order.
         architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads).
         preprocessing: which code turned images into pixels.
@@ -112,6 +141,8 @@ class Manifest:
     deterministic: bool = False
     tasks: Sequence[str] = ()
     variants: Sequence[str] = ()
+    unfinished: Sequence[str] = ()
+    calibrations: Mapping[str, CalibrationInfo] = field(default_factory=dict)
     layers: Sequence[LayerInfo] = ()
     architecture: Mapping[str, Any] = field(default_factory=dict)
     preprocessing: str = ""
@@ -123,6 +154,10 @@ class Manifest:
     files: Mapping[str, FileInfo] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     notices: Sequence[str] = ()
+
+
+_ENTRIES = {"models": ModelInfo, "phases": PhaseInfo, "files": FileInfo, "calibrations": CalibrationInfo}
+"""Attributes of the manifest that hold records by name."""
 
 
 def new_manifest(name: str, spec_digest: str) -> Manifest:
@@ -210,7 +245,7 @@ def _parsed(record: Mapping[str, Any]) -> Manifest:
         if not isinstance(value, wanted):
             raise ValueError(f"{name} should be {wanted.__name__}, is {type(value).__name__}")
     values["layers"] = [_entry(LayerInfo, item) for item in values.get("layers", ())]
-    for name, kind in (("models", ModelInfo), ("phases", PhaseInfo), ("files", FileInfo)):
+    for name, kind in _ENTRIES.items():
         values[name] = {key: _entry(kind, item) for key, item in values.get(name, {}).items()}
     return Manifest(**values)
 

@@ -44,18 +44,25 @@ def clear(folder: pathlib.Path) -> None:
         RunError: something can't be removed.
     """
     for name in ENTRIES:
-        if name in (LOCK, GUARD):
-            continue
-        entry = folder / name
-        try:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(
-                f"can't remove {entry}: {error.strerror}", hint="Remove it, or give another folder."
-            ) from error
+        if name not in (LOCK, GUARD):
+            remove_tree(folder / name)
+
+
+def remove_tree(entry: pathlib.Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there; of a link only the link.
+
+    Raises:
+        RunError: something can't be removed.
+    """
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"can't remove {entry}: {error.strerror}", hint="Remove it, or give another folder."
+        ) from error
 
 
 def sweep(folder: pathlib.Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import pathlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,10 @@ from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.status import Status, read_status
 from driftlens.records.tables import empty, read_table
+from driftlens.records.variants import calibrated
+
+if TYPE_CHECKING:
+    from driftlens.projection import Projection
 
 
 def open_run(path: PathLike) -> DriftRun:
@@ -123,6 +128,14 @@ class DriftRun:
         """
         return self._rows(schema.CALIBRATION, name=name)
 
+    def sweeps(self) -> pd.DataFrame:
+        """Rows of the sweep table: one calibration per point and seed, one row per task.
+
+        Raises:
+            RunError: the table can't be read.
+        """
+        return self._rows(schema.SWEEPS)
+
     def resources(self) -> pd.DataFrame:
         """Time, memory and energy by phase.
 
@@ -193,6 +206,34 @@ class DriftRun:
             )
         return tuple(self.manifest.sample_ids[split][task])
 
+    def project(
+        self,
+        task: str,
+        *,
+        layer: int | str = "final",
+        method: str = "pca",
+        seed: int = 0,
+        variants: Sequence[str] | None = None,
+        fit_on: str = "all",
+        max_points: int = 2000,
+    ) -> Projection:
+        """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
+
+        Arguments and errors as for `driftlens.projection.project`.
+        """
+        from driftlens.projection import project
+
+        return project(
+            self,
+            task,
+            layer=layer,
+            method=method,
+            seed=seed,
+            variants=variants,
+            fit_on=fit_on,
+            max_points=max_points,
+        )
+
     def layer_index(self, layer: int | str) -> int:
         """Index of the layer that `layer` names: an index, "final" for the last one, or a module path.
 
@@ -212,6 +253,25 @@ class DriftRun:
             f"the run has no layer {layer!r}; it has 1 (stem) to {last} (head)",
             hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
         )
+
+    def calibrate(self, calibrator: Any, *, name: str, **options: Any) -> DriftRun:
+        """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
+
+            run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
+
+        Args:
+            calibrator: its settings.
+            name: of the calibration.
+            **options: samples, layers, sites, top_layers, resume, replace, save_weights, device, offline, trust,
+                on_progress, cancel: as `driftlens.pipeline.calibrate` has them.
+
+        Raises:
+            DriftLensError: see the tree in `driftlens.errors`.
+        """
+        # By name and when asked: a run can be read without torch, and this is the one thing that can't be done without.
+        engine = importlib.import_module("driftlens.pipeline.calibrate")
+        run: DriftRun = engine.calibrate_with(self.path, calibrator, name=name, **options)
+        return run
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: final drift of every task and variant."""
@@ -242,8 +302,20 @@ class DriftRun:
             relative = layout.table_file(table.name)
             # A table that was written is listed; one that is neither listed nor there was never computed.
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
-            self._frames[table.name] = empty(table) if is_absent else read_table(self.path / relative, table)
+            rows = empty(table) if is_absent else read_table(self.path / relative, table)
+            self._frames[table.name] = self._finished_rows(rows)
         return self._frames[table.name]
+
+    def _finished_rows(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The rows without those of variants that are still being written or removed."""
+        hidden = list(self.manifest.unfinished)
+        if not hidden:
+            return rows
+        if "variant" in rows:
+            rows = rows[~rows["variant"].isin(hidden)]
+        elif {"name", "site"} <= set(rows):
+            rows = rows[~rows["name"].map(calibrated).isin(hidden)]
+        return rows.reset_index(drop=True)
 
     def _check(self, kind: str, name: str) -> None:
         _check_known(kind, name, self.tasks if kind == "task" else (*self.variants, "expert"))

@@ -210,6 +210,8 @@ OUTPUTS = Table(
         Column("certified", "bool", "", "Whether the drift is too small to flip the prediction.", "lower"),
         _score("ce", "Cross-entropy of the variant.", unit="nat"),
         _score("ce_expert", "Cross-entropy of the expert.", unit="nat"),
+        _pure("confidence", "Largest class probability of the variant.", None, SHARE),
+        _pure("confidence_expert", "Largest class probability of the expert.", None, SHARE),
         _score("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
         _pure("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
         _score("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
@@ -275,6 +277,32 @@ CALIBRATION = Table(
         _pure("weight_change", "|dW|_F / |W|_F."),
         _pure("condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)),
         Column("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
+        _pure("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
+        _pure("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
+        _pure(
+            "task_weight_share", "Share of a bias that the tasks decide; the anchor the rest.", None, SHARE
+        ),
+    ),
+)
+
+SWEEPS = Table(
+    "sweeps",
+    ("sweep", "point", "seed", "task"),
+    (
+        _text("sweep", "What was varied: lam, rho, alpha, n (samples per task), or several joined by `+`."),
+        Column("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
+        Column("seed", "int", "", "Seed that drew the calibration samples."),
+        TASK,
+        _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
+        _pure("rho", "How far the anchor goes from base to merged; beyond 1 it extrapolates.", None, ANY),
+        _pure("alpha", "Share of the expert's features in the target.", None, SHARE),
+        _count("n", "samples", "Calibration samples per task."),
+        _length("drift_l2_mean", "Mean norm of the final drift on the diagnosis samples."),
+        _pure("drift_rel", "Final drift norm against the expert's feature norm.", "higher"),
+        _pure("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
+        _pure("accuracy", "Accuracy on the test samples.", "lower", SHARE),
+        _count("n_test", "samples", "Test samples behind the accuracy."),
+        Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
     ),
 )
 
@@ -292,5 +320,5 @@ RESOURCES = Table(
 
 TABLES = {
     table.name: table
-    for table in (LAYERS, SAMPLES, OUTPUTS, ADJOINT, PARAMS, ACCURACY, CALIBRATION, RESOURCES)
+    for table in (LAYERS, SAMPLES, OUTPUTS, ADJOINT, PARAMS, ACCURACY, CALIBRATION, SWEEPS, RESOURCES)
 }

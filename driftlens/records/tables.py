@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pandas.api.extensions import ExtensionDtype
 
@@ -98,6 +100,28 @@ def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replac
         rows = pa.concat_tables([earlier.filter(~clash), rows])
     with atomic_path(path) as written:
         pq.write_table(rows, written, compression="zstd")
+
+
+def drop_rows(path: pathlib.Path, table: Table, column: str, values: Collection[str]) -> None:
+    """Take the rows out of a Parquet file whose `column` holds one of `values`; the others keep their bits.
+
+    Args:
+        path: the file, which is replaced whole or not at all; nothing happens without it.
+        table: its declaration.
+        column: one of its text columns.
+        values: the texts to look for.
+
+    Raises:
+        RunError: the file can't be read or written.
+    """
+    if not path.exists():
+        return
+    rows = _read(path, table)
+    kept = rows.filter(pc.invert(pc.is_in(rows[column], pa.array(list(values), pa.string()))))
+    if kept.num_rows == rows.num_rows:
+        return
+    with atomic_path(path) as written:
+        pq.write_table(kept, written, compression="zstd")
 
 
 def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:

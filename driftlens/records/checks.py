@@ -1,0 +1,230 @@
+"""Checks of a run's numbers against bounds: what a continuous integration job asks of a merge.
+
+A check passes only on numbers that are there. What was not measured is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from driftlens.errors import ChecksFailedError
+from driftlens.records.check_rows import Absent, Selection, select
+from driftlens.records.run import DriftRun
+from driftlens.records.self_checks import SelfCheck, self_checks
+
+Relation = Literal[">=", "<=", ">", "<"]
+Severity = Literal["error", "warn"]
+Status = Literal["pass", "warn", "fail", "skip"]
+Aggregate = Literal["worst", "mean", "max", "min", "median"]
+
+Array = NDArray[np.float64]
+Number = TypeVar("Number", float, Array)
+
+_AVERAGES: Mapping[str, Callable[[Array], float]] = {
+    "mean": lambda values: float(np.mean(values)),
+    "median": lambda values: float(np.median(values)),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One bound on some rows of a table. `spec.checks` makes these from a file, and refuses what makes no sense.
+
+    Attributes:
+        metric: a numeric column of `table`.
+        table: name of the table.
+        bounds: what the value is held against.
+        where: which rows: column to value; `layer` may be "final".
+        per: columns that each group of rows, judged by itself, shares.
+        aggregate: what of a group is judged; "worst" is the row nearest to breaking a bound, so every row must hold.
+        change: the variants (from, to) whose relative change, (to - from) / |from|, is judged row by row.
+        severity: whether breaking it fails the run or only warns.
+        name: what messages call it.
+    """
+
+    metric: str
+    table: str
+    bounds: Mapping[Relation, float]
+    where: Mapping[str, str | int] = field(default_factory=dict)
+    per: tuple[str, ...] = ()
+    aggregate: Aggregate = "worst"
+    change: tuple[str, str] | None = None
+    severity: Severity = "error"
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """How one check ended for one group of rows.
+
+    Attributes:
+        name: of the check.
+        metric: what was judged.
+        group: what the rows share, by `per`.
+        status: pass, warn or fail; skip where the numbers it needs are not all there.
+        value: what was held against the bound; NaN where there is none.
+        relation: of the bound that is nearest to being broken.
+        threshold: that bound.
+        margin: how far the value is on the right side of it; negative where it is broken.
+        n: measured rows behind the value.
+        where: the row that the value is of, where it is of one.
+        reason: why it was skipped, or how it failed; empty where it passed.
+    """
+
+    name: str
+    metric: str
+    group: Mapping[str, str | int]
+    status: Status
+    value: float
+    relation: Relation
+    threshold: float
+    margin: float
+    n: int
+    where: str = ""
+    reason: str = ""
+
+    @property
+    def title(self) -> str:
+        """The check's name, with its group."""
+        group = ", ".join(f"{key} {value}" for key, value in self.group.items())
+        return f"{self.name} [{group}]" if group else self.name
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """How all checks of a run ended, in the order they were given."""
+
+    run: DriftRun
+    results: tuple[CheckResult, ...]
+
+    def count(self, status: Status) -> int:
+        """How many checks ended so."""
+        return sum(result.status == status for result in self.results)
+
+    @property
+    def executed(self) -> int:
+        """How many checks had the numbers they need."""
+        return len(self.results) - self.count("skip")
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        """The results that fail the run."""
+        return tuple(result for result in self.results if result.status == "fail")
+
+    def raise_if_failed(self) -> CheckReport:
+        """This report, unless a check failed. One that was skipped or only warns does not.
+
+        Raises:
+            ChecksFailedError: a check failed; each is named with its value and bound.
+        """
+        if self.failed:
+            lines = [f"{result.title}: {result.reason}" for result in self.failed]
+            count = f"{len(lines)} of {self.executed} checks failed"
+            raise ChecksFailedError("; ".join([count, *lines]), results=self.failed)
+        return self
+
+
+def run_checks(run: DriftRun, checks: Sequence[Check]) -> CheckReport:
+    """The verdicts of `checks` on a run, one per check and group.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    return CheckReport(run, tuple(result for check in checks for result in _judge(run, check)))
+
+
+def run_self_checks(run: DriftRun) -> CheckReport:
+    """The verdicts of what every run checks about itself.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    return CheckReport(run, tuple(_of_self_check(check) for check in self_checks(run)))
+
+
+def _of_self_check(check: SelfCheck) -> CheckResult:
+    is_measured = not math.isnan(check.largest)
+    reason = "" if check.holds else "not measured"
+    if is_measured and not check.holds:
+        reason = f"{check.largest:.2g} at {check.where}, wanted <= {check.limit:g}"
+    return CheckResult(
+        name=f"{check.name}: {check.claim}",
+        metric=check.name,
+        group={},
+        status="pass" if check.holds else "fail" if is_measured else "skip",
+        value=check.largest,
+        relation="<=",
+        threshold=check.limit,
+        margin=check.limit - check.largest,
+        n=check.n,
+        where=check.where,
+        reason=reason,
+    )
+
+
+def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
+    found = select(run, check.table, check.metric, check.where, check.per, check.change)
+    if isinstance(found, Absent):
+        return [_skipped(check, {}, found.reason)]
+    return [_judge_group(check, selection) for selection in found]
+
+
+def _judge_group(check: Check, selection: Selection) -> CheckResult:
+    measured = np.flatnonzero(selection.rows["value"].notna())
+    values = selection.rows["value"].to_numpy(dtype=float)[measured]
+    if not len(values):
+        return _skipped(check, selection.group, selection.lacking)
+    at = _judged_row(check, values)
+    with np.errstate(invalid="ignore"):
+        value = _AVERAGES[check.aggregate](values) if at is None else float(values[at])
+    if math.isnan(value):
+        return _skipped(check, selection.group, f"the {check.aggregate} of infinite values is no number")
+    margin, relation = min(
+        (_margin(relation, bound, value), relation) for relation, bound in check.bounds.items()
+    )
+    holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
+    if holds and selection.lacking:
+        return _skipped(check, selection.group, selection.lacking)
+    place = "" if at is None else selection.row_name(int(measured[at]))
+    reason = f"{value:.6g}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
+    return CheckResult(
+        check.name,
+        check.metric,
+        selection.group,
+        status="pass" if holds else "warn" if check.severity == "warn" else "fail",
+        value=value,
+        relation=relation,
+        threshold=check.bounds[relation],
+        margin=margin,
+        n=len(values),
+        where=place,
+        reason="" if holds else reason,
+    )
+
+
+def _judged_row(check: Check, values: Array) -> int | None:
+    """The row whose value is judged; None where it is no row's."""
+    if check.aggregate == "worst":
+        margins = [_margin(relation, bound, values) for relation, bound in check.bounds.items()]
+        return int(np.min(margins, axis=0).argmin())
+    if check.aggregate in ("max", "min"):
+        return int(values.argmax() if check.aggregate == "max" else values.argmin())
+    return None
+
+
+def _margin(relation: Relation, bound: float, value: Number) -> Number:
+    """How far a value is on the right side of a bound."""
+    return value - bound if relation in (">=", ">") else bound - value
+
+
+def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> CheckResult:
+    relation, bound = next(iter(check.bounds.items()))
+    return CheckResult(
+        check.name, check.metric, group, "skip", math.nan, relation, bound, math.nan, n=0, reason=reason
+    )

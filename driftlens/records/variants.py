@@ -1,0 +1,41 @@
+"""Names of variants: which part each plays, and which belong together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Part = Literal["base", "expert", "merged", "calibrated", "baseline"]
+
+_ANCHOR = "-anchor"
+
+
+def part_of(variant: str) -> Part:
+    """The part a variant plays: base, expert, merged, calibrated or baseline."""
+    part = variant.partition(":")[0]
+    assert part in ("base", "expert", "merged", "calibrated", "baseline"), variant
+    return part  # type: ignore[return-value]
+
+
+def calibrated(name: str) -> str:
+    """The variant that the calibration `name` makes."""
+    return f"calibrated:{name}"
+
+
+def control_of(name: str) -> str:
+    """The variant that shows what the anchor of the calibration `name` does by itself.
+
+    With rho != 1 the anchor is another merge; only what a calibration gains over it is the calibration's own.
+    """
+    return f"baseline:{name}{_ANCHOR}"
+
+
+def is_control(variant: str) -> bool:
+    """Whether the variant is the anchor-only control of a calibration."""
+    return part_of(variant) == "baseline" and variant.endswith(_ANCHOR)
+
+
+def title(variant: str) -> str:
+    """What a reader sees: "merged", "featcal" for calibrated:featcal, "featcal, anchor only" for its control."""
+    if is_control(variant):
+        return f"{variant.partition(':')[2].removesuffix(_ANCHOR)}, anchor only"
+    return variant.partition(":")[2] or variant

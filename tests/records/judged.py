@@ -1,0 +1,19 @@
+"""One check at a time."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import driftlens as dl
+from driftlens.records.checks import CheckResult
+from driftlens.records.run import DriftRun
+
+
+def judge(run: DriftRun | pathlib.Path, **entry: Any) -> list[CheckResult]:
+    return list(dl.check(run, {"checks": [entry]}).results)
+
+
+def only(run: DriftRun | pathlib.Path, **entry: Any) -> CheckResult:
+    (result,) = judge(run, **entry)
+    return result

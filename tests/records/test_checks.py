@@ -1,0 +1,199 @@
+"""Checks: verdicts against the tables, what fails a run, and JUnit."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+import driftlens as dl
+from driftlens.errors import ChecksFailedError
+from driftlens.records.check_rows import CHECKED_TABLES
+from driftlens.records.checks import CheckReport
+from driftlens.records.junit import junit_xml
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.schema import TABLES
+from driftlens.records.self_checks import self_checks
+from tests.records.full_run import Size, write_full_run
+from tests.records.judged import judge, only
+
+SIZE = Size(blocks=2, samples=8, width=5, tests=200)
+CALIBRATED = "calibrated:featcal"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_full_run(tmp_path_factory.mktemp("checks") / "run", size=SIZE)
+
+
+@pytest.fixture
+def full(written: pathlib.Path) -> DriftRun:
+    return open_run(written)
+
+
+@pytest.fixture
+def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+def test_each_task_is_judged_by_its_own_final_cosine(full: DriftRun) -> None:
+    where = {"variant": CALIBRATED, "layer": "final"}
+    bound = float(full.layers(variant=CALIBRATED, layer="final")["cos_mean"].median())
+    results = judge(full, metric="cos_mean", where=where, per="task", gte=bound)
+    assert [result.group for result in results] == [{"task": task} for task in full.tasks]
+    for result in results:
+        value = full.value("cos_mean", task=str(result.group["task"]), variant=CALIBRATED)
+        assert (result.value, result.n, result.threshold, result.relation) == (value, 1, bound, ">=")
+        assert result.margin == value - bound
+        assert result.status == ("pass" if value >= bound else "fail")
+    assert {result.status for result in results} == {"pass", "fail"}
+
+
+@pytest.mark.parametrize("agg", ["mean", "max", "min", "median"])
+def test_an_aggregate_is_numpys(full: DriftRun, agg: str) -> None:
+    rows = full.layers(variant="merged", layer=2)["drift_l2_mean"].to_numpy(float)
+    result = only(full, metric="drift_l2_mean", where={"variant": "merged", "layer": 2}, agg=agg, lte=100)
+    assert result.value == pytest.approx(getattr(np, agg)(rows)) and result.n == len(full.tasks)
+
+
+def test_without_an_aggregate_every_row_must_hold(full: DriftRun) -> None:
+    values = full.layers(layer="final").set_index(["task", "variant"])["cos_mean"]
+    task, variant = values.idxmin()
+    bound = float(values.nsmallest(2).iloc[1])  # the mean and all rows but one are above it
+    result = only(full, metric="cos_mean", where={"layer": "final"}, gte=bound)
+    assert result.status == "fail" and result.value == values.min()
+    assert result.where == f"task {task}, variant {variant}" and str(task) in result.reason
+    assert only(full, metric="cos_mean", where={"layer": "final"}, gte=float(values.min())).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "status"),
+    [
+        ({"gte": 200}, "pass"),
+        ({"gt": 200}, "fail"),
+        ({"lte": 200}, "pass"),
+        ({"lt": 200}, "fail"),
+        ({"gte": 100, "lte": 300}, "pass"),
+        ({"gte": 100, "lt": 200}, "fail"),
+        ({"gte": 201, "lte": 300}, "fail"),
+    ],
+    ids=lambda given: " ".join(map(str, given)) if isinstance(given, dict) else given,
+)
+def test_a_bound_includes_its_end_unless_it_is_strict(
+    full: DriftRun, bounds: dict[str, int], status: str
+) -> None:
+    assert only(full, metric="n", table="accuracy", **bounds).status == status
+
+
+def test_a_change_is_relative_and_row_by_row(full: DriftRun) -> None:
+    change = {"from": "merged", "to": CALIBRATED}
+    results = judge(
+        full, metric="drift_l2_mean", where={"layer": "final"}, change=change, per="task", lte=-0.2
+    )
+    for result in results:
+        before, after = (
+            full.value("drift_l2_mean", task=str(result.group["task"]), variant=variant)
+            for variant in change.values()
+        )
+        assert result.value == pytest.approx((after - before) / before) and result.status == "pass"
+    back = only(
+        full, metric="drift_l2_mean", change={"from": CALIBRATED, "to": "merged"}, where={"layer": 1}, lt=0
+    )
+    assert back.status == "fail" and back.n == len(full.tasks)
+
+
+def test_a_change_of_a_negative_number_keeps_its_sign(full: DriftRun) -> None:
+    """From -0.4 by +0.1 is an increase of a quarter, not a decrease."""
+    rows = full.layers(layer="final").set_index(["task", "variant"])["cross_term"]
+    before, after = rows["cars", "base"], rows["cars", "merged"]
+    where = {"layer": "final", "task": "cars"}
+    result = only(full, metric="cross_term", where=where, change={"from": "base", "to": "merged"}, gte=-1e9)
+    assert result.value == pytest.approx((after - before) / abs(before))
+
+
+def test_truth_counts_as_one(full: DriftRun) -> None:
+    result = only(full, metric="flipped", agg="mean", where={"variant": "base", "task": "cars"}, lte=1)
+    assert result.value == full.outputs("cars", "base")["flipped"].astype(float).mean() and result.n == 8
+
+
+def test_a_calibration_is_found_by_its_variant(full: DriftRun) -> None:
+    result = only(full, metric="weight_change", agg="max", where={"variant": CALIBRATED}, lte=1)
+    assert result.value == full.calibration("featcal")["weight_change"].max()
+    assert only(full, metric="weight_change", where={"variant": "calibrated:x"}, lte=1).status == "skip"
+
+
+def test_task_vectors_are_judged_whole_unless_modules_are_asked_for(full: DriftRun) -> None:
+    backbone = full.params("cars", "merged").query("scope == 'backbone'")["cos"].iloc[0]
+    where = {"variant": "merged", "task": "cars"}
+    assert only(full, metric="cos", where=where, gte=0).value == backbone
+    modules = only(full, metric="cos", where={**where, "scope": "module"}, agg="min", gte=0)
+    assert modules.n == len(full.params("cars", "merged").query("scope == 'module'"))
+
+
+def test_a_warning_does_not_fail_the_run(full: DriftRun) -> None:
+    entries = [{"metric": "cos_mean", "gte": 1.1, "severity": "warn"}, {"metric": "cos_mean", "lte": 1}]
+    report = dl.check(full, {"checks": entries})
+    assert [result.status for result in report.results] == ["warn", "pass"]
+    assert report.raise_if_failed() is report and not report.failed
+
+
+def test_a_failure_raises_with_its_number(full: DriftRun) -> None:
+    report = dl.check(full, {"checks": [{"metric": "cos_mean", "gte": 1.1, "name": "impossible"}]})
+    with pytest.raises(
+        ChecksFailedError, match=r"1 of 1 checks failed; impossible: .*wanted >= 1\.1"
+    ) as failed:
+        report.raise_if_failed()
+    assert failed.value.exit_code == 3
+
+
+@pytest.mark.parametrize("table", CHECKED_TABLES)
+def test_every_number_of_a_table_can_be_checked(full: DriftRun, table: str) -> None:
+    for column in TABLES[table].columns:
+        if column.dtype == "str" or column.name in ("layer", "seed"):
+            continue
+        where = {"variant": CALIBRATED}
+        result = only(full, metric=column.name, table=table, where=where, agg="median", gte=-1e12, lte=1e12)
+        assert result.status == "pass" or result.reason.endswith("not measured"), (column.name, result)
+
+
+def test_self_checks_are_verdicts_of_the_same_limits(full: DriftRun) -> None:
+    report = dl.check(full)
+    for result, check in zip(report.results, self_checks(full), strict=True):
+        assert (result.value, result.threshold) == (check.largest, check.limit)
+        assert result.status == ("pass" if check.largest <= check.limit else "fail")
+        assert (result.n > 0) == (result.status != "skip")
+    by_name = {result.metric: result for result in report.results}
+    assert by_name["contributions"].status == "fail"  # the made-up run leaves 2 % to no layer
+    assert by_name["closure"].n == len(full.layers())
+
+
+def test_junit_counts_what_happened_and_escapes_every_name(tmp_path: pathlib.Path) -> None:
+    evil = '<script>alert("x")</script>&'
+    path = write_full_run(tmp_path / "run", name=f"{evil}\x07", tasks=(evil, "b"), size=SIZE)
+    entries = [
+        {"metric": "cos_mean", "gte": 1.1, "name": evil},
+        {"metric": "cos_mean", "gte": -1, "per": "task"},
+        {"metric": "cos_mean", "gte": -1, "where": {"variant": "calibrated:]]>"}},
+        {"metric": "cos_mean", "gte": 1.1, "severity": "warn"},
+    ]
+    report = dl.check(path, {"checks": entries})
+    root = ElementTree.fromstring(junit_xml(report))
+    (suite,) = root
+    assert suite.attrib == {
+        **{"name": f"{evil}\ufffd", "tests": "5", "failures": "1"},
+        **{"errors": "0", "skipped": "1"},
+    }
+    assert [case.get("name") for case in suite] == [result.title for result in report.results]
+    outcomes = [[child.tag for child in case] for case in suite]
+    assert outcomes == [["failure"], [], [], ["skipped"], ["system-out"]]
+    assert suite[0][0].get("message") == report.results[0].reason
+
+
+def test_counts_add_up(full: DriftRun) -> None:
+    entries = [{"metric": "cos_mean", "gte": 1.1}, {"metric": "cos_mean", "where": {"layer": 99}, "gte": 0}]
+    report: CheckReport = dl.check(full, {"checks": entries})
+    counts = [report.count(status) for status in ("pass", "warn", "fail", "skip")]
+    assert counts == [0, 0, 1, 1] and report.executed == 1

@@ -1,0 +1,197 @@
+"""Two runs, or two variants of one: changes against the tables, refusals, the control's share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import shutil
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from driftlens.errors import DataError
+from driftlens.records.compare import compare, paired_accuracy, unpaired_difference
+from driftlens.records.manifest import ModelInfo, read_manifest, write_manifest
+from driftlens.records.run import DriftRun, open_run
+from tests.records.full_run import Size, write_full_run
+from tests.records.spoiling import spoil
+
+SIZE = Size(blocks=2, samples=9, width=5, tests=200)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_full_run(tmp_path_factory.mktemp("compare") / "run", size=SIZE)
+
+
+@pytest.fixture
+def full(written: pathlib.Path) -> DriftRun:
+    return open_run(written)
+
+
+@pytest.fixture
+def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))
+
+
+def test_a_change_is_after_minus_before_in_every_layer(full: DriftRun) -> None:
+    found = compare(full)
+    assert found.pairs == (("merged", "calibrated:featcal"),)
+    assert len(found.layers) == len(full.tasks) * len(full.manifest.layers)
+    for row in found.layers.to_dict("records"):
+        before, after = (
+            full.value("drift_l2_mean", task=row["task"], variant=variant, layer=row["layer"])
+            for variant in ("merged", "calibrated:featcal")
+        )
+        assert (row["drift_before"], row["drift_after"]) == (before, after)
+        assert row["drift_change"] == after - before
+        assert row["drift_relative"] == pytest.approx(after / before - 1)
+        assert row["cos_change"] == pytest.approx(row["cos_after"] - row["cos_before"])
+
+
+def test_the_row_of_a_task_says_what_its_tables_say(full: DriftRun) -> None:
+    rows = compare(full).tasks.set_index("task")
+    for task in full.tasks:
+        row, outputs = rows.loc[task], full.outputs(task)
+        for side, variant in (("before", "merged"), ("after", "calibrated:featcal")):
+            own = outputs[outputs["variant"] == variant]
+            assert row[f"flips_{side}"] == own["flipped"].astype(float).mean()
+            assert row[f"accuracy_{side}"] == full.accuracy(task, variant)["value"].iloc[0]
+            assert row[f"cos_{side}"] == full.value("cos_mean", task=task, variant=variant)
+        hits = [round(200 * row[f"accuracy_{side}"]) for side in ("before", "after")]
+        interval = unpaired_difference(hits[0], 200, hits[1], 200)
+        assert (row["accuracy_ci_low"], row["accuracy_ci_high"]) == interval
+
+
+def test_pairs_are_counted_sample_by_sample(copied: pathlib.Path) -> None:
+    variants = ("merged", "calibrated:featcal")
+    rows = open_run(copied).outputs()
+    wrong = {"merged": ["test/0", "test/1", "test/2"], "calibrated:featcal": ["test/2", "test/5"]}
+    for at, (variant, sample, label) in enumerate(
+        zip(rows["variant"], rows["sample_id"], rows["label"], strict=True)
+    ):
+        spoil(copied, "outputs", at, "pred", "wrong" if sample in wrong.get(variant, ()) else label)
+    run = open_run(copied)
+    for task in run.tasks:
+        found, split = paired_accuracy(run, run, task, variants) or pytest.fail("no pairs")
+        assert (found.gained, found.lost, found.n, split) == (2, 1, 9, "diagnosis")
+
+
+def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: pathlib.Path) -> None:
+    """A run whose rows stand in another order gives the same pairs."""
+    path = copied / "tables" / "outputs.parquet"
+    rows = pq.read_table(path)
+    pq.write_table(rows.take(list(range(rows.num_rows))[::-1]), path)
+    for task in full.tasks:
+        pair = ("merged", "calibrated:featcal")
+        assert paired_accuracy(full, open_run(copied), task, pair) == paired_accuracy(full, full, task, pair)
+
+
+def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path: pathlib.Path) -> None:
+    run = open_run(write_full_run(tmp_path / "run", tasks=("a",), size=Size(blocks=1, samples=12, tests=12)))
+    found = paired_accuracy(run, run, "a", ("merged", "expert"))
+    assert found is not None and found[1] == "test" and found[0].n == 12
+
+
+def test_without_labels_changes_of_accuracy_are_missing_not_zero(tmp_path: pathlib.Path) -> None:
+    path = write_full_run(tmp_path / "run", tasks=("a",), size=SIZE, has_labels=False)
+    row = compare(path).tasks.iloc[0]
+    assert math.isnan(row["accuracy_change"]) and math.isnan(row["accuracy_ci_low"])
+    assert row["paired_n"] == 0 and math.isnan(row["p_value"]) and row["flips_before"] >= 0
+    assert set(compare(path).gains["quantity"]) == {"drift", "cos"}
+
+
+def test_the_anchor_alone_takes_its_share_of_every_gain(full: DriftRun) -> None:
+    gains = compare(full).gains
+    assert set(gains["control"]) == {"baseline:featcal-anchor"}
+    assert sorted(set(gains["quantity"])) == ["accuracy", "cos", "drift"] and len(gains) == 3 * len(
+        full.tasks
+    )
+    total = gains["value_after"] - gains["value_before"]
+    pd.testing.assert_series_equal(gains["by_rescaling"] + gains["by_calibration"], total, check_names=False)
+    assert (gains["rescaling_share"] + gains["calibration_share"]).to_list() == pytest.approx(
+        [1.0] * len(gains)
+    )
+    drift = gains[gains["quantity"] == "drift"].set_index("task")
+    for task in full.tasks:
+        values = [
+            full.value("drift_l2_mean", task=task, variant=variant)
+            for variant in ("merged", "baseline:featcal-anchor", "calibrated:featcal")
+        ]
+        assert drift.loc[task, "rescaling_share"] == pytest.approx(
+            (values[1] - values[0]) / (values[2] - values[0])
+        )
+
+
+@pytest.mark.parametrize(("before", "after"), [("base", "calibrated:featcal"), ("merged", "base")])
+def test_only_a_calibration_of_the_merged_model_has_a_control(
+    full: DriftRun, before: str, after: str
+) -> None:
+    assert compare(full, before=before, after=after).gains.empty
+
+
+def test_no_change_has_no_shares(tmp_path: pathlib.Path) -> None:
+    path = write_full_run(tmp_path / "run", tasks=("a",), size=SIZE)
+    shares = compare(path, before="merged", after="merged").tasks.iloc[0]
+    assert shares["drift_change"] == 0 and shares["gained"] == shares["lost"] == 0 and shares["p_value"] == 1
+
+
+def test_two_runs_are_compared_in_every_variant_they_share(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    other = write_full_run(tmp_path / "b", size=SIZE, variants=("merged", "calibrated:other"), seed=0)
+    found = compare(full, other)
+    assert found.pairs == (("merged", "merged"),)
+    pair = compare(full, other, before="calibrated:featcal", after="calibrated:other")
+    assert pair.tasks["drift_after"].to_list() == [
+        open_run(other).value("drift_l2_mean", task=task, variant="calibrated:other") for task in full.tasks
+    ]
+
+
+def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    other = write_full_run(tmp_path / "b", size=Size(blocks=2, samples=7, width=5, tests=200))
+    with pytest.raises(DataError, match="diagnosis samples of cars, mnist, dtd") as refused:
+        compare(full, other)
+    assert "test samples" not in refused.value.message and "--allow-mismatch" in refused.value.hint
+    found = compare(full, other, allow_mismatch=True)
+    assert found.mismatches == ("diagnosis samples of cars, mnist, dtd",)
+    assert set(found.tasks["paired_n"]) == {7}  # those that both have
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "field"),
+    [
+        ({"tasks": ("cars", "new")}, r"tasks \(cars, mnist, dtd against cars, new\)"),
+        ({"size": Size(blocks=3, samples=9, width=5, tests=200)}, r"layers \(4 layers.* against 5 layers"),
+        ({"size": Size(blocks=2, samples=9, width=5, tests=99)}, "test samples of cars, mnist, dtd"),
+        ({"class_names": ("x", "y", "z")}, "class names of cars, mnist, dtd"),
+    ],
+    ids=["tasks", "layers", "test samples", "class names"],
+)
+def test_each_field_that_differs_is_named(
+    full: DriftRun, tmp_path: pathlib.Path, spoilt: dict[str, object], field: str
+) -> None:
+    other = write_full_run(tmp_path / "b", **{"size": SIZE, **spoilt})  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=field):
+        compare(full, other)
+
+
+def test_another_expert_is_another_yardstick(copied: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    twin = pathlib.Path(shutil.copytree(copied, tmp_path / "twin"))
+    for path, digest in ((copied, "a"), (twin, "b")):
+        models = {"expert:cars": ModelInfo(digest * 64, 5)}
+        write_manifest(path, dataclasses.replace(read_manifest(path), models=models))
+    with pytest.raises(DataError, match=r"the runs differ in experts of cars\n"):
+        compare(copied, twin)
+
+
+def test_a_variant_that_is_not_there_is_named(full: DriftRun) -> None:
+    with pytest.raises(DataError, match=r"no variant 'mergd'; it has .*merged"):
+        compare(full, before="mergd")
+
+
+def test_a_run_without_calibration_says_what_to_do(tmp_path: pathlib.Path) -> None:
+    path = write_full_run(tmp_path / "run", tasks=("a",), variants=("base", "merged"), size=SIZE)
+    with pytest.raises(DataError, match="no calibrated variant") as refused:
+        compare(path)
+    assert "driftlens calibrate" in refused.value.hint

@@ -1,0 +1,151 @@
+"""Projecting: read what is stored, else compute and store it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from driftlens.files import PathLike
+from driftlens.projection import store
+from driftlens.projection.layouts import lay_out
+from driftlens.projection.points import Array, Points, load_points
+from driftlens.projection.quality import quality
+from driftlens.projection.result import Projection
+from driftlens.projection.settings import (
+    Settings,
+    content_key,
+    feature_digests,
+    library_versions,
+    settings_of,
+)
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.tables import conform
+
+
+def project(
+    run: DriftRun | PathLike,
+    task: str,
+    *,
+    layer: int | str = "final",
+    method: str = "pca",
+    seed: int = 0,
+    variants: Sequence[str] | None = None,
+    fit_on: str = "all",
+    max_points: int = 2000,
+    store_it: bool = True,
+) -> Projection:
+    """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
+
+    Features are brought to norm 1; for UMAP and t-SNE they are then reduced to 50 dimensions by PCA. Equal features
+    share their place. With fewer than 15 distinct points, or without umap-learn, PCA is drawn instead and a note
+    says so.
+
+    Args:
+        run: a run, or its folder.
+        task: the task.
+        layer: index, "final" or module path.
+        method: "pca", "umap" or "tsne".
+        seed: of the method's random numbers. With one, a layout repeats on one machine with the same libraries;
+            elsewhere only the stored coordinates do.
+        variants: whose features to draw beside the expert's; None is every variant but the base.
+        fit_on: "all", or "expert" for a layout that variants added later don't move.
+        max_points: most points, over expert and variants together; samples beyond are left out, evenly over classes.
+        store_it: whether to keep a new layout in the run; a viewer that may not write says no.
+
+    Raises:
+        SpecError: no such method, or settings that contradict each other.
+        DataError: no such task or variant, or its features of this layer are not stored.
+        LayerNotFoundError: no such layer.
+        NumericsError: features hold NaN or infinity; they are named.
+        RunError: the run is damaged or can't be written to.
+        RunLockedError: a new layout can't be kept, for another process is writing to the run.
+    """
+    opened = run if isinstance(run, DriftRun) else open_run(run)
+    settings = settings_of(
+        opened,
+        task,
+        layer=layer,
+        method=method,
+        seed=seed,
+        variants=variants,
+        fit_on=fit_on,
+        max_points=max_points,
+    )
+    features, versions = feature_digests(opened, settings), library_versions(settings.method)
+    digest = content_key(settings, features, versions)
+    stored = store.read(opened, digest)
+    if stored is not None:
+        return stored
+    found = _computed(load_points(opened, settings), settings, versions, digest)
+    if store_it:
+        store.write(opened, found, features)
+    return found
+
+
+def stored_projection(
+    run: DriftRun | PathLike,
+    task: str,
+    *,
+    layer: int | str = "final",
+    method: str = "pca",
+    seed: int = 0,
+    variants: Sequence[str] | None = None,
+    fit_on: str = "all",
+    max_points: int = 2000,
+) -> Projection | None:
+    """The layout that `project` stored, for viewers that must not compute; None where there is none.
+
+    One made by other versions of the libraries is as good: its coordinates are what was stored. Arguments and errors as
+    for `project`; nothing is computed, imported for computing, or written.
+    """
+    opened = run if isinstance(run, DriftRun) else open_run(run)
+    settings = settings_of(
+        opened,
+        task,
+        layer=layer,
+        method=method,
+        seed=seed,
+        variants=variants,
+        fit_on=fit_on,
+        max_points=max_points,
+    )
+    features = feature_digests(opened, settings)
+    digest = content_key(settings, features, library_versions(settings.method))
+    return store.read(opened, digest) or store.read_like(opened, settings, features)
+
+
+def _computed(points: Points, settings: Settings, versions: dict[str, str | None], digest: str) -> Projection:
+    rows = np.concatenate([points.directions[role] for role in settings.roles])
+    is_fitted = np.full(len(rows), True)
+    if settings.fit_on == "expert":
+        is_fitted[len(points.sample_ids) :] = False
+    layout = lay_out(rows, is_fitted, settings.method, settings.seed)
+    places = dict(zip(settings.roles, np.split(layout.coordinates, len(settings.roles)), strict=True))
+    return Projection(
+        settings=settings,
+        method=layout.method,
+        frame=_frame(points, settings, layout.coordinates),
+        quality=quality(points, places),
+        explained_variance=layout.explained_variance,
+        parameters=layout.parameters,
+        versions=versions,
+        notes=(*points.notes, *layout.notes),
+        digest=digest,
+    )
+
+
+def _frame(points: Points, settings: Settings, coordinates: Array) -> pd.DataFrame:
+    count = len(settings.roles)
+    rows = pd.DataFrame(
+        {
+            "task": settings.task,
+            "variant": np.repeat(settings.roles, len(points.sample_ids)),
+            "sample_id": list(points.sample_ids) * count,
+            "label": list(points.labels) * count,
+            "x": coordinates[:, 0],
+            "y": coordinates[:, 1],
+        }
+    )
+    return conform(rows, store.POINTS)

@@ -1,0 +1,25 @@
+"""A finished run of one task that a test may spoil."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pytest
+
+from driftlens.records.run import DriftRun, open_run
+from tests.records.full_run import Size, write_full_run
+
+SIZE = Size(blocks=1, samples=20, width=6, tests=40)
+VARIANTS = ("base", "merged", "calibrated:featcal")
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("projection") / "run"
+    return write_full_run(path, tasks=("cars",), variants=VARIANTS, size=SIZE)
+
+
+@pytest.fixture
+def run(written: pathlib.Path, tmp_path: pathlib.Path) -> DriftRun:
+    return open_run(shutil.copytree(written, tmp_path / "run"))

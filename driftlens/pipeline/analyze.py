@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from driftlens.errors import RunError, SpecError
+from driftlens.errors import SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
+from driftlens.pipeline.identity import require_same_models
 from driftlens.pipeline.merging import save_merge
 from driftlens.pipeline.opening import OpenModels, open_study
 from driftlens.pipeline.phases import (
@@ -19,17 +20,14 @@ from driftlens.pipeline.phases import (
     run_phase,
     run_phases,
 )
+from driftlens.pipeline.reopening import MERGED_FILE, reopened, require_analyzed, require_spec
 from driftlens.pipeline.study import Study
 from driftlens.pipeline.suspicion import suspicions
 from driftlens.progress import CancelToken, ProgressSink, Reporter
-from driftlens.records.lock import owner_of
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens.spec import RunSpec, load_spec
-
-MERGED_FILE = "models/merged.safetensors"
-"""Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
 
 
 def analyze(
@@ -66,7 +64,10 @@ def analyze(
     """
     resolved = load_spec(spec, overrides)
     study, models = open_study(resolved, offline=offline, trust=trust, device=device)
-    writer = _writer(resolved, out, resume=resume, force=force)
+    goes_on = resume and (Path(out) / "manifest.json").exists()
+    if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
+        _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel))
+    writer = RunWriter.resume(out) if goes_on else _new_run(resolved, out, force=force)
     with writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
@@ -79,19 +80,22 @@ def analyze(
     return open_run(out)
 
 
-def _writer(spec: RunSpec, out: PathLike, *, resume: bool, force: bool) -> RunWriter:
-    folder = Path(out)
-    if not resume or not (folder / "manifest.json").exists():
-        return RunWriter.create(
-            folder, spec_yaml=spec.dump(), spec_digest=spec.digest(), name=spec.name, force=force
-        )
-    if read_manifest(folder).spec_digest != spec.digest():
+def _new_run(spec: RunSpec, out: PathLike, *, force: bool) -> RunWriter:
+    return RunWriter.create(
+        out, spec_yaml=spec.dump(), spec_digest=spec.digest(), name=spec.name, force=force
+    )
+
+
+def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Reporter) -> None:
+    """Refuse to go on with another spec, or with checkpoints that have changed since the run hashed them."""
+    manifest = read_manifest(folder)
+    if manifest.spec_digest != spec.digest():
         raise SpecError(
             f"{folder} was begun with another spec",
             hint=f"Resume with `driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume`, "
             "or choose another --out.",
         )
-    return RunWriter.resume(folder)
+    require_same_models(manifest, study, reporter)
 
 
 def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -> None:
@@ -130,46 +134,18 @@ def evaluate(
 
     Raises:
         RunError: the analysis itself is unfinished, or the run is damaged.
+        SpecError: the run was made from live modules, and there is something to measure.
         DriftLensError: as for `analyze`.
     """
-    _require_analyzed(Path(path))
+    require_analyzed(Path(path))
+    if again:  # before the lock: a refusal must not turn a finished run into a failed one
+        require_spec(Path(path), read_manifest(Path(path)))
     with RunWriter.resume(path) as writer:
         wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
         if wanted:
-            study = reopened(path, device=device, offline=offline, trust=trust)
+            study, _ = reopened(path, device=device, offline=offline, trust=trust)
             reporter = Reporter(all_of(writer.progress, on_progress), cancel)
             with deterministic_algorithms(study.settings.deterministic):
                 for task in wanted:
                     evaluate_task(writer, study, task, reporter, again=True)
     return open_run(path)
-
-
-def _require_analyzed(folder: Path) -> None:
-    """Refuse a run whose analysis was interrupted: to finish here would call it done."""
-    manifest = read_manifest(folder)
-    phases = [f"analyze:{task}" for task in manifest.tasks]
-    missing = [
-        name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"
-    ]
-    owner = owner_of(folder)
-    is_at_work = owner is not None and owner.is_alive  # then taking the lock will say so
-    if missing and not is_at_work:
-        raise RunError(
-            f"{folder} is unfinished: {', '.join(missing)} is still to be done",
-            hint=f"`driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume` goes on, accuracy included.",
-        )
-
-
-def reopened(
-    path: PathLike, *, device: str | None = None, offline: bool = False, trust: bool = False
-) -> Study:
-    """The study behind a run directory, its merged model included.
-
-    Raises:
-        DriftLensError: as for `analyze`; the files the run's spec names may have moved.
-    """
-    folder = Path(path)
-    study, models = open_study(load_spec(folder / "spec.yaml"), offline=offline, trust=trust, device=device)
-    if "merged" not in study.pool:
-        study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
-    return study

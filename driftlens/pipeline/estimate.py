@@ -37,7 +37,15 @@ class Cost:
         return f"about {', '.join(parts)}"
 
 
-def estimate(work: Workload, sample: SampleSet, device: torch.device, dtype: torch.dtype) -> Cost:
+def estimate(
+    work: Workload,
+    sample: SampleSet,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    more_operations: int = 0,
+    more_samples: int = 0,
+) -> Cost:
     """What the workload will take on this machine: a matrix product and a few samples are timed.
 
     Args:
@@ -45,9 +53,13 @@ def estimate(work: Workload, sample: SampleSet, device: torch.device, dtype: tor
         sample: samples of which a few are read once more to time it.
         device: where it will be computed.
         dtype: in which type.
+        more_operations: floating-point operations beside those of the workload.
+        more_samples: samples that are read beside those of the workload.
     """
-    seconds = operations(work) / (EFFICIENCY * _operations_per_second(work, device, dtype))
-    seconds += samples_read(work) * _seconds_per_sample(sample)
+    seconds = (operations(work) + more_operations) / (
+        EFFICIENCY * _operations_per_second(work, device, dtype)
+    )
+    seconds += (samples_read(work) + more_samples) * _seconds_per_sample(sample)
     return Cost(_resident_bytes() + memory_bytes(work), disk_bytes(work), seconds)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from driftlens.data.samples import SampleSet
-from driftlens.diagnostics.output import class_rows, wilson_interval
+from driftlens.diagnostics.output import class_rows
 from driftlens.engine.pool import expert_of
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.models.heads import Head
 from driftlens.pipeline.study import Study
 from driftlens.progress import Reporter
+from driftlens.records.intervals import wilson
 
 CHUNK_BYTES = 256 << 20
 """Features that wait at a boundary while accuracy is measured; small enough to stay out of everything's way."""
@@ -35,7 +36,7 @@ def accuracy_rows(
         reporter.step("evaluate", number, len(tasks) * len(variants), f"task {task}: {variant}")
         model = expert_of(task) if variant == "expert" else variant
         hits = _hits(study, model, task, at_hand.test, at_hand.head)
-        low, high = wilson_interval(hits, len(at_hand.test))
+        low, high = wilson(hits, len(at_hand.test))
         rows.append(
             {
                 "task": task,

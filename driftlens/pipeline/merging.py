@@ -97,7 +97,8 @@ def save_merge(models: OpenModels, method: str, parameters: Mapping[str, object]
     """
     source = merged_source(models, method, parameters)
     shape = models.base if models.base is not None else models.sources[expert_of(_first_task(models))]
-    described = ", ".join(f"{name}={value}" for name, value in sorted(parameters.items()))
+    resolved = merge_methods[method].resolve(parameters)
+    described = ", ".join(f"{name}={value}" for name, value in sorted(resolved.items()))
     save_model(
         models.architecture,
         shape,

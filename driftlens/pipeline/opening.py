@@ -242,7 +242,12 @@ def _named_classes(head: FileHead | TextHead) -> tuple[str, ...] | None:
 
 def _task_samples(data: TaskData, head: Head | None) -> TaskSamples:
     test = data.test()
-    return TaskSamples(diagnosis=data.diagnosis(), test=test if test.labels is not None else None, head=head)
+    return TaskSamples(
+        diagnosis=data.diagnosis(),
+        test=test if test.labels is not None else None,
+        head=head,
+        calibration=data.calibration(),
+    )
 
 
 def settings_of(spec: RunSpec, stored: list[int]) -> Settings:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from driftlens.diagnostics.task_vectors import alignment_rows
-from driftlens.models.sources import content_digest
 from driftlens.pipeline.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.evaluation import accuracy_rows
+from driftlens.pipeline.identity import model_info
 from driftlens.pipeline.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
-from driftlens.records.manifest import LayerInfo, ModelInfo
+from driftlens.records.manifest import LayerInfo
 from driftlens.records.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ def run_phases(writer: RunWriter, study: Study, reporter: Reporter) -> None:
         DriftLensError: as for `driftlens.pipeline.analyze.analyze`.
     """
     with deterministic_algorithms(study.settings.deterministic):
-        run_phase(writer, "digests", lambda: _digest_models(writer, study))
+        run_phase(writer, "digests", lambda: digest_models(writer, study, study.pool.names))
         for task in study.tasks:
             diagnose_task(writer, study, task, reporter)
         if study.has_base:
-            run_phase(writer, "params", lambda: _compare_parameters(writer, study, reporter))
+            run_phase(writer, "params", lambda: compare_parameters(writer, study, reporter))
         for task in study.tasks:
             evaluate_task(writer, study, task, reporter)
 
@@ -43,7 +43,9 @@ def diagnose_task(writer: RunWriter, study: Study, task: str, reporter: Reporter
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.analyze`.
     """
-    run_phase(writer, f"analyze:{task}", lambda: _store(writer, task, diagnose(study, task, reporter)))
+    run_phase(
+        writer, f"analyze:{task}", lambda: store_diagnosis(writer, task, diagnose(study, task, reporter))
+    )
 
 
 def evaluate_task(
@@ -54,8 +56,12 @@ def evaluate_task(
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.analyze`.
     """
+    variants = [*study.variants, "expert"]
     run_phase(
-        writer, f"evaluate:{task}", lambda: _measure_accuracy(writer, study, task, reporter), again=again
+        writer,
+        f"evaluate:{task}",
+        lambda: measure_accuracy(writer, study, task, variants, reporter),
+        again=again,
     )
 
 
@@ -124,17 +130,13 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         writer.notice(notice)
 
 
-def _digest_models(writer: RunWriter, study: Study) -> None:
-    keys = study.pool.chain.parameter_keys()
-    models = {}
-    for name in study.pool.names:
-        source = study.pool.source(name)
-        count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
-        models[name] = ModelInfo(content_digest(source, keys), count, study.provenance.get(name, source.name))
-    writer.describe(models=models)
+def digest_models(writer: RunWriter, study: Study, names: Sequence[str]) -> None:
+    """Write down digest, size and origin of these models of the study's pool."""
+    writer.describe(models={name: model_info(study, name) for name in names})
 
 
-def _store(writer: RunWriter, task: str, found: TaskDiagnosis) -> None:
+def store_diagnosis(writer: RunWriter, task: str, found: TaskDiagnosis) -> None:
+    """Put what one task's walk found into the run; rows with other keys keep their exact values."""
     import pandas as pd
 
     writer.append("layers", pd.DataFrame(found.layers), replace=True)
@@ -155,7 +157,8 @@ def _stacked(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
-def _compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> None:
+def compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> None:
+    """Compare the task vectors of the study's variants with the experts'."""
     import pandas as pd
 
     pairs = [(task, variant) for task in study.tasks for variant in study.explained_variants]
@@ -167,10 +170,12 @@ def _compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> 
     writer.append("params", pd.DataFrame(rows), replace=True)
 
 
-def _measure_accuracy(writer: RunWriter, study: Study, task: str, reporter: Reporter) -> None:
+def measure_accuracy(
+    writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter
+) -> None:
+    """Score these variants on one task's test samples; `expert` is the task's own."""
     import pandas as pd
 
-    variants = [*study.variants, "expert"]
-    rows = accuracy_rows(study, task, variants, reporter)
+    rows = accuracy_rows(study, task, list(variants), reporter)
     if rows:
         writer.append("accuracy", pd.DataFrame(rows), replace=True)

@@ -20,11 +20,13 @@ class TaskSamples:
         diagnosis: the samples every diagnostic looks at.
         test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
         head: final features -> class scores; None when no classes are known.
+        calibration: the samples a calibrator may look at; None where there are none but the others.
     """
 
     diagnosis: SampleSet
     test: SampleSet | None = None
     head: Head | None = None
+    calibration: SampleSet | None = None
 
 
 @dataclass(frozen=True)

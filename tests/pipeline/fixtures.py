@@ -24,6 +24,13 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun
     return dl.analyze(world.spec(metrics={"jacobian": {"samples": 2}, "cka": True}), out=out, progress="none")
 
 
+@pytest.fixture(scope="session")
+def light(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A finished run of the same world without Jacobians, which take longest; read-only."""
+    out = tmp_path_factory.mktemp("light") / "run"
+    return dl.analyze(world.spec(metrics={"jacobian": False}), out=out, progress="none")
+
+
 @pytest.fixture
 def spec_file(tmp_path: pathlib.Path) -> pathlib.Path:
     """Where a test may write its spec."""

@@ -1,0 +1,118 @@
+"""The models that a calibration makes, written into the run and wherever else the user wants them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from driftlens.engine.pool import expert_of
+from driftlens.errors import RunError, SpecError
+from driftlens.files import PathLike
+from driftlens.models.export import save_model
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.sources import StateSource
+from driftlens.pipeline.calibrated_weights import Key, anchors, with_parameters
+from driftlens.pipeline.calibration_plan import CalibrationPlan
+from driftlens.pipeline.opening import OpenModels
+from driftlens.pipeline.study import Study
+from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.writer import RunWriter
+
+
+@torch.no_grad()
+def save_variants(
+    writer: RunWriter,
+    models: OpenModels,
+    study: Study,
+    plan: CalibrationPlan,
+    updates: Mapping[Key, Tensor],
+    info: CalibrationInfo,
+) -> None:
+    """Write the calibrated model, and its control where there is one, in the base's key names and dtypes.
+
+    Args:
+        writer: of the run; each file lands whole or not at all.
+        models: the run's checkpoints.
+        study: with base and merged model in its pool.
+        plan: of the calibration.
+        updates: what was solved.
+        info: what the header of each file repeats.
+
+    Raises:
+        NumericsError: a solution overflows in the base's dtype.
+        RunError: the disk is full.
+    """
+    pool = study.pool
+    like = pool.source("base") if study.has_base else pool.source(expert_of(next(iter(study.tasks))))
+    merged = pool.source("merged")
+    for variant, relative in plan.weights.items():
+        parameters: Mapping[Key, Tensor] = updates
+        if variant == plan.control:
+            rho = float(plan.hyperparameters["rho"])
+            parameters = anchors(pool.chain, merged, pool.source("base"), rho, updates)
+        source = with_parameters(pool.chain, merged, like, parameters)
+        with writer.file(relative) as path:
+            save_model(
+                models.architecture, _own_form(models), source, path, metadata=weights_metadata(variant, info)
+            )
+
+
+def export_variant(
+    models: OpenModels, saved: pathlib.Path, target: PathLike, metadata: Mapping[str, str], card: str
+) -> None:
+    """Write a calibrated model to a place of the user's: a state dict, or a folder with configuration and card.
+
+    Args:
+        models: the run's checkpoints.
+        saved: the run's file with the calibrated weights.
+        target: ending in `.safetensors` a state dict, anything else a folder.
+        metadata: strings for the header of the weights.
+        card: text of the folder's README.md.
+
+    Raises:
+        RunError: the place can't be written to.
+        SpecError: the base can't be saved in this form.
+    """
+    model = models.architecture.align(open_checkpoint(saved))
+    save_model(models.architecture, _own_form(models), model, target, metadata=metadata, card=card)
+
+
+def require_target(models: OpenModels, target: PathLike) -> None:
+    """Refuse a place that the calibrated model could not be written to, before anything is computed for it.
+
+    Raises:
+        RunError: it is a folder with something in it, or a file where a folder should be.
+        SpecError: the architecture can only be saved as a state dict.
+    """
+    place = pathlib.Path(target)
+    if place.suffix == ".safetensors":
+        if place.is_dir():
+            raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
+        return
+    if models.architecture.folder is None:
+        raise SpecError(
+            f"a {models.architecture.source} can only be saved as a state dict",
+            hint="Give a path ending in .safetensors.",
+        )
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise RunError(f"{place} exists already", hint="Choose another path, or remove it first.")
+
+
+def _own_form(models: OpenModels) -> StateSource:
+    """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
+    if models.base is not None:
+        return models.base
+    return models.sources[min(name for name in models.sources if name.startswith("expert:"))]
+
+
+def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
+    """What the header of a variant's weights says of it."""
+    return {
+        "variant": variant,
+        "calibration_method": info.method,
+        "calibration_parameters": json.dumps(dict(info.settings)),
+    }

@@ -1,0 +1,134 @@
+"""What a calibration has solved so far, layer by layer, so that one that was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from driftlens.engine.problems import CalibratedLayer, SiteReport
+from driftlens.errors import SpecError
+from driftlens.files import write_json_atomic
+from driftlens.models.saving import save_state_dict
+from driftlens.records import layout
+from driftlens.records.room import remove_tree
+
+_SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class SolvedLayer:
+    """One layer's solution.
+
+    Attributes:
+        updates: the layer's own parameter names -> calibrated values.
+        reports: one per site.
+        seconds: time since the calibration began, over all sittings.
+    """
+
+    updates: Mapping[str, Tensor]
+    reports: Sequence[SiteReport]
+    seconds: float
+
+
+class CalibrationScratch:
+    """The folder of one unfinished calibration inside a run; it belongs to nothing that a reader sees."""
+
+    def __init__(self, run: pathlib.Path, name: str) -> None:
+        """Nothing is read or written yet."""
+        self._folder = run / layout.SCRATCH / f"calibrate-{layout.escape(name)}"
+
+    def begin(self, settings: Mapping[str, Any], *, resume: bool) -> dict[int, SolvedLayer]:
+        """The layers solved before an interruption, by index; none when the calibration starts afresh.
+
+        Args:
+            settings: everything that the solutions depend on, as plain values.
+            resume: whether to go on; otherwise what is there is thrown away.
+
+        Raises:
+            SpecError: what is there was solved with other settings; the first difference is named.
+            RunError: the folder can't be written to.
+        """
+        if resume and self.is_there:
+            self.require_same(settings)
+            return {int(path.stem): _read(path) for path in self._files()}
+        self.remove()
+        write_json_atomic(self._folder / _SETTINGS, settings)
+        return {}
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a calibration of this name was begun and is not finished."""
+        return (self._folder / _SETTINGS).is_file()
+
+    def require_same(self, settings: Mapping[str, Any]) -> None:
+        """Refuse to go on with other settings; nothing happens where nothing was begun.
+
+        Raises:
+            SpecError: the first setting that differs.
+        """
+        if not self.is_there:
+            return
+        stored = json.loads((self._folder / _SETTINGS).read_text(encoding="utf-8"))
+        for name, value in settings.items():
+            if stored.get(name) != value:
+                raise SpecError(
+                    f"the interrupted calibration had another {name}: {_shown(stored.get(name))}, "
+                    f"now {_shown(value)}",
+                    hint="Resume with the same settings, models and samples, or start afresh without --resume.",
+                )
+
+    @property
+    def spill(self) -> pathlib.Path:
+        """A folder for features that don't fit into memory."""
+        return self._folder / "features"
+
+    @property
+    def seconds(self) -> float:
+        """What the layers solved so far took, over all sittings."""
+        return max((float(_metadata(path)["seconds"]) for path in self._files()), default=0.0)
+
+    def keep(self, layer: CalibratedLayer, seconds: float) -> None:
+        """Store one layer's solution, whole or not at all.
+
+        Args:
+            layer: what was solved.
+            seconds: time since the calibration began, over all sittings.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
+        file = self._folder / f"{layer.layer:03d}.safetensors"
+        save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
+
+    def remove(self) -> None:
+        """Throw everything away."""
+        remove_tree(self._folder)
+
+    def _files(self) -> list[pathlib.Path]:
+        return sorted(self._folder.glob("*.safetensors"))
+
+
+def _metadata(path: pathlib.Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())
+
+
+def _read(path: pathlib.Path) -> SolvedLayer:
+    with safe_open(path, framework="pt") as file:
+        updates = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
+    stored = _metadata(path)
+    reports = tuple(SiteReport(**report) for report in json.loads(stored["reports"]))
+    return SolvedLayer(updates, reports, float(stored["seconds"]))
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

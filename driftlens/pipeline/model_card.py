@@ -1,0 +1,195 @@
+"""The card that travels with a calibrated model: what it was made from, how, on which data, and how well it does."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from driftlens.records.before_after import Outcome, credit_sentences, outcomes
+from driftlens.records.intervals import mcnemar
+from driftlens.records.layout import SPEC
+from driftlens.records.manifest import ModelInfo
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import calibrated, title
+from driftlens.spec.yaml_text import from_yaml, to_yaml
+
+_SPECIAL = re.compile(r"[\\`*_{}\[\]#|~<>&$@]|:(?=//)|(?<=www)\.")
+"""What Markdown would read as more than text; the last two make links of bare addresses."""
+_ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+_LIBRARIES = {"open-clip": "open_clip", "hf-clip": "transformers"}
+_SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
+
+
+def model_card(run: DriftRun, name: str) -> str:
+    """Markdown with the Hub's front matter, made from the run's tables and manifest alone.
+
+    Names that a user chose are escaped, and of local paths only the last part is shown.
+
+    Args:
+        run: with the finished calibration.
+        name: of the calibration.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    found = outcomes(run, name)
+    parts = [
+        _front_matter(run),
+        f"# {escaped(run.name)}: {escaped(title(calibrated(name)))}",
+        _introduction(run),
+        "## How it was made\n\n" + _recipe(run, name),
+        "## Models\n\n" + _models(run, name),
+        "## Calibration data\n\n" + _calibration_data(run, name),
+        "## Before and after\n\n" + _results(run, name, found),
+        "## What to know\n\n" + _notices(run, name),
+        "## Versions\n\n" + ", ".join(_versions(run)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown, and the HTML it may become, shows as it is, on one line."""
+    line = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    return _SPECIAL.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), line)
+
+
+def _front_matter(run: DriftRun) -> str:
+    values: dict[str, Any] = {"tags": ["model-merging", "feature-calibration", "driftlens"]}
+    library = _LIBRARIES.get(str(run.manifest.architecture.get("loader")))
+    if library is not None:
+        values["library_name"] = library
+    origins = [info.source for model, info in run.manifest.models.items() if _is_parent(model)]
+    hub = [origin for origin in origins if _is_hub_id(origin)]
+    if hub:
+        values |= {"base_model": hub, "base_model_relation": "merge"}
+    return f"---\n{to_yaml(values)}---"
+
+
+def _introduction(run: DriftRun) -> str:
+    tasks = ", ".join(escaped(task) for task in run.tasks)
+    text = (
+        f"One model merged from {len(run.tasks)} experts ({tasks}) and calibrated in closed form, layer by layer, "
+        "so that its features follow each expert's. Same architecture, no added modules."
+    )
+    if run.manifest.synthetic:
+        text += "\n\n**Synthetic demo**: images and models were made by DriftLens itself; the numbers are no benchmark."
+    return text
+
+
+def _recipe(run: DriftRun, name: str) -> str:
+    info = run.manifest.calibrations[name]
+    merge = _merge_of(run)
+    rows = [("Merge", merge), ("Calibration", f"{escaped(info.method)} on layers {_ranges(info.layers)}")]
+    rows += [(escaped(key), escaped(_value(value))) for key, value in info.settings.items()]
+    rows.append(("Time", f"{info.seconds:.1f} s on {escaped(run.manifest.device)}, without the analysis"))
+    return _table(("Setting", "Value"), rows)
+
+
+def _merge_of(run: DriftRun) -> str:
+    spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
+    merge = spec.get("merge") if isinstance(spec, Mapping) else None
+    if not merge:
+        return "a given checkpoint"
+    parameters = ", ".join(f"{key} {_value(value)}" for key, value in merge.items() if key != "method")
+    return escaped(f"{merge['method']}{f' ({parameters})' if parameters else ''}")
+
+
+def _models(run: DriftRun, name: str) -> str:
+    wanted = {model: info for model, info in run.manifest.models.items() if _is_parent(model)}
+    wanted[calibrated(name)] = run.manifest.models[calibrated(name)]
+    rows = [
+        (escaped(model), escaped(_origin(model, info)), f"`{info.digest}`") for model, info in wanted.items()
+    ]
+    return _table(("Model", "From", "SHA-256 of the weights"), rows)
+
+
+def _calibration_data(run: DriftRun, name: str) -> str:
+    info, digests = run.manifest.calibrations[name], run.manifest.calibrations[name].sample_digests
+    rows = [(escaped(task), str(count), f"`{digests[task]}`") for task, count in info.samples.items()]
+    text = _table(("Task", "Samples", "SHA-256 of their ids"), rows)
+    return f"Inputs only: no label was used, and no test sample.\n\n{text}"
+
+
+def _results(run: DriftRun, name: str, found: Sequence[Outcome]) -> str:
+    header = ("Task", "Model", "Final L2 drift", "Cosine to expert", "Accuracy", "95 % interval (Wilson)")
+    rows = [(escaped(entry.task), escaped(title(entry.variant)), *_cells(entry)) for entry in found]
+    lines = [escaped(text) for text in [*credit_sentences(run, name), *_paired(run, name)]]
+    return "\n\n".join([_table(header, rows), *lines])
+
+
+def _cells(entry: Outcome) -> tuple[str, str, str, str]:
+    is_expert = entry.variant == "expert"
+    numbers = [
+        "" if is_expert or math.isnan(value) else f"{value:.4g}" for value in (entry.drift, entry.cosine)
+    ]
+    if math.isnan(entry.accuracy):
+        return numbers[0], numbers[1], "not measured", ""
+    interval = f"{100 * entry.low:.1f} to {100 * entry.high:.1f} %"
+    return numbers[0], numbers[1], f"{100 * entry.accuracy:.1f} % of {entry.n}", interval
+
+
+def _paired(run: DriftRun, name: str) -> list[str]:
+    """The same labelled samples before and after: what changed, with the interval that pairing allows."""
+    sentences = []
+    for task in run.tasks:
+        before, after = (run.outputs(task, variant) for variant in ("merged", calibrated(name)))
+        if before.empty or before["label"].isna().any():
+            continue
+        # Both tables list the diagnosis samples in the run's order.
+        change = mcnemar(*((rows["pred"] == rows["label"]).to_numpy(dtype=bool) for rows in (before, after)))
+        sentences.append(
+            f"{task}: of {change.n} diagnosis samples {change.gained} became right and {change.lost} wrong "
+            f"({100 * change.difference:+.1f} points, 95 % interval {100 * change.ci_low:+.1f} to "
+            f"{100 * change.ci_high:+.1f}; McNemar p = {change.p_value:.2g})."
+        )
+    return sentences
+
+
+def _notices(run: DriftRun, name: str) -> str:
+    lines = [
+        "Accuracy is measured on the run's test samples, drift and paired changes on its diagnosis samples.",
+        *run.manifest.warnings,
+        *run.manifest.calibrations[name].notices,
+    ]
+    return "\n".join(f"- {escaped(line)}" for line in lines)
+
+
+def _versions(run: DriftRun) -> list[str]:
+    versions = run.manifest.versions
+    return [escaped(f"{name} {versions[name]}") for name in _SHOWN_VERSIONS if name in versions]
+
+
+def _is_parent(model: str) -> bool:
+    return model in ("base", "merged") or model.startswith("expert:")
+
+
+def _origin(model: str, info: ModelInfo) -> str:
+    if not _is_parent(model):
+        return "this model"
+    return info.source if _is_hub_id(info.source) else pathlib.PurePath(info.source).name
+
+
+def _is_hub_id(origin: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", origin))
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Layer indices as 2 to 13, or listed where they are not consecutive."""
+    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(map(str, layers))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

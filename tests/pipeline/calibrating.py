@@ -1,0 +1,60 @@
+"""What tests of a calibration share: copies of a finished run, and frames that must not move."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+from driftlens.errors import Cancelled
+from driftlens.pipeline.calibrate import calibrate
+from driftlens.pipeline.calibration_request import CalibrationRequest
+from driftlens.progress import CancelToken, ProgressEvent
+from driftlens.records.run import DriftRun
+
+TABLES = ("layers", "samples", "outputs", "params", "accuracy")
+NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
+
+
+def copied(run: DriftRun, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of a run that a test may add to."""
+    return pathlib.Path(shutil.copytree(run.path, folder))
+
+
+def request(name: str = NAME, **changes: Any) -> CalibrationRequest:
+    return CalibrationRequest(name, **changes)
+
+
+def calibrate_until(folder: pathlib.Path, stop: Callable[[ProgressEvent], bool], **options: Any) -> None:
+    """A calibration that is cancelled as soon as `stop` says so of an event."""
+    token = CancelToken()
+
+    def watch(event: ProgressEvent) -> None:
+        if stop(event):
+            token.cancel()
+
+    try:
+        calibrate(folder, request(), on_progress=watch, cancel=token, **options)
+    except Cancelled:
+        return
+    raise AssertionError("the calibration was not stopped")
+
+
+def same_rows(found: DriftRun, expected: DriftRun) -> None:
+    """Every row of `expected` stands in `found`, bit for bit."""
+    for table in TABLES:
+        rows, wanted = getattr(found, table)(), getattr(expected, table)()
+        rows = rows[rows["variant"].isin(set(wanted["variant"]))].reset_index(drop=True)
+        pd.testing.assert_frame_equal(rows, wanted, check_exact=True, obj=table)
+
+
+def files_of(folder: pathlib.Path) -> dict[str, bytes]:
+    """Every file below a folder by its relative path."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -1,0 +1,279 @@
+"""Calibrations of one run: interrupted, resumed, replaced, beside one another, and all that is refused."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import driftlens as dl
+from driftlens.errors import (
+    CheckpointError,
+    DataError,
+    DriftLensError,
+    LayerNotFoundError,
+    RunError,
+    SpecError,
+)
+from driftlens.pipeline.analyze import analyze, evaluate
+from driftlens.pipeline.calibrate import calibrate
+from driftlens.progress import ProgressEvent
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.status import read_status
+from driftlens.records.verify import verify
+from tests.cases import Stack, perturbed, with_seed
+from tests.pipeline.calibrating import (
+    CONTROL,
+    NAME,
+    VARIANT,
+    calibrate_until,
+    copied,
+    files_of,
+    request,
+    same_rows,
+)
+from tests.pipeline.world import TASKS, World, build
+
+WEIGHTS = f"calibrations/{NAME}/weights.safetensors"
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+    return copied(light, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """The finished run, calibrated without interruption."""
+    return calibrate(copied(light, tmp_path_factory.mktemp("whole") / "run"), request())
+
+
+def in_layer(layer: int) -> Any:
+    return lambda event: event.phase == "calibrate" and event.label.startswith(f"layer {layer} of")
+
+
+def analysing(event: ProgressEvent) -> bool:
+    return event.phase == "analyze" and event.done > 2
+
+
+def evaluating(event: ProgressEvent) -> bool:
+    return event.phase == "evaluate" and event.done > 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "solved"),
+    [(in_layer(2), 0), (in_layer(3), 1), (in_layer(4), 2), (analysing, 3), (evaluating, 3)],
+    ids=["first layer", "second layer", "last layer", "while analyzing", "while evaluating"],
+)
+def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
+    folder: pathlib.Path, light: DriftRun, whole: DriftRun, stop: Any, solved: int
+) -> None:
+    calibrate_until(folder, stop)
+    half = open_run(folder)
+    assert half.variants == light.variants and not half.manifest.calibrations
+    assert half.calibration().empty and len(half.layers()) == len(light.layers())
+    status = read_status(folder)
+    assert status is not None and status.state == "cancelled"
+    assert (folder / WEIGHTS).exists() == (solved == 3), "no weights before every layer is solved"
+    kept = {file.name: file.stat().st_mtime_ns for file in (folder / "scratch").rglob("*.safetensors")}
+    assert sorted(kept) == [f"{layer:03d}.safetensors" for layer in range(2, 2 + solved)]
+
+    events: list[ProgressEvent] = []
+    resumed = calibrate(folder, request(), resume=True, on_progress=events.append)
+    began = {event.label.split(",")[0] for event in events if event.phase == "calibrate"}
+    assert (
+        not any(label.startswith(f"layer {layer} ") for layer in range(2, 2 + solved) for label in began)
+        or solved < 3
+    )
+    assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
+    same_rows(resumed, whole)
+    history = [run.calibration(NAME).drop(columns="seconds") for run in (resumed, whole)]
+    pd.testing.assert_frame_equal(*history, check_exact=True)
+    assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and verify(folder).ok
+
+
+def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
+    folder: pathlib.Path, whole: DriftRun
+) -> None:
+    calibrate_until(folder, in_layer(3))
+    for changed, words in ((request(parameters={"lam": 0.1}), "settings"), (request(samples=2), "samples")):
+        with pytest.raises(SpecError, match=f"another {words}"):
+            calibrate(folder, changed, resume=True)
+    fresh = calibrate(folder, request())
+    same_rows(fresh, whole)
+
+
+def test_a_name_is_given_once_unless_it_is_to_be_replaced(
+    folder: pathlib.Path, light: DriftRun, whole: DriftRun
+) -> None:
+    calibrate(folder, request(parameters={"lam": 2.0}))
+    before = files_of(folder)
+    with pytest.raises(SpecError, match="has a calibration 'featcal' already"):
+        calibrate(folder, request())
+    with pytest.raises(SpecError, match="finished, with other settings"):
+        calibrate(folder, request(), resume=True)
+    assert files_of(folder) == before, "a refusal should leave no trace"
+    replaced = calibrate(folder, request(), replace=True)
+    same_rows(replaced, whole)
+    assert replaced.variants == whole.variants and verify(folder).ok
+    assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
+    # With rho = 1 there is no control any more, and the earlier one's must not stay.
+    calibrate(folder, request(parameters={"rho": 1.0}), replace=True)
+    assert open_run(folder).variants == (*light.variants, VARIANT)
+    assert (
+        not list((folder / "features").rglob("*anchor*"))
+        and not (folder / f"calibrations/{NAME}/anchor.safetensors").exists()
+    )
+
+
+def test_resuming_what_is_finished_only_saves_it_elsewhere(whole: DriftRun, tmp_path: pathlib.Path) -> None:
+    folder = copied(whole, tmp_path / "run")
+    target = tmp_path / "out.safetensors"
+    calibrate(folder, request(), resume=True, save_weights=target)
+    ours, theirs = load_file(target), load_file(whole.path / WEIGHTS)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    same_rows(open_run(folder), whole)
+
+
+def test_calibrations_stand_beside_one_another(light: DriftRun, folder: pathlib.Path) -> None:
+    first = calibrate(folder, request("one", parameters={"rho": 1.0}))
+    second = calibrate(folder, request("two", parameters={"lam": 5.0}))
+    assert second.variants == (*light.variants, "calibrated:one", "baseline:two-anchor", "calibrated:two")
+    assert second.manifest.calibrations["one"].control == "", "with rho = 1 the anchor is the merged model"
+    same_rows(second, first)
+    pd.testing.assert_frame_equal(second.calibration("one"), first.calibration("one"))
+    scored = evaluate(folder, again=True).accuracy().sort_values(["task", "variant"]).reset_index(drop=True)
+    expected = second.accuracy().sort_values(["task", "variant"]).reset_index(drop=True)
+    pd.testing.assert_frame_equal(scored, expected)
+
+
+def test_a_run_calibrates_itself_with_a_calibrator(folder: pathlib.Path, whole: DriftRun) -> None:
+    events: list[ProgressEvent] = []
+    after = open_run(folder).calibrate(
+        dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name=NAME, on_progress=events.append
+    )
+    same_rows(after, whole)
+    assert {event.phase for event in events} == {"check", "calibrate", "analyze", "params", "evaluate"}
+    with pytest.raises(SpecError, match="no registered calibrator"):
+        open_run(folder).calibrate(object(), name="other")
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"parameters": {"lam": -1.0}}, SpecError, "lam"),
+        ({"parameters": {"lam": float("nan")}}, SpecError, "lam"),
+        ({"parameters": {"alpha": 1.5}}, SpecError, "alpha"),
+        ({"parameters": {"alfa": 0.5}}, SpecError, "Did you mean 'alpha'"),
+        ({"method": "featcall"}, SpecError, "Did you mean 'featcal'"),
+        ({"preset": "paper-klip"}, SpecError, "Did you mean 'paper-clip'"),
+        ({"layers": ["*.resblock.*"]}, LayerNotFoundError, "resblocks"),
+        ({"sites": ["*.mlp.c_fo"]}, LayerNotFoundError, "c_fc"),
+        ({"layers": [99]}, LayerNotFoundError, "no layer 99"),
+        ({"samples": 7}, DataError, "holds 6"),
+    ],
+    ids=["lam below 0", "lam not a number", "alpha above 1", "unknown parameter", "unknown method", "unknown preset",
+         "layer pattern", "site pattern", "layer number", "too many samples"],
+)  # fmt: skip
+def test_what_can_not_be_is_refused_before_anything_is_touched(
+    folder: pathlib.Path, asked: dict[str, Any], error: type[DriftLensError], words: str
+) -> None:
+    before = files_of(folder)
+    with pytest.raises(error, match=words):
+        calibrate(folder, request(**asked))
+    assert files_of(folder) == before
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a:b", ".hidden", "a b"])
+def test_a_name_is_one_plain_word(name: str) -> None:
+    with pytest.raises(SpecError, match="can't be the name"):
+        request(name)
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_computed(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").write_text("mine")
+    before = files_of(folder)
+    with pytest.raises(RunError, match="exists already"):
+        calibrate(folder, request(), save_weights=tmp_path / "taken")
+    assert files_of(folder) == before
+
+
+@pytest.mark.parametrize("name", ["base", TASKS[1]])
+def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: pathlib.Path, name: str) -> None:
+    world = build(tmp_path / "models")
+    spec = world.spec(metrics={"jacobian": False}, heads=None)
+    analyze(spec, out=tmp_path / "run")
+    calibrate_until(tmp_path / "run", in_layer(3))
+    weights = world.state(name)
+    key = "visual.transformer.resblocks.1.mlp.c_fc.bias"
+    save_file(weights | {key: weights[key] + 1e-6}, world.weights(name))
+    before = files_of(tmp_path / "run")
+    who = name if name == "base" else f"expert:{name}"
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match=f"^{who} is not the model that the run was made with"):
+            calibrate(tmp_path / "run", request(), resume=resume)
+    with pytest.raises(CheckpointError, match=f"^{who} is not the model"):
+        analyze(spec, out=tmp_path / "run", resume=True)
+    assert files_of(tmp_path / "run") == before
+
+
+def test_data_that_changed_since_the_run_is_refused(
+    world: World, light: DriftRun, folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    text = (folder / "spec.yaml").read_text(encoding="utf-8")
+    shorter = shutil.copy(world.data(TASKS[1]), tmp_path / "other.npz")
+    with np.load(shorter) as arrays:
+        cut = {name: array[:-2] if name.endswith("_test") else array for name, array in arrays.items()}
+    np.savez(shorter, **cut)
+    (folder / "spec.yaml").write_text(text.replace(str(world.data(TASKS[1])), str(shorter)), encoding="utf-8")
+    with pytest.raises(
+        DataError, match=f"test samples of task {TASKS[1]} are not those of the run|diagnosis samples"
+    ):
+        calibrate(folder, request())
+
+
+def test_a_run_that_is_unfinished_is_refused(world: World, tmp_path: pathlib.Path) -> None:
+    token = dl.CancelToken()
+
+    def stop(event: ProgressEvent) -> None:
+        if event.phase == "analyze" and event.done > 3:
+            token.cancel()
+
+    with pytest.raises(dl.errors.Cancelled):
+        dl.analyze(world.spec(), out=tmp_path / "run", progress="none", on_progress=stop, cancel=token)
+    with pytest.raises(RunError, match="unfinished"):
+        calibrate(tmp_path / "run", request())
+
+
+def test_live_modules_can_not_be_added_to_and_say_so(tmp_path: pathlib.Path) -> None:
+    base = with_seed(Stack)()
+    data = {"task": torch.randn(6, 5, generator=torch.Generator().manual_seed(0))}
+    modules = {"merged": perturbed(base, 1), "experts": {"task": perturbed(base, 2)}}
+    dl.analyze(**modules, data=data, blocks="blocks", out=tmp_path / "run", progress="none")
+    before = files_of(tmp_path / "run")
+    with pytest.raises(SpecError, match="made from live modules"):
+        calibrate(tmp_path / "run", request())
+    with pytest.raises(SpecError, match="made from live modules"):
+        evaluate(tmp_path / "run", again=True)
+    assert files_of(tmp_path / "run") == before
+
+
+def test_a_baseline_called_like_the_control_is_in_the_way(world: World, tmp_path: pathlib.Path) -> None:
+    spec = world.one_task(
+        baselines={"x-anchor": {"weights": str(world.weights(TASKS[1]))}},
+        metrics={"jacobian": False},
+        heads=None,
+    )
+    dl.analyze(spec, out=tmp_path / "run", progress="none")
+    with pytest.raises(SpecError, match="is a baseline of the run"):
+        calibrate(tmp_path / "run", request("x"))
+    assert CONTROL not in calibrate(tmp_path / "run", request("y", parameters={"rho": 1})).variants

@@ -1,0 +1,200 @@
+"""What a calibration may be asked: which layers, how many samples, which settings, with or without a base."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import driftlens as dl
+from driftlens.errors import DataError, SpecError
+from driftlens.pipeline.calibrate import calibrate
+from driftlens.pipeline.calibration_dry_run import rehearse
+from driftlens.pipeline.calibration_request import CalibrationRequest, calibrator_of
+from driftlens.pipeline.study import Study
+from driftlens.progress import Reporter
+from driftlens.records.manifest import ids_digest
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from driftlens.spec.sections import Calibration
+from tests.pipeline.calibrating import NAME, VARIANT, calibrate_until, copied, files_of, request
+from tests.pipeline.world import TASKS, World
+
+QUICK: dict[str, Any] = {"metrics": {"jacobian": False}, "heads": None}
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+    return copied(light, tmp_path / "run")
+
+
+def weights(run: DriftRun) -> dict[str, torch.Tensor]:
+    return load_file(run.path / f"calibrations/{NAME}/weights.safetensors")
+
+
+def moved_blocks(run: DriftRun) -> set[int]:
+    """Blocks in which the calibrated model differs from the merged one."""
+    merged = load_file(run.path / "models/merged.safetensors")
+    changed = [key for key, value in weights(run).items() if not torch.equal(value, merged[key])]
+    return {int(key.split("resblocks.")[1].split(".")[0]) for key in changed}
+
+
+@pytest.mark.parametrize(
+    ("section", "asked", "expected"),
+    [
+        (None, {}, (0.05, 2.0, 0.3)),
+        (Calibration(preset="demo-clip"), {}, (0.05, 2.2, 0.25)),
+        (Calibration(preset="demo-clip", lam=0.7), {}, (0.7, 2.2, 0.25)),
+        (Calibration(lam=0.7), {"preset": "flan-t5"}, (1e-5, 2.0, 0.6)),
+        (Calibration(lam=0.7, alpha=0.1), {"preset": "flan-t5", "parameters": {"lam": 3.0}}, (3.0, 2.0, 0.6)),
+        (Calibration(alpha=0.1), {"parameters": {"rho": 1.5}}, (0.05, 1.5, 0.1)),
+    ],
+    ids=["defaults", "spec's preset", "spec over its preset", "preset over spec", "flag over preset", "flag and spec"],
+)  # fmt: skip
+def test_flags_stand_over_presets_and_presets_over_the_spec(
+    section: Calibration | None, asked: dict[str, Any], expected: tuple[float, ...]
+) -> None:
+    found = calibrator_of(CalibrationRequest("x", **asked), section).get_params()
+    assert (found["lam"], found["rho"], found["alpha"]) == expected
+
+
+def test_top_layers_are_those_with_the_largest_mean_share(finished: DriftRun, tmp_path: pathlib.Path) -> None:
+    folder = copied(finished, tmp_path / "run")
+    rows = finished.layers(variant="merged").query("role == 'block'")
+    shares = {layer: rows[rows["layer"] == layer]["final_share"].mean() for layer in (2, 3, 4)}
+    best = max(shares, key=lambda layer: shares[layer])
+    run = calibrate(folder, request(top_layers=1))
+    assert run.manifest.calibrations[NAME].layers == [best] and moved_blocks(run) == {best - 2}
+
+
+def test_top_layers_need_the_shares_of_all_blocks(folder: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="of 0 of 3 blocks"):
+        calibrate(folder, request(top_layers=1))
+
+
+def test_patterns_choose_layers_and_sites(folder: pathlib.Path) -> None:
+    run = calibrate(folder, request(layers=["*.resblocks.1"], sites=["*.mlp.*"]))
+    rows = run.calibration(NAME)
+    block = (
+        "visual.transformer.resblocks.1"
+        if rows["site"][0].startswith("visual")
+        else "transformer.resblocks.1"
+    )
+    assert rows["site"].tolist() == [f"{block}.mlp.c_fc", f"{block}.mlp.c_proj"] and moved_blocks(run) == {1}
+
+
+def test_fewer_samples_are_the_beginning_of_those_drawn(folder: pathlib.Path, light: DriftRun) -> None:
+    run = calibrate(folder, request(samples=2))
+    info = run.manifest.calibrations[NAME]
+    assert info.samples == dict.fromkeys(TASKS, 2)
+    assert info.sample_digests == {
+        task: ids_digest(light.sample_ids(task, "calibration")[:2]) for task in TASKS
+    }
+
+
+def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
+    folder: pathlib.Path, light: DriftRun
+) -> None:
+    run = calibrate(folder, request(samples=6))
+    assert run.manifest.calibrations[NAME].samples == dict.fromkeys(TASKS, 6)
+    assert run.manifest.sample_ids == light.manifest.sample_ids
+
+
+def test_a_chooser_sees_calibration_samples_and_no_label(folder: pathlib.Path, light: DriftRun) -> None:
+    seen: list[Study] = []
+
+    def choose(study: Study, start: Any, reporter: Reporter) -> Any:
+        seen.append(study)
+        reporter.step("choose", 1, 1)
+        assert open_run(folder).status.phase == "choose", "whoever watches the run sees it"
+        return type(start)(**start.get_params() | {"lam": 7.0, "rho": 1.0})
+
+    run = calibrate(folder, request(samples=3), choose=choose)
+    assert (
+        set(run.calibration(NAME)["lam"]) == {7.0} and run.manifest.calibrations[NAME].settings["lam"] == 7.0
+    )
+    for task, at_hand in seen[0].tasks.items():
+        assert at_hand.test is None and at_hand.calibration is not None
+        for samples in (at_hand.calibration, at_hand.diagnosis):
+            assert samples.ids == light.sample_ids(task, "calibration")[:3] and samples.labels is None
+
+
+def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: pathlib.Path) -> None:
+    spec = world.spec(base=None, merge={"method": "average"}, **QUICK)
+    dl.analyze(spec, out=tmp_path / "run", progress="none")
+    with pytest.raises(SpecError, match="there is no base"):
+        calibrate(tmp_path / "run", request())
+    run = calibrate(tmp_path / "run", request(parameters={"rho": 1.0}))
+    assert run.variants == ("merged", VARIANT) and run.params().empty
+    experts = [world.state(task) for task in TASKS]
+    assert {f"visual.{key}" for key in weights(run)} == {
+        key for key in experts[0] if key.startswith("visual.")
+    }
+
+
+def test_a_merged_model_in_half_precision_does_not_round_the_control(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    half = {key: value.half() for key, value in world.state(TASKS[1]).items()}
+    save_file(half, tmp_path / "merged.safetensors")
+    spec = world.one_task(merge=None, merged={"weights": str(tmp_path / "merged.safetensors")}, **QUICK)
+    dl.analyze(spec, out=tmp_path / "run", progress="none")
+    run = calibrate(tmp_path / "run", request())
+    assert {value.dtype for value in weights(run).values()} == {torch.float32}
+    control = load_file(run.path / f"calibrations/{NAME}/anchor.safetensors")
+    key = "visual.transformer.resblocks.0.mlp.c_fc.weight"
+    expected = 2 * half[key].double() - world.state("base")[key].double()
+    torch.testing.assert_close(control[key].double(), expected, rtol=1e-7, atol=1e-9)
+
+
+def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: pathlib.Path) -> None:
+    before = files_of(folder)
+    found = rehearse(folder, request(preset="paper-clip"))
+    assert found.exit_code == 0 and found.text().endswith("ready")
+    said = {finding.subject: finding.text for finding in found.findings}
+    assert "lam 0.05" in said["settings"] and "rho 2.0" in said["settings"]
+    assert said["samples"] == ", ".join(f"{task} 4" for task in TASKS)
+    assert found.cost is not None and found.cost.seconds is not None
+    assert 0 < found.cost.disk_bytes < 1e9 and found.cost.memory_bytes > 1e6 and found.cost.seconds > 0
+    assert found.as_dict()["estimate"]["disk_bytes"] == found.cost.disk_bytes
+    assert files_of(folder) == before
+
+
+def test_a_rehearsal_lists_every_obstacle(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    calibrate(folder, request())
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").write_text("mine")
+    with RunWriter.resume(folder):
+        before = files_of(folder)
+        found = rehearse(folder, request(), save_weights=tmp_path / "taken")
+        assert files_of(folder) == before
+    problems = {finding.subject for finding in found.problems}
+    assert problems == {"lock", "name", "save-weights"} and found.exit_code == 5
+    for asked, subject in (({"parameters": {"alpha": 2.0}}, "run"), ({"layers": ["nosuch"]}, "run")):
+        refused = rehearse(folder, request("other", **asked))
+        assert [finding.subject for finding in refused.problems] == [subject] and refused.exit_code == 2
+
+
+def test_a_rehearsal_of_resuming_compares_settings(folder: pathlib.Path) -> None:
+    calibrate_until(folder, lambda event: event.phase == "calibrate" and event.done > 2)
+    assert rehearse(folder, request(), resume=True).exit_code == 0
+    refused = rehearse(folder, request(parameters={"lam": 1.0}), resume=True)
+    assert [finding.subject for finding in refused.problems] == ["name"]
+
+
+def test_the_estimate_of_disk_is_near_what_is_written(folder: pathlib.Path, light: DriftRun) -> None:
+    found = rehearse(folder, request())
+    calibrate(folder, request())
+    new = sum(len(data) for name, data in files_of(folder).items() if name not in files_of(light.path))
+    assert found.cost is not None
+    assert 0.3 < found.cost.disk_bytes / new < 3
+
+
+def test_samples_that_are_not_there_are_counted(folder: pathlib.Path) -> None:
+    with pytest.raises(DataError) as caught:
+        calibrate(folder, request(samples=1000))
+    assert "1000" in caught.value.message and np.isfinite(caught.value.context["available"])

@@ -1,0 +1,168 @@
+"""`FeatCal.fit`: live modules in, a calibrated copy out, and nothing but torch and the tables needed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import driftlens as dl
+from driftlens.errors import LayerNotFoundError, SpecError
+from driftlens.pipeline.calibrate import calibrate
+from driftlens.progress import ProgressEvent
+from driftlens.records.run import DriftRun
+from tests.cases import Stack, perturbed, with_seed
+from tests.pipeline.calibrating import copied, request
+from tests.pipeline.test_live import python
+from tests.pipeline.world import TASKS, World, clip, merged_weights, pixels
+
+
+def samples(n: int = 24, width: int = 5) -> Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(0))
+
+
+def stacks() -> tuple[nn.Module, nn.Module, nn.Module]:
+    base = with_seed(Stack)().eval()
+    return base, perturbed(base, 1), perturbed(base, 2)
+
+
+def test_modules_give_the_weights_of_their_checkpoints(
+    world: World, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    run = calibrate(copied(light, tmp_path / "run"), request())
+    data = {task: pixels(world.data(task), light.sample_ids(task, "calibration")).float() for task in TASKS}
+    calibrator = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3)
+    fitted = calibrator.fit(
+        clip(merged_weights(world)).visual,
+        clip(world.state("base")).visual,
+        {task: clip(world.state(task)).visual for task in TASKS},
+        data,
+    )
+    assert fitted is calibrator
+    saved = load_file(run.path / "calibrations/featcal/weights.safetensors")
+    for name, value in calibrator.model_.state_dict().items():
+        torch.testing.assert_close(value, saved[f"visual.{name}"], rtol=1e-4, atol=1e-5)
+    history = run.calibration("featcal")
+    assert calibrator.history_["site"].tolist() == history["site"].tolist() == list(calibrator.modules_)
+    assert calibrator.history_["objective_after"].tolist() == pytest.approx(
+        history["objective_after"], rel=1e-3
+    )
+
+
+def test_the_modules_that_are_handed_in_stay_as_they_are() -> None:
+    base, merged, expert = stacks()
+    modules = {"base": base, "merged": merged.train(), "expert": expert}
+    before = {
+        name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in modules.items()
+    }
+    calibrator = dl.FeatCal().fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks")
+    for name, module in modules.items():
+        assert all(torch.equal(value, before[name][key]) for key, value in module.state_dict().items()), name
+    assert merged.training and calibrator.model_ is not merged and not calibrator.model_.training
+    moved = {
+        key
+        for key, value in calibrator.model_.state_dict().items()
+        if not torch.equal(value, before["merged"][key])
+    }
+    assert moved and all(key.startswith("blocks.") for key in moved)
+
+
+def test_one_expert_that_is_the_merged_model_moves_nothing() -> None:
+    _, merged, _ = stacks()
+    calibrator = dl.FeatCal(rho=1.0).fit(merged, None, {"task": merged}, {"task": samples()}, blocks="blocks")
+    for key, value in calibrator.model_.state_dict().items():
+        torch.testing.assert_close(value, merged.state_dict()[key], rtol=1e-6, atol=1e-6)
+
+
+def test_blocks_that_were_spoiled_are_found_again() -> None:
+    base, _, expert = stacks()
+    spoiled = copy.deepcopy(expert)
+    spoiled.blocks.load_state_dict(base.blocks.state_dict())
+    calibrator = dl.FeatCal(lam=1e-9, rho=1.0, alpha=1.0)
+    model = calibrator.fit(spoiled, None, {"task": expert}, {"task": samples(64)}, blocks="blocks").model_
+    for key, value in expert.state_dict().items():
+        torch.testing.assert_close(
+            model.state_dict()[key], value, rtol=0, atol=1e-3
+        )  # moments of float32 features
+        is_spoiled = key.startswith("blocks.")
+        assert not is_spoiled or (spoiled.state_dict()[key] - value).abs().max() > 0.02
+
+
+def test_settings_are_those_of_the_constructor_after_fitting_too() -> None:
+    base, merged, expert = stacks()
+    calibrator = dl.FeatCal(lam=0.5)
+    before = calibrator.get_params()
+    calibrator.fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks", layers=[3])
+    assert calibrator.get_params() == before and set(calibrator.history_["layer"]) == {3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "error"),
+    [
+        ({"alpha": 2.0}, {}, SpecError),
+        ({"lam": -1.0}, {}, SpecError),
+        ({}, {"base": None}, SpecError),
+        ({}, {"layers": ["nosuch.*"]}, LayerNotFoundError),
+        ({}, {"data": {"other": samples()}}, SpecError),
+    ],
+    ids=["alpha", "lam", "no base", "layers", "tasks"],
+)
+def test_what_can_not_be_is_refused(
+    settings: dict[str, Any], options: dict[str, Any], error: type[Exception]
+) -> None:
+    base, merged, expert = stacks()
+    given = {
+        "base": base,
+        "experts": {"task": expert},
+        "data": {"task": samples()},
+        "blocks": "blocks",
+    } | options
+    calibrator = dl.FeatCal(**settings)
+    with pytest.raises(error):
+        calibrator.fit(merged, **given)
+    assert not hasattr(calibrator, "model_")
+
+
+def test_progress_is_told_and_a_token_stops_it() -> None:
+    base, merged, expert = stacks()
+    events: list[ProgressEvent] = []
+    data = {"task": samples()}
+    dl.FeatCal().fit(merged, base, {"task": expert}, data, blocks="blocks", on_progress=events.append)
+    assert {event.phase for event in events} == {"calibrate"} and events[-1].done == events[-1].total == 4
+    token = dl.CancelToken()
+    token.cancel()
+    with pytest.raises(dl.errors.Cancelled):
+        dl.FeatCal().fit(merged, base, {"task": expert}, data, blocks="blocks", cancel=token)
+
+
+WITHOUT_EXTRAS = """
+import importlib.abc, json, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"pydantic", "typer", "rich", "yaml", "platformdirs", "filelock", "psutil"}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Blocked())
+import torch
+import driftlens as dl
+from tests.cases import Stack, perturbed, with_seed
+
+base = with_seed(Stack)()
+data = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
+fitted = dl.FeatCal().fit(perturbed(base, 1), base, {"task": perturbed(base, 2)}, {"task": data}, blocks="blocks")
+print(json.dumps(fitted.history_["objective_after"].tolist()))
+"""
+
+
+def test_fitting_needs_none_of_the_command_lines_libraries() -> None:
+    base, merged, expert = stacks()
+    calibrator = dl.FeatCal().fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks")
+    found = json.loads(python(WITHOUT_EXTRAS).splitlines()[-1])
+    assert found == pytest.approx(calibrator.history_["objective_after"].tolist(), rel=1e-6)

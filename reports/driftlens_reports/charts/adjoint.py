@@ -1,0 +1,153 @@
+"""Which layers cost loss and margin: each layer's part of the change from expert to variant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from driftlens.records import variants
+from driftlens.records.run import DriftRun
+from driftlens_reports.charts.axes import last_layer, layer_axis, whole
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.panels import panel_grid, reference_line
+from driftlens_reports.charts.picking import ANALYZE, absent, chosen_tasks, chosen_variants, ordered
+from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, Look, look, palette
+from driftlens_reports.charts.words import counted, data_key, joined, literal, overlap_notes, ranged, shown
+from driftlens_reports.wording import number
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_TARGETS = {"loss": "part of the loss change (nat)", "margin": "part of the margin change (score units)"}
+_MEAN, _REST = "mean part", "remainder"
+
+
+def _samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    rows = run.adjoint()
+    is_chosen = rows["task"].isin(chosen_tasks(run, options)) & rows["variant"].isin(
+        chosen_variants(run, options)
+    )
+    return rows[is_chosen & rows["target"].isin(list(_TARGETS)) & rows["part"].notna()]
+
+
+def _missing(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(_samples(run, options)):
+        return None
+    return absent("adjoint", ["part"], f"{ANALYZE} --set metrics.adjoint=true")
+
+
+def _rows(samples: pd.DataFrame) -> pd.DataFrame:
+    """Mean over samples by task, variant, target and layer; the remainder is a layer of its own behind the head."""
+    key = ["task", "variant", "target"]
+    parts = samples.groupby([*key, "layer"], sort=False)["part"].agg(["mean", "size"]).reset_index()
+    parts = parts.assign(place=parts["layer"].astype(str)).rename(columns={"mean": _MEAN, "size": "n"})
+    rest = samples[samples["remainder"].notna()].groupby(key, sort=False)["remainder"].agg(["mean", "size"])
+    rest = rest.reset_index().assign(place=_REST).rename(columns={"mean": _MEAN, "size": "n"})
+    return pd.concat([parts, rest], ignore_index=True)
+
+
+def _means(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean over tasks of the rows, every task weighing the same."""
+    means = rows.groupby(["variant", "target", "place"], sort=False)[_MEAN].mean().reset_index()
+    return means.assign(task="mean of tasks")
+
+
+@chart(
+    "adjoint",
+    title="Which layers cost loss and margin",
+    section="causes",
+    caption="Each layer's part of the change from expert to variant in loss and in margin, mean over the diagnosis "
+    "samples of every task: bars for the mean of tasks, dots for the tasks, one panel per variant and target.",
+    hint="Bars add up to the change, with the remainder that belongs to no layer. Positive parts of the loss are what "
+    "a layer's local mismatch costs; negative parts of the margin push samples towards a flip. Bars of opposite sign "
+    "cancel in the sum.",
+    missing=_missing,
+)
+def draw(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Panels of bars by layer, one row per variant, one column per target."""
+    samples = _samples(run, options)
+    rows = ordered(_rows(samples), chosen_tasks(run, options), chosen_variants(run, options))
+    means = _means(rows)
+    names = list(rows["variant"].unique())
+    targets = [target for target in _TARGETS if target in set(rows["target"])]
+    grid = panel_grid(
+        [f"{shown(variant)}: {target}" for variant in names for target in targets],
+        x_title=f"layer (index: 1 stem, {last_layer(run)} head; rest: in no layer)",
+        y_titles=[_TARGETS[target] for target in targets],
+        dark=options.dark,
+        key=data_key(run, "adjoint", options),
+        columns=len(targets),
+    )
+    spots = {str(layer): layer for layer in rows["layer"].dropna().astype(int).unique()}
+    spots[_REST] = last_layer(run) + 1
+    has_tasks = rows["task"].nunique() > 1
+    for at, (variant, target) in enumerate((variant, target) for variant in names for target in targets):
+        style = look(run.variants, variant, dark=options.dark)
+        mean, tasks = (
+            table[(table["variant"] == variant) & (table["target"] == target)] for table in (means, rows)
+        )
+        grid.figure.add_trace(_bars(mean, spots, style), **grid.place(at))
+        if has_tasks:
+            grid.figure.add_trace(_dots(tasks, spots, palette(options.dark).ink), **grid.place(at))
+    reference_line(grid, 0, dark=options.dark)
+    axis = layer_axis(run)
+    last = last_layer(run)
+    ticks = [tick for tick in axis["tickvals"] if tick != last or len(axis["tickvals"]) < 2] + [
+        last,
+        last + 1,
+    ]
+    grid.figure.update_xaxes(
+        autorangeoptions=whole(0.5, last + 1.5), tickvals=ticks, ticktext=[*map(str, ticks[:-1]), "rest"]
+    )
+    grid.figure.update_yaxes(tickformat=TICK_NUMBER)
+    grid.figure.update_layout(bargap=0.25, showlegend=False)
+    counts = rows.loc[rows["place"] != _REST, "n"]
+    return Drawn(
+        grid.figure,
+        alt=f"Parts by layer. Largest cost: {_worst_in_words(means, targets)}.",
+        data=pd.concat([rows, means], ignore_index=True)[["task", "variant", "target", "place", "n", _MEAN]],
+        notes=(
+            f"{ranged(counts, 'diagnosis sample')} per task, over {counted(rows['task'].nunique(), 'task')}.",
+            *overlap_notes(run),
+        ),
+    )
+
+
+def _bars(rows: pd.DataFrame, spots: dict[str, int], style: Look) -> go.Bar:
+    import plotly.graph_objects as go
+
+    pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
+    return go.Bar(
+        x=[spots[place] for place in rows["place"]],
+        y=rows[_MEAN].tolist(),
+        marker={"color": style.colour, "pattern": pattern},
+        text=[f"layer {place}" if place != _REST else _REST for place in rows["place"]],
+        textposition="none",
+        hovertemplate=f"%{{text}}<br>mean of tasks %{{y:{NUMBER}}}<extra></extra>",
+    )
+
+
+def _dots(rows: pd.DataFrame, spots: dict[str, int], colour: str) -> go.Scatter:
+    import plotly.graph_objects as go
+
+    return go.Scatter(
+        x=[spots[place] for place in rows["place"]],
+        y=rows[_MEAN].tolist(),
+        mode="markers",
+        marker={"color": colour, "symbol": "circle-open", "size": 5},
+        text=[literal(str(task)) for task in rows["task"]],
+        hovertemplate=f"%{{text}}<br>%{{y:{NUMBER}}}<extra></extra>",
+    )
+
+
+def _worst_in_words(means: pd.DataFrame, targets: list[str]) -> str:
+    """The layer with the largest part of the loss, or the most negative one of the margin, of each variant."""
+    parts = []
+    layers = means[(means["place"] != _REST) & (means["target"] == targets[0])]
+    unit = "nat of loss" if targets[0] == "loss" else "score units of margin"
+    for variant, rows in layers.groupby("variant", sort=False):
+        at = rows[_MEAN].idxmax() if targets[0] == "loss" else rows[_MEAN].idxmin()
+        value = number(rows.at[at, _MEAN])
+        parts.append(f"{variants.title(str(variant))} layer {rows.at[at, 'place']}, {value} {unit}")
+    return joined(parts)

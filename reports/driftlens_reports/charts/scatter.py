@@ -1,0 +1,240 @@
+"""Final features of one task on a plane: expert and variants side by side, in one layout with shared axes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from driftlens.errors import DataError
+from driftlens.projection import Projection, project, stored_projection
+from driftlens.records import variants
+from driftlens.records.run import DriftRun
+from driftlens_reports.charts.at_layer import layer_name, rows_at
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.panels import Grid, panel_grid
+from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants
+from driftlens_reports.charts.points import points, thinned_samples
+from driftlens_reports.charts.scatter_colours import class_legend, class_marks, class_notes, drift_axis
+from driftlens_reports.charts.theme import look, palette
+from driftlens_reports.charts.words import counted, data_key, joined, literal, overlap_notes, shown
+from driftlens_reports.wording import number, percent
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_MOST_COLUMNS = 4
+_QUALITY = {
+    "mean_cosine": "mean cosine",
+    "mean_drift": "mean drift",
+    "knn_overlap": "shared neighbours",
+    "trustworthiness": "trustworthiness",
+}
+_INDICATIVE = (
+    "Distances on the plane are indicative only. The numbers below the panels come from the features: mean cosine to "
+    "the expert, mean drift, share of nearest neighbours in common with the expert's, and trust, how few neighbours on "
+    "the plane are none among the features (1 is best)."
+)
+
+
+def shown_task(run: DriftRun, options: ChartOptions) -> str:
+    """The task that is drawn: of the chosen ones, that with the largest mean drift of the baseline."""
+    tasks = chosen_tasks(run, options)
+    if len(tasks) == 1:
+        return tasks[0]
+    rows = rows_at(run, options, "layers", baseline=True)
+    rows = rows[(rows["variant"] == options.baseline) & rows["drift_l2_mean"].notna()]
+    return str(rows.loc[rows["drift_l2_mean"].astype(float).idxmax(), "task"]) if len(rows) else tasks[0]
+
+
+def _projection(run: DriftRun, options: ChartOptions) -> Projection | None:
+    """The stored layout of all variants, so that it stays where it is whichever are chosen; PCA at once without one."""
+    where: dict[str, Any] = {"layer": options.layer, "method": options.method}
+    task = shown_task(run, options)
+    stored = stored_projection(run, task, **where)
+    return stored or (project(run, task, **where, store_it=False) if options.method == "pca" else None)
+
+
+def _missing(run: DriftRun, options: ChartOptions) -> str | None:
+    task = shown_task(run, options)
+    if not run.manifest.layers:
+        return absent("layers", ["drift_l2_mean"], "driftlens analyze RUN/spec.yaml --out NEW")
+    try:
+        run.sample_ids(task)
+        is_there = options.method == "pca" or _projection(run, options) is not None
+        for variant in ("expert", *chosen_variants(run, options)):
+            run.features(task, variant, options.layer)
+    except DataError as error:
+        return f"{error.message}. {error.hint}".strip()
+    if is_there:
+        return None
+    command = f"driftlens project RUN --task TASK --layer {options.layer} --method {options.method}"
+    return f"needs the {options.method} layout of task {task}; `{command}` adds it."
+
+
+@chart(
+    "scatter",
+    title="Features side by side",
+    section="features",
+    caption="Features of one task's diagnosis samples on a plane, expert and variants side by side in one joint layout "
+    "with shared axes, and quality numbers from the features themselves below each panel.",
+    hint="Look for clusters of the expert that the merged model blurs or shifts and the calibrated one restores. "
+    "Panels share one layout, so positions compare; other tasks have layouts of their own and do not. Distances on the "
+    "plane are indicative only: trust the numbers below the panels.",
+    missing=_missing,
+)
+def draw(run: DriftRun, options: ChartOptions) -> Drawn:
+    """One row of panels with the same axes; lines show where chosen samples moved."""
+    task, found = shown_task(run, options), _projection(run, options)
+    assert found is not None  # `missing` says so before
+    names = ["expert", *(name for name in chosen_variants(run, options) if name != "expert")]
+    rows = found.frame[found.frame["variant"].isin(names)]
+    rows = rows.merge(_drifts(run, options, task), on=["variant", "sample_id"], how="left")
+    drawn, thinned = thinned_samples(rows, options, len(names))
+    axes = _axis_titles(found)
+    grid = panel_grid(
+        [shown(variant) for variant in names],
+        x_title=axes[0],
+        y_titles=[axes[1]],
+        dark=options.dark,
+        key=data_key(run, "scatter", options),
+        columns=min(len(names), _MOST_COLUMNS),
+        height=230,
+    )
+    for at, variant in enumerate(names):
+        part = drawn[drawn["variant"] == variant]
+        _draw_panel(run, grid, at, part, drawn, options)
+        _write_quality(grid, at, found.quality, variant)
+    if options.colour == "class":
+        grid.figure.add_traces(class_legend(drawn["label"], dark=options.dark))
+    lost = _draw_ways(run, grid, names, rows, options)
+    grid.figure.update_layout(height=grid.figure.layout.height + 28, margin_b=84)
+    grid.figure.update_xaxes(showticklabels=False, ticks="")
+    grid.figure.update_yaxes(showticklabels=False, ticks="")
+    grid.figure.update_layout(yaxis={"scaleanchor": "x", "constrain": "domain"})
+    quality = found.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
+    return Drawn(
+        grid.figure,
+        alt=f"{found.method} layout of the {layer_name(options)} on {task}. {_in_words(found.quality, names)}",
+        data=drawn.merge(quality, on="variant", how="left"),
+        notes=(*thinned, *_notes(run, options, task, found), *lost),
+    )
+
+
+def _drifts(run: DriftRun, options: ChartOptions, task: str) -> pd.DataFrame:
+    rows = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
+    return rows.rename(columns={"drift_l2": "drift"})
+
+
+def _axis_titles(found: Projection) -> tuple[str, str]:
+    if found.explained_variance is None:
+        return f"{found.method} 1 (no unit)", f"{found.method} 2 (no unit)"
+    first, second = (literal(percent(share)) for share in found.explained_variance)
+    return f"PC 1 ({first} of variance)", f"PC 2 ({second} of variance)"
+
+
+def _draw_panel(
+    run: DriftRun, grid: Grid, at: int, part: pd.DataFrame, drawn: pd.DataFrame, options: ChartOptions
+) -> None:
+    variant = str(part["variant"].iloc[0])
+    trace = points(
+        part["x"].to_numpy(dtype=float),
+        part["y"].to_numpy(dtype=float),
+        look(run.variants, variant, dark=options.dark),
+        total=len(drawn),
+        name=shown(variant),
+        showlegend=False,
+        text=[_hover(row) for row in part.to_dict("records")],
+        hovertemplate="%{text}<extra></extra>",
+    )
+    if options.colour == "class":
+        trace.update(marker=class_marks(part["label"], drawn["label"], dark=options.dark))
+    if options.colour == "drift" and part["drift"].notna().any():
+        trace.update(marker={"color": part["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9})
+        grid.figure.update_layout(coloraxis=drift_axis(drawn["drift"], dark=options.dark))
+    grid.figure.add_trace(trace, **grid.place(at))
+
+
+def _hover(row: dict[str, Any]) -> str:
+    lines = [literal(str(row["sample_id"]))]
+    if not pd.isna(row["label"]):
+        lines.append(f"class {literal(str(row['label']))}")
+    if not pd.isna(row["drift"]):
+        lines.append(f"drift {number(float(row['drift']))}")
+    return "<br>".join(lines)
+
+
+def _write_quality(grid: Grid, at: int, quality: pd.DataFrame, variant: str) -> None:
+    """The panel's numbers below it; the expert has none but the layout's trustworthiness."""
+    row = quality[quality["variant"] == variant].iloc[0]
+    trust = f"trust {_short(row['trustworthiness'])}"
+    lines = [trust]
+    if variant != "expert":
+        lines = [
+            f"cosine {_short(row['mean_cosine'])}, drift {_short(row['mean_drift'])}",
+            f"neighbours {_short(row['knn_overlap'])}, {trust}",
+        ]
+    axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
+    # Panels of the lowest row have a title already.
+    axis.title.text = "<br>".join([*([axis.title.text] if axis.title.text else []), *lines])
+
+
+def _short(value: float) -> str:
+    return "not measured" if math.isnan(value) else f"{value:.3g}"
+
+
+def _draw_ways(
+    run: DriftRun, grid: Grid, names: list[str], rows: pd.DataFrame, options: ChartOptions
+) -> list[str]:
+    """Lines from the expert's place of every highlighted sample to the variant's; a note on those that aren't there."""
+    chosen = rows[rows["sample_id"].isin(list(options.highlight))]
+    starts = chosen[chosen["variant"] == "expert"].set_index("sample_id")
+    for at, variant in enumerate(names):
+        ends = chosen[chosen["variant"] == variant]
+        if len(ends):
+            grid.figure.add_trace(_ways(starts, ends, variant, options.dark), **grid.place(at))
+    lost = [name for name in options.highlight if name not in set(starts.index)]
+    return [f"Not among the samples shown: {', '.join(lost)}."] if lost else []
+
+
+def _ways(starts: pd.DataFrame, ends: pd.DataFrame, variant: str, dark: bool) -> go.Scatter:
+    import plotly.graph_objects as go
+
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for row in ends.to_dict("records"):
+        start = starts.loc[row["sample_id"]]
+        x += [start["x"], row["x"], None]
+        y += [start["y"], row["y"], None]
+    ink = palette(dark).ink
+    return go.Scatter(
+        x=x[:-1],
+        y=y[:-1],
+        mode="lines+markers",
+        line={"color": ink, "width": 1.5},
+        marker={"symbol": ["circle-open", "circle", "circle"] * len(ends), "color": ink, "size": 7},
+        name=f"{shown(variant)}, highlighted",
+        showlegend=False,
+        hoverinfo="skip",
+    )
+
+
+def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -> list[str]:
+    notes = [f"Task {task}; {counted(int(found.quality['n'].max()), 'diagnosis sample')}."]
+    if len(chosen_tasks(run, options)) > 1:
+        notes.append(
+            "Of the chosen tasks, the one with the largest drift is shown; choose one task to see another."
+        )
+    if options.colour == "class":
+        notes += class_notes(found.frame["label"])
+    notes += [f"{text}." for text in found.notes]
+    return [*notes, _INDICATIVE, *overlap_notes(run)]
+
+
+def _in_words(quality: pd.DataFrame, names: list[str]) -> str:
+    rows = quality[quality["variant"].isin(names) & (quality["variant"] != "expert")]
+    parts = [
+        f"{variants.title(row['variant'])} {number(row['mean_cosine'])}" for row in rows.to_dict("records")
+    ]
+    return f"Mean cosine to the expert: {joined(parts)}."

@@ -1,0 +1,130 @@
+"""Words on charts: names made safe, numbers in sentences, and what stands below every figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Callable, Iterable, Sequence
+
+import pandas as pd
+
+from driftlens.records import variants
+from driftlens.records.run import DriftRun
+from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.columns import printable
+from driftlens_reports.wording import number, percent
+
+LONGEST, LONGEST_OF_TWO = 26, 14
+"""Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
+
+
+def literal(text: str) -> str:
+    """`text` as plotly shows it character by character: no markup, no formula, no hover placeholder.
+
+    Plotly reads a subset of HTML, `$...$` and `%{...}` in every text; an entity it shows as what it stands for.
+    """
+    return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")
+
+
+def label(text: str, longest: int = LONGEST) -> str:
+    """`literal`, cut where it is too long for a tick, a legend or a panel title."""
+    return literal(text if len(text) <= longest else f"{text[: longest - 1]}…")
+
+
+def shown(variant: str) -> str:
+    """What a figure calls a variant, safe to put into it."""
+    return label(variants.title(variant))
+
+
+def listed(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def joined(parts: Sequence[str]) -> str:
+    """`a; b; c`, for parts that have commas of their own, as names of controls do."""
+    return "; ".join(parts)
+
+
+def short(value: float) -> str:
+    """Three digits, for cells: "0.0123", "1.20", "12.3", "1234"."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A count with its noun: "1 task", "8 tasks", "2 000 samples"; `many` is `one` with an s unless given."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}".replace(",", "\u202f")
+
+
+def ranged(values: Iterable[float], noun: str) -> str:
+    """How many, where counts may differ: "24 samples" or "16 to 24 samples"."""
+    numbers = sorted({int(value) for value in values if not pd.isna(value)})
+    if not numbers:
+        return f"an unknown number of {noun}s"
+    low, high = numbers[0], numbers[-1]
+    return counted(low, noun) if low == high else f"{counted(low, '', ' ').strip()} to {counted(high, noun)}"
+
+
+def sample_notes(run: DriftRun, rows: pd.DataFrame, column: str = "n") -> list[str]:
+    """How many samples of which split stand behind `rows` of the layer table, and whether they also calibrated."""
+    return [f"{ranged(rows[column], 'diagnosis sample')} per task.", *overlap_notes(run)]
+
+
+def overlap_notes(run: DriftRun) -> list[str]:
+    """What the run says about diagnosis samples that are calibration samples too: it belongs on every figure."""
+    return [
+        f"{text}." for text in run.manifest.notices if "calibration and diagnosis draw from the same" in text
+    ]
+
+
+def data_key(run: DriftRun, chart: str, options: ChartOptions) -> str:
+    """Names the data a figure shows: zoom stays while only the theme changes, and ends with another choice."""
+    chosen = dataclasses.replace(options, dark=False)
+    return f"{run.id} {chart} {dataclasses.astuple(chosen)}"
+
+
+def final_sentence(rows: pd.DataFrame, column: str) -> str:
+    """The last layer in words: the worst task of the first variant, with every variant's value there."""
+    last = rows[(rows["layer"] == rows["layer"].max()) & rows[column].notna()]
+    if last.empty:
+        return "Nothing was measured at the last layer."
+    first = last[last["variant"] == last["variant"].iloc[0]]
+    task = first.loc[first[column].astype(float).idxmax(), "task"]
+    there = last[last["task"] == task]
+    values = [
+        f"{variants.title(variant)} {number(float(value))}"
+        for variant, value in zip(there["variant"], there[column], strict=True)
+    ]
+    others = rows["task"].nunique() - 1
+    among = f", the highest of {others + 1} tasks" if others else ""
+    return f"At layer {last['layer'].iloc[0]}, on {task}{among}: {joined(values)}."
+
+
+def peak_sentence(
+    rows: pd.DataFrame, column: str, *, lowest: bool = False, write: Callable[[float], str] = number
+) -> str:
+    """The highest (or lowest) value of each variant in words, with the task and layer where it is."""
+    parts = []
+    for variant, part in rows[rows[column].notna()].groupby("variant", sort=False):
+        values = part[column].astype(float)
+        row = part.loc[values.idxmin() if lowest else values.idxmax()]
+        parts.append(
+            f"{variants.title(str(variant))} {write(float(row[column]))} ({row['task']}, layer {row['layer']})"
+        )
+    return f"{'Lowest' if lowest else 'Highest'}: {joined(parts)}."
+
+
+def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
+    """A note about cells of a task x layer heatmap without a number, where there are any."""
+    cells = rows["task"].nunique() * rows["variant"].nunique() * len(run.manifest.layers)
+    gaps = cells - int(rows[column].notna().sum())
+    return (
+        [f"{counted(gaps, 'cell')} without a number, in the background's colour: not measured."]
+        if gaps
+        else []
+    )
+
+
+def peak_share(rows: pd.DataFrame, column: str) -> str:
+    """`peak_sentence` for shares, as percentages."""
+    return peak_sentence(rows, column, write=percent)

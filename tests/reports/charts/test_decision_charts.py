@@ -1,0 +1,130 @@
+"""Charts of decisions: shares and counts against loops over the output table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.charts.reliability import expected_calibration_error, reliability
+from driftlens_reports.wording import number
+from tests.records.full_run import Size, write_full_run
+from tests.reports.charts.recording import finite
+
+CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
+OUTCOMES = ("certified", "kept without certificate", "flipped")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    return open_run(write_full_run(tmp_path_factory.mktemp("bare") / "run", has_labels=False))
+
+
+@pytest.fixture(scope="module")
+def one_class(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A head with one class: nothing can flip, and there is no margin."""
+    path = write_full_run(
+        tmp_path_factory.mktemp("one") / "run",
+        tasks=["cars"],
+        class_names=["car", "never seen"],
+        size=Size(samples=40),
+    )
+    run = open_run(path)
+    outputs = run.outputs()
+    run._frames["outputs"] = outputs.assign(
+        margin=np.nan, certified=False, flipped=False, expert_pred="car", pred="car", label="car"
+    )
+    return run
+
+
+@pytest.fixture(scope="module")
+def wild(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """Enough samples for all three outcomes and for several bins of confidence."""
+    size = Size(samples=120, width=16, classes=6, blocks=8)
+    return open_run(write_full_run(tmp_path_factory.mktemp("wild") / "run", tasks=["cars", "dtd"], size=size))
+
+
+def test_shares_of_outcomes_agree_with_counting(wild: DriftRun) -> None:
+    figure = charts["margins"].draw(wild).figure
+    variants = ["merged", CONTROL, CALIBRATED]
+    for at, trace in enumerate(figure.data):
+        variant, outcome = variants[at // 3], OUTCOMES[at % 3]
+        assert trace.name == outcome
+        for task, share in zip(wild.tasks, trace.x, strict=True):
+            rows = wild.outputs(task, variant).to_dict("records")
+            kinds = ["flipped" if row["flipped"] else OUTCOMES[0 if row["certified"] else 1] for row in rows]
+            assert share == pytest.approx(kinds.count(outcome) / len(rows))
+
+
+def test_every_bar_adds_up_to_all_samples(wild: DriftRun) -> None:
+    data = charts["margins"].draw(wild).data
+    assert data[list(OUTCOMES)].sum(axis=1).to_numpy() == pytest.approx(np.ones(len(data)))
+    assert (data[list(OUTCOMES)] > 0).any().all(), "the fixture has all three outcomes"
+
+
+def test_histograms_count_every_sample_once(wild: DriftRun) -> None:
+    drawn = charts["flips"].draw(wild)
+    for variant, rows in drawn.data.groupby("variant"):
+        outputs = wild.outputs(variant=str(variant))
+        for name, flips in (("flipped", True), ("kept", False)):
+            margins = outputs.loc[outputs["flipped"] == flips, "margin"].astype(float)
+            assert rows[name].sum() == len(margins)
+            for low, high, count in zip(rows["from"], rows["to"], rows[name], strict=True):
+                is_last = high == rows["to"].max()
+                inside = [low <= margin < high or (is_last and margin == high) for margin in margins]
+                assert count == sum(inside)
+    bars = {trace.name: trace for trace in drawn.figure.data[:2]}
+    merged = drawn.data[drawn.data["variant"] == "merged"]
+    assert finite(bars["flipped"].y) == finite(merged["flipped"])
+    assert finite(bars["kept"].y) == finite(merged["kept"])
+
+
+def test_confidence_is_measured_of_the_expert_and_of_every_variant(wild: DriftRun) -> None:
+    drawn = charts["confidence"].draw(wild)
+    outputs = wild.outputs()
+    curves = [trace for trace in drawn.figure.data if trace.type == "scatter"]
+    assert [curve.legendgroup for curve in curves] == ["expert", "merged", CONTROL, CALIBRATED]
+    for curve in curves:
+        is_expert = curve.legendgroup == "expert"
+        rows = outputs[outputs["variant"] == ("merged" if is_expert else curve.legendgroup)]
+        answer, confidence = ("expert_pred", "confidence_expert") if is_expert else ("pred", "confidence")
+        right = (rows[answer] == rows["label"]).to_numpy(bool)
+        bins = reliability(rows[confidence].to_numpy(float), right)
+        assert finite(curve.y) == finite(bins["accuracy"])
+        assert number(expected_calibration_error(bins)) in drawn.notes[0]
+
+
+def test_an_empty_bin_breaks_the_line_and_counts_nobody(wild: DriftRun) -> None:
+    drawn = charts["confidence"].draw(wild)
+    curve = next(trace for trace in drawn.figure.data if trace.legendgroup == "merged")
+    bars = next(trace for trace in drawn.figure.data if trace.legendgroup == "merged" and trace.type == "bar")
+    empty = [value is None for value in curve.y]
+    assert any(empty) and [count == 0 for count in bars.y] == empty
+    assert sum(bars.y) == len(wild.outputs(variant="merged"))
+
+
+def test_without_labels_only_confidence_is_missing(bare: DriftRun) -> None:
+    reason = charts["confidence"].missing(bare, ChartOptions())
+    assert reason is not None and "labelled samples" in reason
+    for name in ("margins", "flips", "bound"):
+        assert charts[name].missing(bare, ChartOptions()) is None
+
+
+def test_one_class_has_no_margins_but_keeps_every_decision(one_class: DriftRun) -> None:
+    reason = charts["flips"].missing(one_class, ChartOptions())
+    assert reason is not None and "heads of two classes or more" in reason
+    shares = charts["margins"].draw(one_class).data
+    assert (shares["kept without certificate"] == 1).all()
+    assert charts["confidence"].draw(one_class).data["accuracy"].dropna().eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["margins", "flips", "confidence", "bound"])
+def test_a_sample_without_scores_is_left_out_of_every_share(name: str, wild: DriftRun) -> None:
+    spoiled = open_run(wild.path)
+    rows = spoiled.outputs()
+    columns = ["flipped", "certified", "margin", "confidence", "score_drift_l2"]
+    rows.loc[rows["sample_id"] == "test/0", columns] = None
+    spoiled._frames["outputs"] = rows
+    notes = " ".join(charts[name].draw(spoiled).notes)
+    assert "119 diagnosis samples per task" in notes

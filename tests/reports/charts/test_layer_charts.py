@@ -1,0 +1,223 @@
+"""Charts of layers and causes draw what the layer table holds: every number, in its place, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from driftlens.records.run import DriftRun
+from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.charts.contributions import stacked
+from driftlens_reports.charts.curves import band, curve
+from driftlens_reports.charts.theme import Look
+from driftlens_reports.wording import error, number, percent
+from tests.reports.charts.recording import NUMBER, data_values, drawn_values, finite
+
+BY_CURVE = {
+    "layer-drift": ["drift_l2_mean", "drift_l2_q10+drift_l2_q90"],
+    "decomposition": ["mismatch_l2_mean", "propagation_l2_mean", "cross_term"],
+    "amplification": ["amplification", "random_gain_mean", "lower+upper"],
+    "spectral": ["spectral_norm_mean", "amplification"],
+    "splits": ["final_share", "prefix_share"],
+    "growth": ["gain_excess_mean", "mismatch_ratio_mean", "growth_holds"],
+    "base-distance": ["drift_vs_base"],
+}
+BY_PANEL = {
+    "heatmap": ("variant", ["drift_l2_mean"]),
+    "cka": ("variant", ["cka"]),
+    "contributions-heatmap": ("variant", ["final_share+remainder_share"]),
+    "contributions": ("task", ["final_share", "remainder_share"]),
+}
+every_chart = pytest.mark.parametrize("name", [*BY_CURVE, *BY_PANEL])
+
+
+def table(run: DriftRun) -> pd.DataFrame:
+    rows = run.layers()
+    rows = rows[rows["variant"] != "base"]
+    spread = rows["amplification"] * rows["jacobian_error"]
+    return rows.assign(lower=rows["amplification"] - spread, upper=rows["amplification"] + spread)
+
+
+def expected(name: str, run: DriftRun) -> Iterator[list[float]]:
+    """The values of every trace, computed from the table by another way than the chart's."""
+    keys, columns = (["task", "variant"], BY_CURVE[name]) if name in BY_CURVE else BY_PANEL[name]
+    for _, rows in table(run).groupby(keys):
+        for together in columns:
+            yield finite(np.concatenate([rows[column] for column in together.split("+")]))
+
+
+@every_chart
+def test_every_trace_draws_the_numbers_of_the_table(name: str, full: DriftRun) -> None:
+    drawn = charts[name].draw(full)
+    found = sorted(values for trace in drawn.figure.data if (values := drawn_values(trace)))
+    wanted = sorted(values for values in expected(name, full) if values)
+    assert len(found) == len(wanted)
+    for values, reference in zip(found, wanted, strict=True):
+        # Band edges of the amplification are computed in another order here.
+        assert values == (pytest.approx(reference, rel=1e-12) if name == "amplification" else reference)
+    assert set().union(*map(set, found)) <= data_values(drawn.data)
+
+
+@every_chart
+def test_every_number_of_the_alt_text_is_in_the_data(name: str, full: DriftRun) -> None:
+    drawn = charts[name].draw(full)
+    writings = {write(value) for value in data_values(drawn.data) for write in (number, percent, error)}
+    said = NUMBER.findall(drawn.alt)
+    assert said and set(said) <= writings
+
+
+@every_chart
+def test_the_notes_say_how_many_samples_of_which_split(name: str, full: DriftRun) -> None:
+    assert charts[name].draw(full).notes[0] == "24 diagnosis samples per task."
+
+
+@pytest.mark.parametrize("name", ["layer-drift", "amplification", "growth", "base-distance"])
+def test_values_stand_at_their_layers(name: str, full: DriftRun) -> None:
+    figure = charts[name].draw(full, ChartOptions(tasks=["mnist"], variants=["merged"])).figure
+    column = BY_CURVE[name][0]
+    rows = full.layers("mnist", "merged")
+    curves = [trace for trace in figure.data if trace.showlegend]
+    assert len(curves) == 1
+    drawn = {x: y for x, y in zip(curves[0].x, curves[0].y, strict=True) if y is not None}
+    assert drawn == dict(rows.set_index("layer")[column].dropna())
+
+
+def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
+    figure = charts["heatmap"].draw(full, ChartOptions(variants=["merged"])).figure
+    cells, axis = figure.data[0], figure.layout.yaxis
+    for at, task in enumerate(axis.ticktext):
+        for layer, value in zip(cells.x, cells.z[at], strict=True):
+            assert value == full.value("drift_l2_mean", task=task, variant="merged", layer=int(layer))
+    assert list(axis.tickvals) == list(cells.y) == [0, 1, 2] and axis.range[0] > axis.range[1], (
+        "first task on top"
+    )
+
+
+def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
+    drawn = charts["heatmap"].draw(single, ChartOptions(variants=["merged"]))
+    cells = drawn.figure.data[0]
+    assert list(cells.x) == [1, 2, 3] and list(np.isnan(cells.z[0])) == [True, True, False]
+    assert drawn.notes[-1].startswith("2 cells without a number")
+
+
+@pytest.mark.parametrize("name", ["heatmap", "cka", "contributions-heatmap"])
+def test_compared_panels_have_one_scale(name: str, full: DriftRun) -> None:
+    figure = charts[name].draw(full).figure
+    cells = [trace for trace in figure.data if isinstance(trace, go.Heatmap)]
+    assert len(cells) == 3 and {trace.coloraxis for trace in cells} == {"coloraxis"}
+    assert all(trace.zmin is None and trace.zmax is None for trace in cells)
+    values = [value for trace in cells for value in finite(trace.z)]
+    assert figure.layout.coloraxis.cmin <= min(values) and max(values) <= figure.layout.coloraxis.cmax
+
+
+def test_the_scale_of_signed_shares_has_zero_in_its_middle(full: DriftRun) -> None:
+    axis = charts["contributions-heatmap"].draw(full).figure.layout.coloraxis
+    assert axis.cmin == -axis.cmax
+
+
+def test_relative_drift_is_its_own_column_without_a_band(full: DriftRun) -> None:
+    drawn = charts["layer-drift"].draw(full, ChartOptions(relative=True))
+    assert {"relative drift", "n"} <= set(drawn.data) and "mean drift" not in drawn.data
+    assert sorted(finite(drawn.data["relative drift"])) == finite(table(full)["drift_rel"])
+    assert all(trace.fill is None for trace in drawn.figure.data) and "no band" in drawn.notes[-1]
+    assert drawn.figure.layout.yaxis.title.text == "drift / expert norm (ratio)"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "edges"),
+    [
+        ("q25-q75", lambda rows: (rows["drift_l2_q25"], rows["drift_l2_q75"])),
+        ("std", lambda rows: [rows["drift_l2_mean"] + sign * rows["drift_l2_std"] for sign in (-1, 1)]),
+    ],
+)
+def test_the_band_is_the_chosen_dispersion(
+    chosen: str, edges: Callable[[pd.DataFrame], list[pd.Series]], full: DriftRun
+) -> None:
+    options = ChartOptions(tasks=["cars"], variants=["merged"], band=chosen)  # type: ignore[arg-type]
+    drawn = charts["layer-drift"].draw(full, options)
+    bands = [trace for trace in drawn.figure.data if trace.fill == "toself"]
+    assert [drawn_values(trace) for trace in bands] == [
+        finite(np.concatenate(edges(full.layers("cars", "merged"))))
+    ]
+    assert "Band: " in drawn.notes[-1]
+
+
+def test_a_logarithmic_axis_is_logarithmic_in_every_panel(full: DriftRun) -> None:
+    figure = charts["layer-drift"].draw(full, ChartOptions(log=True)).figure
+    assert {axis.type for axis in figure.select_yaxes()} == {"log"}
+
+
+def test_the_base_is_drawn_only_when_it_is_named(full: DriftRun) -> None:
+    assert "base" not in set(charts["base-distance"].draw(full).data["variant"])
+    named = charts["base-distance"].draw(full, ChartOptions(variants=["base"])).data
+    assert set(named["variant"]) == {"base"}
+    assert named["drift / base distance"].to_numpy() == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "option"),
+    [
+        ("spectral", "spectral_norm_mean", "metrics.jacobian.spectral=true"),
+        ("cka", "cka", "metrics.cka=true"),
+        ("contributions", "final_share", "metrics.contributions=true"),
+        ("splits", "final_share, prefix_share", "metrics.prefix=true"),
+    ],
+)
+def test_what_was_not_measured_is_named_with_the_command_that_adds_it(
+    name: str, column: str, option: str, unmeasured: DriftRun
+) -> None:
+    from driftlens.spec.sections import Metrics
+
+    reason = charts[name].missing(unmeasured, ChartOptions())
+    assert reason and f"{column} of table layers" in reason and f"--set {option}" in reason
+    asked: object = Metrics()
+    for field in option.partition("=")[0].split(".")[1:]:
+        assert hasattr(asked, field), "the spec must know the option"
+        asked = getattr(asked, field)
+
+
+def rows_of(**columns: list[float]) -> pd.DataFrame:
+    size = len(next(iter(columns.values())))
+    keys = {"task": "cars", "variant": "merged", "role": "block", "path": "p"}
+    return pd.DataFrame({**columns, "layer": range(1, size + 1)}).assign(**keys)
+
+
+LOOK = Look("#0072B2", "circle", "solid", "")
+
+
+def test_a_null_is_a_gap() -> None:
+    rows = rows_of(mean=[1.0, math.nan, 3.0])
+    trace = curve(rows, "mean", LOOK, what="drift")
+    assert list(trace.y) == [1.0, None, 3.0] and trace.connectgaps is False
+
+
+def test_a_band_stops_at_a_gap() -> None:
+    rows = rows_of(low=[1.0, 2.0, math.nan, 4.0], high=[5.0, 6.0, 7.0, 8.0])
+    trace = band(rows, "low", "high", LOOK, opacity=0.1)
+    assert list(trace.y) == [1, 2, 6, 5, None, 4, 4, 8, 8]
+    assert list(trace.x)[:5] == [1, 2, 2, 1, None] and 3 not in trace.x
+    assert min(trace.x[5:]) < 4 < max(trace.x[5:]), "a band of one layer has a width"
+
+
+def test_segments_abut_on_both_sides_of_zero_and_end_at_one() -> None:
+    rows = rows_of(final_share=[0.5, -0.2, 0.6, -0.1, 0.25]).assign(remainder_share=[math.nan] * 4 + [-0.05])
+    stack = stacked(rows)
+    assert list(stack["role"]) == ["block"] * 5 + ["remainder"] and stack["layer"].isna().sum() == 1
+    values, starts = stack["share of final drift"], stack["start"]
+    assert values.sum() == pytest.approx(1)
+    ends = starts + values
+    for side in (values > 0, values < 0):
+        assert starts[side].iloc[0] == 0
+        assert list(starts[side].iloc[1:]) == pytest.approx(list(ends[side].iloc[:-1]))
+    assert ends[values > 0].iloc[-1] + ends[values < 0].iloc[-1] == pytest.approx(1)
+
+
+def test_only_signed_projections_are_stacked(full: DriftRun) -> None:
+    for name in [*BY_CURVE, *BY_PANEL]:
+        layout = charts[name].draw(full).figure.layout
+        assert layout.barmode in (None, "group") or name == "contributions"

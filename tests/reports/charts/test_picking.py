@@ -1,0 +1,90 @@
+"""Which tasks and variants a chart shows, and what it says when there is nothing to show."""
+
+from __future__ import annotations
+
+import pytest
+
+from driftlens.errors import DataError
+from driftlens.records.run import DriftRun
+from driftlens_reports.charts.axes import layer_axis, layer_title, titled
+from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows, needs
+from driftlens_reports.charts.words import counted, label, listed, literal, ranged, short
+
+
+def test_all_tasks_and_all_variants_but_the_base_are_drawn(full: DriftRun) -> None:
+    assert chosen_tasks(full, ChartOptions()) == ["cars", "mnist", "dtd"]
+    variants = ["merged", "baseline:featcal-anchor", "calibrated:featcal"]
+    assert chosen_variants(full, ChartOptions()) == variants
+    assert chosen_variants(full, ChartOptions(), base=True) == ["base", *variants]
+
+
+def test_names_come_in_the_order_of_the_run_and_once(full: DriftRun) -> None:
+    options = ChartOptions(tasks=["dtd", "cars", "dtd"], variants=["merged", "base"])
+    assert chosen_tasks(full, options) == ["cars", "dtd"]
+    assert chosen_variants(full, options) == ["base", "merged"]
+
+
+def test_a_calibration_brings_its_own_control_and_no_other(crowded: DriftRun) -> None:
+    chosen = chosen_variants(crowded, ChartOptions(variants=["calibrated:two"]))
+    assert chosen == ["baseline:two-anchor", "calibrated:two"]
+
+
+@pytest.mark.parametrize("tasks", [["car"], []], ids=["unknown", "none"])
+def test_an_unknown_or_empty_choice_names_those_there_are(tasks: list[str], full: DriftRun) -> None:
+    with pytest.raises(DataError, match="has cars, mnist, dtd") as caught:
+        chosen_tasks(full, ChartOptions(tasks=tasks))
+    assert caught.value.hint == ("Did you mean 'cars'?" if tasks else "")
+
+
+def test_rows_come_by_task_variant_and_layer(full: DriftRun) -> None:
+    rows = layer_rows(full, ChartOptions(tasks=["mnist", "cars"], variants=["calibrated:featcal", "merged"]))
+    places = list(zip(rows["task"], rows["variant"], rows["layer"], strict=True))
+    variants = ["merged", "baseline:featcal-anchor", "calibrated:featcal"]
+    assert places == [(t, v, at) for t in ("cars", "mnist") for v in variants for at in range(1, 7)]
+
+
+def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) -> None:
+    missing = needs("layers", ["final_share"], "driftlens analyze")
+    assert missing(full, ChartOptions()) is None
+    missing = needs("accuracy", ["value", "ci_low"])
+    assert missing(full, ChartOptions(tasks=["cars"])) is None
+
+
+def test_the_sentence_names_every_column_without_numbers(unmeasured: DriftRun) -> None:
+    missing = needs("layers", ["drift_rel", "n", "cka"], "driftlens do")
+    sentence = missing(unmeasured, ChartOptions())
+    assert sentence == "needs columns drift_rel, cka of table layers; `driftlens do` adds them."
+
+
+def test_the_layer_axis_always_labels_stem_and_head(full: DriftRun) -> None:
+    axis = layer_axis(full)
+    assert axis["tickvals"] == [1, 2, 3, 4, 5, 6]
+    assert axis["autorangeoptions"]["clipmin"] == 0.5 and axis["autorangeoptions"]["clipmax"] == 6.5
+    assert layer_title(full) == "layer (index: 1 stem, 6 head)"
+
+
+def test_units_are_the_schemas() -> None:
+    assert titled("drift", "layers", "drift_l2_mean") == "drift (feature units)"
+    assert titled("loss", "outputs", "ce") == "loss (nat)"
+    assert titled("share", "layers", "cka") == "share (ratio)"
+
+
+def test_names_are_shown_character_by_character() -> None:
+    assert literal("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
+    assert literal("$x$ %{y}\n") == "&#36;x&#36; &#37;{y}\ufffd"
+    assert label("a" * 40) == "a" * 25 + "…" and label("<" * 40, 9).count("&lt;") == 8
+
+
+def test_counts_and_lists_read_as_words() -> None:
+    assert counted(1, "task") == "1 task" and counted(8041, "sample") == "8\u202f041 samples"
+    assert ranged([24, 16, 24], "sample") == "16 to 24 samples" and ranged([1, 1], "sample") == "1 sample"
+    assert ranged([], "sample") == "an unknown number of samples"
+    assert [listed(list("abc")[:size]) for size in (1, 2, 3)] == ["a", "a and b", "a, b and c"]
+    assert [short(value) for value in (0.01234, 1.2, 100.0, 123.4, 1234.5)] == [
+        "0.0123",
+        "1.20",
+        "100",
+        "123",
+        "1234",
+    ]

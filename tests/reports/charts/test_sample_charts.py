@@ -1,0 +1,178 @@
+"""Charts of samples: every point is a row of the tables, and of too many the same few are drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from driftlens.projection import project
+from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
+from tests.records.full_run import write_full_run
+from tests.reports.charts.crowd import write_crowd
+from tests.reports.charts.recording import finite
+
+CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
+CLOUDS = ("scatter", "sample-cosine", "bound")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    return open_run(write_full_run(tmp_path_factory.mktemp("bare") / "run", has_labels=False))
+
+
+@pytest.fixture(scope="module", params=[10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def crowd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    return write_crowd(tmp_path_factory.mktemp("crowd") / "run", request.param)
+
+
+def clouds(drawn: Drawn) -> list[go.Scatter]:
+    return [trace for trace in drawn.figure.data if trace.mode == "markers" and len(trace.x) > 1]
+
+
+def test_sample_cosine_has_the_baseline_on_x_and_the_variant_on_y(full: DriftRun) -> None:
+    traces = clouds(charts["sample-cosine"].draw(full))
+    assert len(traces) == 2 * len(full.tasks)
+    for at, trace in enumerate(traces):
+        samples = full.samples(full.tasks[at // 2], layer="final").set_index("sample_id")["cos"].astype(float)
+        variants = full.samples(full.tasks[at // 2], layer="final").set_index("sample_id")["variant"]
+        before = samples[variants == "merged"].loc[list(trace.text)]
+        after = samples[variants == trace.legendgroup].loc[list(trace.text)]
+        assert np.array_equal(trace.x, before) and np.array_equal(trace.y, after)
+
+
+def test_each_panel_of_sample_cosine_writes_the_mean_gain(full: DriftRun) -> None:
+    figure = charts["sample-cosine"].draw(full).figure
+    gain = np.mean(
+        full.samples("cars", CALIBRATED, "final")["cos"].to_numpy(float)
+        - full.samples("cars", "merged", "final")["cos"].to_numpy(float)
+    )
+    assert any(f"featcal {gain:+.3f}" in str(note.text) for note in figure.layout.annotations)
+
+
+def test_samples_are_paired_by_name_not_by_row(full: DriftRun) -> None:
+    """A table in another order, or with a sample missing, still pairs each sample with itself."""
+    shuffled = open_run(full.path)
+    rows = shuffled.samples()
+    at = rows.index[(rows["variant"] == "merged") & (rows["layer"] == 6) & (rows["task"] == "cars")]
+    rows = rows.drop(at[0]).sample(frac=1, random_state=1).reset_index(drop=True)
+    shuffled._frames["samples"] = rows
+    key = ["task", "variant", "sample_id"]
+    straight = charts["sample-cosine"].draw(full).data.set_index(key)
+    mixed = charts["sample-cosine"].draw(shuffled).data.set_index(key)
+    assert len(straight) - len(mixed) == 2
+    columns = ["baseline cosine", "cosine"]
+    pd.testing.assert_frame_equal(
+        mixed[columns].sort_index(), straight.loc[mixed.index, columns].sort_index()
+    )
+
+
+def test_bounds_are_gain_times_drift_and_the_secant_is_exact(full: DriftRun) -> None:
+    drawn = charts["bound"].draw(full)
+    rows = full.outputs(variant="merged").set_index(["task", "sample_id"])
+    drift = full.samples(variant="merged", layer="final").set_index(["task", "sample_id"])["drift_l2"]
+    merged = [trace for trace in clouds(drawn) if trace.legendgroup == "merged"]
+    for trace, column in zip(
+        merged,
+        ["score_gain_secant", "score_gain", "score_gain_spectral", "score_gain_certified"],
+        strict=True,
+    ):
+        assert finite(trace.x) == pytest.approx(finite((rows[column] * drift).astype(float)))
+        assert finite(trace.y) == finite(rows["score_drift_l2"])
+    assert np.allclose(merged[0].x, merged[0].y)
+    assert (merged[3].y <= merged[3].x * (1 + 1e-9)).all()
+    assert drawn.alt.startswith("0 samples of 216 above the certified bound.")
+
+
+def test_points_without_a_place_on_logarithmic_axes_are_counted(full: DriftRun) -> None:
+    spoiled = open_run(full.path)
+    rows = spoiled.outputs()
+    rows.loc[rows["variant"] == "merged", "score_gain_certified"] = np.inf
+    spoiled._frames["outputs"] = rows
+    drawn = charts["bound"].draw(spoiled)
+    assert any(note.startswith("72 points without a place") for note in drawn.notes)
+    assert all(np.isfinite(trace.x).all() and (trace.x > 0).all() for trace in clouds(drawn))
+
+
+@pytest.mark.parametrize("layer", [3, "final"])
+def test_scatter_draws_the_projection_with_the_expert_first(layer: int | str, full: DriftRun) -> None:
+    options = ChartOptions(tasks=["cars"], layer=layer)
+    drawn = charts["scatter"].draw(full, options)
+    found = project(full, "cars", layer=layer, store_it=False)
+    for variant, trace in zip(["expert", "merged", CONTROL, CALIBRATED], clouds(drawn), strict=True):
+        rows = found.frame[found.frame["variant"] == variant]
+        assert np.array_equal(trace.x, rows["x"]) and np.array_equal(trace.y, rows["y"])
+    assert drawn.data["mean cosine"].dropna().nunique() >= 3
+
+
+def test_scatter_shows_the_task_that_drifts_most(full: DriftRun) -> None:
+    drifts = full.layers(variant="merged", layer="final").set_index("task")["drift_l2_mean"].astype(float)
+    assert set(charts["scatter"].draw(full).data["task"]) == {drifts.idxmax()}
+
+
+def test_choosing_variants_moves_no_point(full: DriftRun) -> None:
+    few = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], variants=["merged"])).data
+    every = charts["scatter"].draw(full, ChartOptions(tasks=["cars"])).data
+    assert set(few["variant"]) == {"expert", "merged"}
+    columns = ["variant", "sample_id", "x", "y"]
+    assert few[columns].merge(every[columns], how="inner").equals(few[columns])
+
+
+def test_highlighted_samples_are_joined_to_the_experts_place(full: DriftRun) -> None:
+    options = ChartOptions(tasks=["cars"], highlight=["test/3", "test/7", "moon"])
+    drawn = charts["scatter"].draw(full, options)
+    place = drawn.data.set_index(["variant", "sample_id"])[["x", "y"]]
+    ways = [trace for trace in drawn.figure.data if trace.mode == "lines+markers"]
+    merged = next(trace for trace in ways if trace.name == "merged, highlighted")
+    for at, sample in enumerate(["test/3", "test/7"]):
+        start, end = place.loc[("expert", sample)], place.loc[("merged", sample)]
+        assert list(merged.x[3 * at : 3 * at + 2]) == [start["x"], end["x"]]
+        assert list(merged.y[3 * at : 3 * at + 2]) == [start["y"], end["y"]]
+    assert "Not among the samples shown: moon." in drawn.notes
+
+
+def test_drift_colours_are_the_tables_drifts_on_one_scale(full: DriftRun) -> None:
+    drawn = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], colour="drift"))
+    top = 0.0
+    for variant, trace in zip(["merged", CONTROL, CALIBRATED], clouds(drawn)[1:], strict=True):
+        drifts = full.samples("cars", variant, "final")["drift_l2"]
+        assert finite(trace.marker.color) == finite(drifts)
+        top = max(top, float(drifts.max()))
+    assert (drawn.figure.layout.coloraxis.cmin, drawn.figure.layout.coloraxis.cmax) == (0, top)
+
+
+def test_a_class_looks_the_same_in_every_panel_and_the_legend_names_it(full: DriftRun) -> None:
+    drawn = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], colour="class"))
+    looks = [set(zip(trace.marker.color, trace.marker.symbol, strict=True)) for trace in clouds(drawn)]
+    assert len(looks[0]) == 3 and all(look == looks[0] for look in looks)
+    named = [trace.name for trace in drawn.figure.data if len(trace.x) == 1]
+    assert named == ["class 0", "class 1", "class 2"]
+
+
+def test_without_labels_classes_have_no_colours_and_the_notes_say_so(bare: DriftRun) -> None:
+    drawn = charts["scatter"].draw(bare, ChartOptions(tasks=["cars"], colour="class"))
+    assert "The samples have no labels, so that classes have no colours." in drawn.notes
+    assert len({colour for trace in clouds(drawn) for colour in trace.marker.color}) == 1
+
+
+def test_a_layout_that_is_not_stored_names_its_command(full: DriftRun) -> None:
+    reason = charts["scatter"].missing(full, ChartOptions(method="umap", tasks=["cars"]))
+    assert reason is not None and "`driftlens project RUN --task TASK --layer final --method umap`" in reason
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_of_very_many_samples_few_are_drawn_and_the_notes_say_so(name: str, crowd: DriftRun) -> None:
+    options = ChartOptions(max_points=1200)
+    drawn = charts[name].draw(crowd, options)
+    assert 0 < sum(len(trace.x) for trace in clouds(drawn)) <= options.max_points
+    assert all(trace.type == "scattergl" for trace in clouds(drawn))
+    assert any(f" of {len(crowd.sample_ids('crowd')) // 1000}" in note for note in drawn.notes), drawn.notes
+    again = charts[name].draw(crowd, options)
+    assert again.figure.to_json() == drawn.figure.to_json()
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_few_points_are_svg(name: str, full: DriftRun) -> None:
+    assert all(trace.type == "scatter" for trace in clouds(charts[name].draw(full)))

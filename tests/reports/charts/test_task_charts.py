@@ -1,0 +1,154 @@
+"""Charts with a mark per task: they draw the tables' numbers, name the control, and never fill a gap."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from driftlens.records.intervals import unpaired_difference
+from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.charts.gain import NO_RIVAL
+from driftlens_reports.charts.per_task import AVERAGE
+from tests.records.full_run import write_full_run
+from tests.reports.charts.recording import finite
+
+CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
+
+
+def by_legend(figure) -> dict[str, list[float]]:  # type: ignore[no-untyped-def]
+    """Values of all traces by the variant they are of."""
+    found: dict[str, list[float]] = {}
+    for trace in figure.data:
+        found.setdefault(trace.legendgroup, []).extend(finite(trace.y))
+    return found
+
+
+@pytest.fixture(scope="module")
+def gappy(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """The merged model's cosine, backbone and accuracy on mnist were not measured."""
+    path = write_full_run(tmp_path_factory.mktemp("gappy") / "run")
+    for table, column in (("layers", "cos_mean"), ("params", "cos"), ("accuracy", "value")):
+        file = path / "tables" / f"{table}.parquet"
+        rows = pq.read_table(file)
+        is_gap = (rows["task"].to_pandas() == "mnist") & (rows["variant"].to_pandas() == "merged")
+        values = rows[column].to_pandas().mask(is_gap)
+        at = rows.schema.get_field_index(column)
+        pq.write_table(rows.set_column(at, rows.schema.field(at), pa.array(values, from_pandas=True)), file)
+    return open_run(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "column"),
+    [
+        ("task-cosine", "layers", "cos_mean"),
+        ("backbone-alignment", "params", "cos"),
+        ("accuracy", "accuracy", "value"),
+    ],
+)
+def test_marks_are_the_tables_values_and_their_means(
+    name: str, table: str, column: str, full: DriftRun
+) -> None:
+    rows = full.layers(layer="final") if table == "layers" else getattr(full, table)()
+    if table == "params":
+        rows = rows[rows["scope"] == "backbone"]
+    for variant, values in by_legend(charts[name].draw(full).figure).items():
+        wanted = rows.loc[rows["variant"] == variant, column].astype(float)
+        assert finite(values) == finite([*wanted, wanted.mean()])
+
+
+def test_accuracy_has_the_base_the_control_and_the_expert_with_the_tables_intervals(full: DriftRun) -> None:
+    figure = charts["accuracy"].draw(full).figure
+    order = list(dict.fromkeys(trace.legendgroup for trace in figure.data))
+    assert order == ["base", "merged", CONTROL, CALIBRATED, "expert"]
+    for trace in figure.data:
+        rows = full.accuracy(variant=trace.legendgroup)
+        if trace.error_y.array is None:
+            assert trace.x == (AVERAGE,), "only the mean over tasks has no interval"
+            continue
+        up = np.array(trace.y) + np.array(trace.error_y.array)
+        down = np.array(trace.y) - np.array(trace.error_y.arrayminus)
+        assert up == pytest.approx(rows["ci_high"].to_numpy()) and down == pytest.approx(
+            rows["ci_low"].to_numpy()
+        )
+
+
+@pytest.mark.parametrize("name", ["task-cosine", "backbone-alignment", "accuracy"])
+def test_a_gap_stays_a_gap_and_spoils_the_mean(name: str, gappy: DriftRun) -> None:
+    data = charts[name].draw(gappy).data
+    column = next(
+        column for column in ("mean cosine", "cosine of task vectors", "accuracy") if column in data
+    )
+    merged = data[data["variant"] == "merged"].set_index("task")[column]
+    assert pd.isna(merged["mnist"]) and pd.isna(merged[AVERAGE]) and merged["cars"] > 0
+    calibrated = data[data["variant"] == CALIBRATED].set_index("task")[column]
+    assert not calibrated.isna().any()
+
+
+@pytest.mark.parametrize("band", ["q10-q90", "q25-q75", "std", "none"])
+def test_whiskers_are_the_band_that_the_options_name(band: str, full: DriftRun) -> None:
+    drawn = charts["task-cosine"].draw(full, ChartOptions(band=band))  # type: ignore[arg-type]
+    values = full.samples("cars", "merged", "final")["cos"].to_numpy(dtype=float)
+    row = drawn.data.set_index(["task", "variant"])[["low", "high"]].astype(float).loc[("cars", "merged")]
+    wanted = {
+        "q10-q90": np.quantile(values, [0.1, 0.9]),
+        "q25-q75": np.quantile(values, [0.25, 0.75]),
+        "std": values.mean() + np.array([-1, 1]) * values.std(),
+        "none": [np.nan, np.nan],
+    }[band]
+    assert [row["low"], row["high"]] == pytest.approx(list(wanted), nan_ok=True)
+    assert any("Whiskers" in note for note in drawn.notes) == (band != "none")
+
+
+def test_one_task_has_no_mean_of_tasks(full: DriftRun) -> None:
+    drawn = charts["task-cosine"].draw(full, ChartOptions(tasks=["cars"]))
+    assert set(drawn.data["task"]) == {"cars"}
+
+
+def test_gains_are_differences_of_the_tables(full: DriftRun) -> None:
+    drawn = charts["gains"].draw(full)
+    assert set(drawn.data["variant"]) == {CONTROL, CALIBRATED}
+    for trace in drawn.figure.data:
+        variant = CALIBRATED if trace.name == "featcal" else CONTROL
+        for at, task in enumerate(full.tasks):
+            cosines = [full.value("cos_mean", task=task, variant=name) for name in (variant, "merged")]
+            scores = [full.accuracy(task, name).iloc[0] for name in (variant, "merged")]
+            assert trace.x[at] == pytest.approx(cosines[0] - cosines[1])
+            assert trace.y[at] == pytest.approx(100 * (scores[0]["value"] - scores[1]["value"]))
+            counts = [(round(score["value"] * score["n"]), int(score["n"])) for score in reversed(scores)]
+            low, high = unpaired_difference(*counts[0], *counts[1])
+            assert trace.y[at] + trace.error_y.array[at] == pytest.approx(100 * high)
+            assert trace.y[at] - trace.error_y.arrayminus[at] == pytest.approx(100 * low)
+
+
+def test_the_calibrated_points_carry_the_names_of_tasks(full: DriftRun) -> None:
+    modes = {trace.name: trace.mode for trace in charts["gains"].draw(full).figure.data}
+    assert modes == {"featcal, anchor only": "markers", "featcal": "markers+text"}
+
+
+def test_gains_say_that_cosine_explains_nothing() -> None:
+    assert "not an explanation of accuracy" in charts["gains"].hint
+
+
+@pytest.mark.parametrize("name", ["gains", "sample-cosine"])
+def test_without_a_rival_there_is_no_gain(name: str, uncalibrated: DriftRun) -> None:
+    assert charts[name].missing(uncalibrated, ChartOptions()) == NO_RIVAL
+
+
+def test_gains_count_from_the_baseline_that_is_named(full: DriftRun) -> None:
+    drawn = charts["gains"].draw(full, ChartOptions(baseline=CONTROL, variants=[CALIBRATED]))
+    assert set(drawn.data["variant"]) == {CALIBRATED}
+    row = drawn.data[drawn.data["task"] == "dtd"].iloc[0]
+    cosines = [full.value("cos_mean", task="dtd", variant=name) for name in (CALIBRATED, CONTROL)]
+    assert row["cosine gain"] == pytest.approx(cosines[0] - cosines[1])
+
+
+def test_without_labels_accuracy_charts_name_the_command(tmp_path: pathlib.Path) -> None:
+    bare = open_run(write_full_run(tmp_path / "run", has_labels=False, tasks=["cars"]))
+    for name in ("accuracy", "gains"):
+        assert "`driftlens evaluate RUN`" in str(charts[name].missing(bare, ChartOptions()))

@@ -1,0 +1,1 @@
+"""Exhibits for a paper, one file each; `exhibits` lists them. Figures are matplotlib's, tables LaTeX and CSV."""

@@ -1,0 +1,96 @@
+"""The largest error of each exact claim that runs check about themselves, against its limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from driftlens.records.run import DriftRun
+from driftlens.records.self_checks import SelfCheck
+from driftlens.records.self_checks import self_checks as checks_of
+from driftlens_reports.paper import captions
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
+from driftlens_reports.paper.plate import Plate, legend, short
+from driftlens_reports.paper.series import name_axis
+from driftlens_reports.paper.style import dot_area, figure, venue_of
+from driftlens_reports.wording import check_sentence
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+FLOOR = 1e-16
+"""Where an error of exactly zero stands: a logarithmic axis has no place for it."""
+
+_MARKS = ("o", "s", "D", "v", "^", "X")
+
+
+@figure("self-checks", title="Self-checks and their limits")
+def self_checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """A row per claim, a mark per run, and the limit up to which the claim counts as holding."""
+    found = {run.id: checks_of(run) for run in runs}
+    names = [check.name for check in found[runs[0].id]]
+    narrow = venue_of(options.width) == "icml-column"
+    plate = Plate(options.width, options.width * (0.85 if narrow else 0.42))
+    axes = plate.figure.subplots()
+    entries: dict[str, Artist] = {}
+    if all(math.isnan(check.largest) for checks in found.values() for check in checks):
+        plate.note(axes, "self-checks", "`driftlens analyze` computes them")
+    else:
+        _draw_limits(plate, axes, found[runs[0].id])
+        for at, run in enumerate(runs):
+            entries[short(run.name, 28)] = _draw_errors(
+                plate, axes, run, found[run.id], _MARKS[at % len(_MARKS)]
+            )
+        _finish(axes, names)
+        if len(runs) > 1:
+            legend(plate.figure, entries)
+    return plate.exhibited(captions.together(_caption(runs, found, plate)))
+
+
+def _draw_limits(plate: Plate, axes: Axes, checks: Sequence[SelfCheck]) -> None:
+    places = range(len(checks))
+    limits = [check.limit for check in checks]
+    axes.barh(places, [limit - FLOOR for limit in limits], 0.62, left=FLOOR, color="#EFEFEF")
+    axes.plot(limits, places, linestyle="", marker="|", color="#444444", markersize=dot_area(2.5) ** 0.5)
+    for check in checks:
+        plate.record("a", None, f"limit of {check.name}", check.limit)
+
+
+def _draw_errors(plate: Plate, axes: Axes, run: DriftRun, checks: Sequence[SelfCheck], marker: str) -> Artist:
+    """Draw one run's errors: filled where the claim holds, hollow where it fails, in words where not measured."""
+    for at, check in enumerate(checks):
+        if math.isnan(check.largest):
+            axes.text(FLOOR, at, " not measured", va="center", color="#777777", fontsize="small")
+            continue
+        place, fill = max(check.largest, FLOOR), "#222222" if check.holds else "white"
+        axes.plot([place], [at], marker=marker, color="#222222", markerfacecolor=fill)
+        if not check.holds:
+            axes.annotate("fails", (place, at), (6, 0), textcoords="offset points", va="center")
+        plate.record("a", run, f"error of {check.name}", check.largest)
+    return axes.plot([], [], linestyle="", marker=marker, color="#444444")[0]
+
+
+def _finish(axes: Axes, names: Sequence[str]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.set_xlim(FLOOR, 40 * axes.dataLim.x1)  # room for words beside the last mark
+    axes.xaxis.set_major_locator(LogLocator(numticks=8))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("largest error (relative; shaded: within the limit)")
+    name_axis(axes, names, horizontal=True)
+
+
+def _caption(runs: Sequence[DriftRun], found: dict[str, list[SelfCheck]], plate: Plate) -> Iterator[str]:
+    yield "Largest error of each claim that is exact in theory, over all rows of the tables."
+    yield from captions.origin(runs)
+    yield "Shaded: up to the limit beyond which rounding and quadrature explain nothing more; hollow: beyond it."
+    if any(check.largest <= FLOOR for checks in found.values() for check in checks):
+        yield f"Errors below {FLOOR:.0e}, zero included, stand at the left edge."
+    for run in runs:
+        for check in found[run.id]:
+            yield f"{run.name}: {check_sentence(check)}." if len(runs) > 1 else f"{check_sentence(check)}."
+    yield from captions.gaps(plate.missing)

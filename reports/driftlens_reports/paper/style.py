@@ -1,0 +1,124 @@
+"""The packaged look of figures: one sheet per venue width, the same colours, markers and hatches everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pathlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from driftlens.errors import DataError
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import is_control, part_of
+from driftlens_reports.charts.theme import LIGHT
+from driftlens_reports.paper.exhibit import Draw, Exhibited, ExhibitOptions, exhibit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTHS = MappingProxyType({"neurips": 5.5, "icml-column": 3.25, "slide": 10.0})
+"""Width of each venue's text or column, in inches."""
+
+FORMATS = ("pdf", "svg", "png")
+
+_UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+# matplotlib's settings are global; a server may draw in several threads.
+_SETTINGS = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one part of a comparison is drawn; each of the four alone tells it from the others.
+
+    Attributes:
+        colour: apart for colour-blind eyes and in greyscale.
+        marker: of points.
+        dash: of lines.
+        hatch: of bars.
+    """
+
+    colour: str
+    marker: str
+    dash: str | tuple[float, tuple[float, ...]]
+    hatch: str
+
+
+_LOOKS = {
+    "expert": Look(LIGHT.roles["expert"][0], "o", "-", "\\\\\\\\"),
+    "merged": Look(LIGHT.roles["merged"][0], "s", (0.0, (4.0, 1.5)), "////"),
+    "calibrated": Look(LIGHT.roles["calibrated"][0], "D", "-", ""),
+    "control": Look(LIGHT.roles["baseline"][0], "v", (0.0, (1.2, 1.2)), "...."),
+    "baseline": Look(LIGHT.roles["baseline"][2], "X", (0.0, (5.0, 1.5, 1.0, 1.5)), "xxxx"),
+    "base": Look(LIGHT.roles["base"][0], "^", (0.0, (2.5, 2.5)), "----"),
+}
+
+
+def look_of(variant: str) -> Look:
+    """How the variant is drawn: by its part, and anchor-only controls apart from other baselines."""
+    return _LOOKS["control" if is_control(variant) else part_of(variant)]
+
+
+def venue_of(width: float) -> str:
+    """The venue whose width is nearest, and whose sheet therefore fits a figure of `width` inches."""
+    return min(WIDTHS, key=lambda venue: abs(WIDTHS[venue] - width))
+
+
+@contextlib.contextmanager
+def sheet(width: float) -> Iterator[None]:
+    """Within it, matplotlib's settings are those packaged for `width`, whatever the user's own are.
+
+    Letters of scripts that the packaged fonts lack (Chinese, for example) are drawn as boxes, without a warning each.
+    """
+    import matplotlib.style
+
+    folder = pathlib.Path(__file__).parent
+    files = [folder / f"{name}.mplstyle" for name in ("common", venue_of(width))]
+    with _SETTINGS, matplotlib.style.context(files, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
+
+
+def hairline() -> float:
+    """Width of the thinnest lines of the current sheet, in points."""
+    import matplotlib
+
+    return float(matplotlib.rcParams["axes.linewidth"])
+
+
+def dot_area(scale: float) -> float:
+    """Area of scattered points that are `scale` times as wide as the current sheet's markers, in square points."""
+    import matplotlib
+
+    return (scale * float(matplotlib.rcParams["lines.markersize"])) ** 2
+
+
+def encode(figure: Figure, file_format: str) -> bytes:
+    """The bytes of a figure as pdf, svg or png: the same at every call, without a date, with fonts embedded."""
+    assert file_format in FORMATS, file_format
+    written = io.BytesIO()
+    with sheet(figure.get_figwidth()):
+        figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
+    return written.getvalue()
+
+
+def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
+    """Decorator that files a drawing function as the figure `name`; it runs in the sheet of the width asked for."""
+
+    def file(draw: Draw) -> Draw:
+        @functools.wraps(draw)
+        def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+            if not runs:
+                raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
+            with sheet(options.width):
+                return draw(runs, options)
+
+        exhibit(name, kind="figure", title=title, paper=paper)(drawn)
+        return drawn
+
+    return file

@@ -1,0 +1,101 @@
+"""Figures drawn for tests, and what they show, read back from their artists."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PathCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+from numpy.typing import NDArray
+
+from driftlens.records.run import DriftRun
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
+from driftlens_reports.paper.plate import GUIDE
+from driftlens_reports.paper.style import sheet
+
+Array = NDArray[np.float64]
+
+
+@functools.cache
+def draw(name: str, *runs: DriftRun, **options: Any) -> Exhibited:
+    """The exhibit `name`, drawn once for the same run objects and options."""
+    return exhibits[name].draw(runs, ExhibitOptions(**options))
+
+
+def lines(axes: Axes) -> list[Line2D]:
+    """The lines that stand for measurements."""
+    return [line for line in axes.lines if line.get_label() != GUIDE]
+
+
+def line_points(line: Line2D) -> Array:
+    """Points of a line, [n, 2], without gaps."""
+    points = np.column_stack([np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)])
+    return points[~np.isnan(points).any(axis=1)]
+
+
+def scattered(axes: Axes) -> list[Array]:
+    """Points of every scatter, [n, 2]."""
+    return [np.asarray(dots.get_offsets()) for dots in axes.collections if isinstance(dots, PathCollection)]
+
+
+def segments(axes: Axes) -> list[Array]:
+    """Ends of every group of single lines, [n, 2, 2]."""
+    groups = [entry for entry in axes.collections if isinstance(entry, LineCollection)]
+    return [np.array([part for part in group.get_segments() if len(part)]) for group in groups]
+
+
+def bands(axes: Axes) -> list[Array]:
+    """Corners of every filled band, [n, 2]."""
+    filled = [entry for entry in axes.collections if isinstance(entry, PolyCollection)]
+    return [path.vertices for entry in filled for path in entry.get_paths()]
+
+
+def bars(axes: Axes) -> list[Rectangle]:
+    """Every bar, in the order of drawing."""
+    return [bar for group in axes.containers for bar in group]
+
+
+def images(axes: Axes) -> list[Array]:
+    """Numbers behind every image, masked ones as NaN."""
+    return [np.ma.filled(image.get_array().astype(float), np.nan) for image in axes.images]
+
+
+def all_numbers(figure: Figure) -> Array:
+    """Every number that stands somewhere on a panel, sorted."""
+    return np.sort(np.concatenate([np.ravel(part) for axes in figure.axes for part in _numbers(axes)]))
+
+
+def _numbers(axes: Axes) -> Iterator[Array]:
+    yield np.empty(0)
+    yield from (line_points(line) for line in lines(axes))
+    yield from scattered(axes)
+    yield from segments(axes)
+    yield from bands(axes)
+    yield from images(axes)
+    yield np.array([[bar.get_height(), bar.get_width()] for bar in bars(axes)])
+
+
+def shows(numbers: Array, value: float) -> bool:
+    """Whether `value` is among the sorted `numbers`, up to rounding of float64."""
+    at = np.searchsorted(numbers, value)
+    near = numbers[max(at - 1, 0) : at + 1]
+    return bool(np.isclose(near, value, rtol=1e-12, atol=1e-15).any())
+
+
+def texts(figure: Figure) -> list[Text]:
+    """Every text with letters in it; titles, ticks and legends included."""
+    with sheet(figure.get_figwidth()):
+        figure.draw_without_rendering()
+    return [text for text in figure.findobj(Text) if text.get_text().strip()]
+
+
+def words(figure: Figure) -> str:
+    """All words of the figure, with line breaks as spaces."""
+    return " ".join(" ".join(text.get_text() for text in texts(figure)).split())

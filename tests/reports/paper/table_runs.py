@@ -1,0 +1,83 @@
+"""Saved runs for tests of tables: with a merge method, calibrations, sweeps, and settings of the paper's suites."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from tests.records.full_run import VARIANTS, Size, layer_list, write_full_run
+
+TOY = ("cars", "mnist", "dtd")
+EIGHT = ("cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "sun397", "svhn")
+"""The paper's eight tasks, in an order of our own."""
+
+SMALL = Size(blocks=2, samples=6)
+SETTINGS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "update": ["linear", "bias", "norm"]}
+GIB = 2**30
+
+
+def table_run(path: pathlib.Path, *, name: str = "toy run", tasks: Sequence[str] = TOY) -> DriftRun:
+    """A run with everything: a merge method, a calibration with its costs, and a sweep of samples with three seeds."""
+    write_full_run(path, name=name, tasks=tasks, size=SMALL)
+    _write_spec(path, name, "task_arithmetic")
+    with RunWriter.resume(path) as writer:
+        writer.describe(calibrations={"featcal": _calibration(tasks)})
+        writer.append("resources", _resources())
+        writer.append("sweeps", _sweep(tasks))
+    return open_run(path)
+
+
+def scores_run(
+    path: pathlib.Path,
+    *,
+    name: str = "scores",
+    tasks: Sequence[str] = TOY,
+    variants: Sequence[str] = VARIANTS,
+    method: str = "task_arithmetic",
+    source: str = "ViT-tiny",
+    seed: int = 0,
+) -> DriftRun:
+    """A run that holds accuracies and nothing else."""
+    rng = np.random.default_rng(seed)
+    with RunWriter.create(path, spec_yaml="", spec_digest="0" * 64, name=name) as writer:
+        architecture = {"adapter": "open_clip_vit", "source": source}
+        writer.describe(tasks=tasks, variants=variants, layers=layer_list(2), architecture=architecture)
+        keys = itertools.product(tasks, ("expert", *variants))
+        rows = pd.DataFrame(keys, columns=["task", "variant"]).assign(metric="accuracy", n=400, seed=0)
+        value = rng.integers(100, 400, len(rows)) / 400
+        writer.append("accuracy", rows.assign(value=value, ci_low=value - 0.02, ci_high=value + 0.02))
+    _write_spec(path, name, method)
+    return open_run(path)
+
+
+def _write_spec(path: pathlib.Path, name: str, method: str) -> None:
+    spec = f"name: {name!r}\nmerge:\n  method: {method}\n  scaling: 0.3\n"
+    (path / "spec.yaml").write_text(spec, encoding="utf-8")
+
+
+def _calibration(tasks: Sequence[str]) -> CalibrationInfo:
+    samples = dict.fromkeys(tasks, 256)
+    return CalibrationInfo("featcal", SETTINGS, "baseline:featcal-anchor", 12.5, samples, layers=(2, 3))
+
+
+def _resources() -> pd.DataFrame:
+    row = {"phase": "calibrate:featcal", "seconds": 14.0, "peak_rss_bytes": 3 * GIB, "energy_wh": 1.25}
+    return pd.DataFrame([row])
+
+
+def _sweep(tasks: Sequence[str]) -> pd.DataFrame:
+    rng = np.random.default_rng(5)
+    rows = []
+    for (point, n), seed, task in itertools.product(enumerate((8, 16, 48)), (1, 2, 3), tasks):
+        row = {"sweep": "n", "point": point, "seed": seed, "task": task, "n": n, "n_test": 400}
+        row |= {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "seconds": 2.0 + point + 0.1 * seed}
+        row["accuracy"] = round(0.7 + 0.05 * point + 0.02 * rng.random(), 4)
+        rows.append(row)
+    return pd.DataFrame(rows)

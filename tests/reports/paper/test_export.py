@@ -1,0 +1,182 @@
+"""Files of exhibits: the same bytes every time, with their numbers and where those come from beside them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pandas as pd
+import pytest
+
+import driftlens as dl
+from driftlens.cli import main
+from driftlens.errors import DataError, SpecError
+from driftlens.records.run import DriftRun
+from driftlens_reports.paper.artifact import csv_text, draw
+from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+from driftlens_reports.paper.export import FORMATS, export
+from tests.reports.paper.table_runs import table_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    return table_run(tmp_path_factory.mktemp("export") / "toy")
+
+
+def code_of(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as leaving:
+        main([str(argument) for argument in arguments])
+    return int(leaving.value.code or 0)
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    for folder in ("first", "second"):
+        export([run], tmp_path / folder, names=["accuracy", "closure", "heatmap"])
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    assert {name.partition(".")[2] for name in first} == set(FORMATS)
+    assert first == second
+
+
+def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    export([run], tmp_path / "here", names=["accuracy", "heatmap"])
+    script = """
+        import sys
+        sys.modules["torch"] = None  # exhibits are drawn without it
+        from driftlens.records.run import open_run
+        from driftlens_reports.paper.export import export
+        export([open_run(sys.argv[1])], sys.argv[2], names=["accuracy", "heatmap"])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(run.path), str(tmp_path / "there")]
+    subprocess.run(command, check=True)
+    assert contents(tmp_path / "here") == contents(tmp_path / "there")
+
+
+def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    names = [name for name, entry in exhibits.items() if entry.kind == "table"] + ["heatmap"]
+    written = export([run], tmp_path, names=names, formats=["tex", "svg"])
+    assert [entry.name for entry in written] == names
+    for entry in written:
+        own = "svg" if entry.name == "heatmap" else "tex"
+        assert [path.name for path in entry.files] == [
+            f"{entry.name}.{end}" for end in (own, "csv", "json", "txt")
+        ]
+    assert sorted(path for entry in written for path in entry.files) == sorted(tmp_path.iterdir())
+
+
+def test_the_csv_holds_the_numbers_with_every_digit(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    export([run], tmp_path, names=["accuracy"])
+    read = pd.read_csv(tmp_path / "accuracy.csv")
+    assert read["value"].tolist() == draw("accuracy", [run], ExhibitOptions()).data["value"].tolist()
+
+
+def test_text_that_a_spreadsheet_would_run_is_marked_as_text() -> None:
+    text = csv_text(
+        pd.DataFrame({"row": ["=cmd()", "+1", "-x", "@a", "plain"], "value": [-1.5, 0.1, 2, 3, 4]})
+    )
+    assert text.splitlines() == ["row,value", "'=cmd(),-1.5", "'+1,0.1", "'-x,2.0", "'@a,3.0", "plain,4.0"]
+
+
+def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    export(
+        [run], tmp_path, names=["accuracy-text", "closure"], options=ExhibitOptions(width=3.25, task="cars")
+    )
+    told = json.loads((tmp_path / "accuracy-text.json").read_text())
+    assert [entry["id"] for entry in told["runs"]] == [run.id]
+    assert told["runs"][0]["spec_digest"] == run.manifest.spec_digest
+    assert told["versions"]["driftlens"] == run.manifest.versions["driftlens"]
+    assert told["missing"][0]["name"] == "Measured rows"
+    assert "arXiv:2605.13030" in told["printed_numbers"]
+    assert told["command"] == "driftlens export toy --table accuracy-text --style icml-column --task cars"
+    assert json.loads((tmp_path / "closure.json").read_text())["printed_numbers"] == ""
+
+
+def test_no_file_names_a_folder_of_this_machine(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    export([run], tmp_path, names=["accuracy", "hyper", "heatmap"])
+    places = {str(run.path.parent).encode(), str(pathlib.Path.home()).encode() + b"/"}
+    assert not [name for name, data in contents(tmp_path).items() if any(place in data for place in places)]
+
+
+def test_the_command_writes_what_was_asked_for(
+    run: DriftRun, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    asked = ("--figure", "heatmap", "--table", "drift", "--format", "png,tex", "--out", out, "--json")
+    assert code_of("export", run.path, *asked) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [entry["exhibit"] for entry in told] == ["heatmap", "drift"]
+    assert sorted(path for entry in told for path in entry["files"]) == sorted(map(str, out.iterdir()))
+    assert {path.suffix for path in out.glob("heatmap.*")} == {".png", ".csv", ".json", ".txt"}
+
+
+def test_strict_fails_where_a_part_is_missing_and_still_writes_it(
+    run: DriftRun, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert (
+        code_of("export", run.path, "--table", "accuracy-llm", "--strict", "--out", out)
+        == DataError.exit_code
+    )
+    assert (out / "accuracy-llm.tex").exists()
+    assert "driftlens init --template llama" in capsys.readouterr().err
+    assert code_of("export", run.path, "--table", "accuracy", "--strict", "--out", out) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--table", "acuracy"],
+        ["--figure", "accuracy"],
+        ["--table", "intro"],
+        ["--table", "accuracy", "--format", "docx"],
+        ["--table", "accuracy", "--format", "pdf"],
+        ["--table", "accuracy", "--style", "nature"],
+    ],
+    ids=[
+        "nothing",
+        "misspelt",
+        "table as figure",
+        "figure as table",
+        "format",
+        "format of a figure",
+        "style",
+    ],
+)
+def test_a_wrong_wish_is_refused_before_anything_is_written(
+    run: DriftRun, tmp_path: pathlib.Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert code_of("export", run.path, *arguments, "--out", out) == SpecError.exit_code
+    assert "hint:" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_an_unknown_task_is_a_data_error(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    assert code_of("export", run.path, "--figure", "intro", "--task", "moon", "--out", tmp_path) == 4
+
+
+def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    export([run], tmp_path, names=["heatmap", "accuracy"])
+    dl.paper.figure("heatmap", run).save(tmp_path / "fig1.pdf")
+    text = dl.paper.table("accuracy", [run]).to_latex(tmp_path / "tab1.tex")
+    written = contents(tmp_path)
+    assert written["fig1.pdf"] == written["heatmap.pdf"]
+    assert written["tab1.tex"] == written["accuracy.tex"] == text.encode()
+    assert set(dl.paper.names()) == set(exhibits)
+
+
+def test_python_refuses_the_other_kind_and_formats_it_has_not(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="is no figure but a table"):
+        dl.paper.figure("accuracy", run)
+    with pytest.raises(SpecError, match="can't be saved as 'docx'"):
+        dl.paper.table("accuracy", run).save(tmp_path / "tab1.docx")
+    with pytest.raises(SpecError, match="figure heatmap can't be saved as 'tex'"):
+        dl.paper.figure("heatmap", run).to_latex()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,262 @@
+"""Promises that every figure keeps, over the registry: a new figure is tested without a line here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import pathlib
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+from driftlens.errors import DataError, RunError
+from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.paper.exhibit import exhibits
+from driftlens_reports.paper.style import FORMATS, WIDTHS, encode, look_of
+from tests.records.full_run import Size, write_full_run
+from tests.reports.paper.drawn import all_numbers, draw, lines, scattered, shows, texts, words
+from tests.reports.paper.figure_runs import HOSTILE, figure_run
+
+FIGURES = [name for name, entry in exhibits.items() if entry.kind == "figure"]
+PROMISED = {
+    *("intro", "diagnostics", "scatter-grid", "data-efficiency", "corruptions", "sweeps", "decomposition"),
+    *("contributions", "amplification", "output-drift", "heatmap", "self-checks"),
+}
+PRINTED = {
+    "cos_mean",
+    "mean gain of cos",
+    "change of final drift_l2_mean",
+    "change of final drift_l2_mean, percent",
+}
+"""Quantities that figures may print in digits."""
+
+SMALL = Size(blocks=1, samples=4, tests=20)
+
+figures = pytest.mark.parametrize("name", FIGURES)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    return figure_run(tmp_path_factory.mktemp("runs") / "run", name="upstream")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run without labels and without a calibration."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    return open_run(write_full_run(path, variants=["base", "merged"], has_labels=False))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run of one task, one block and one sample."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    return figure_run(path, tasks=["only"], size=Size(blocks=1, samples=1, tests=7), seeds=(1,))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run whose names would do harm wherever they were not shown letter by letter."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    return figure_run(path, name=HOSTILE[1], tasks=[*HOSTILE, "手写数字"], class_names=["$", "_"], size=SMALL)
+
+
+def test_the_figures_of_the_paper_and_ours_are_there() -> None:
+    assert set(FIGURES) == PROMISED
+
+
+@figures
+def test_every_recorded_number_is_drawn_or_printed(name: str, run: DriftRun) -> None:
+    drawn = draw(name, run)
+    numbers, said = all_numbers(drawn.figure), words(drawn.figure)
+    for row in drawn.data.to_dict("records"):
+        value, quantity = row["value"], row["quantity"]
+        if "std over seeds" in quantity or quantity == "jacobian_error":
+            continue  # drawn as ends of bars and bands; see test_figures_values
+        if quantity in PRINTED and not shows(numbers, value):
+            digits = {"cos_mean": 2, "mean gain of cos": 3}.get(quantity, 0 if "percent" in quantity else 2)
+            assert f"{abs(value):.{digits}f}" in said, row
+        else:
+            assert shows(numbers, value), row
+
+
+@figures
+def test_nothing_is_drawn_that_is_not_recorded(name: str, run: DriftRun) -> None:
+    drawn = draw(name, run)
+    recorded = np.sort(drawn.data["value"].to_numpy(dtype=float))
+    for axes in drawn.figure.axes:
+        for line in lines(axes):
+            x, y = (np.asarray(part, float) for part in (line.get_xdata(), line.get_ydata()))
+            are_recorded = [all(shows(recorded, v) for v in part[~np.isnan(part)]) for part in (x, y)]
+            assert any(are_recorded), (name, line)
+        for points in scattered(axes):
+            assert all(shows(recorded, value) for value in points.ravel())
+
+
+@figures
+def test_recorded_columns_hold_what_the_tables_hold(name: str, run: DriftRun) -> None:
+    data = draw(name, run).data
+    assert set(data["source"]) <= {"measured"}
+    checked = 0
+    for row in data.to_dict("records"):
+        expected = _from_table(run, row)
+        if expected is not None:
+            checked += 1
+            assert row["value"] == pytest.approx(expected, rel=1e-12), row
+    assert checked or name in ("corruptions", "self-checks", "sweeps", "data-efficiency")
+
+
+def _from_table(run: DriftRun, row: dict[str, object]) -> float | None:
+    """The number that a table has under the row's key; None for what is derived."""
+    quantity, task, variant, layer = (row[key] for key in ("quantity", "task", "variant", "layer"))
+    if pd.notna(layer) and quantity in run.layers():
+        return run.value(str(quantity), task=str(task), variant=str(variant), layer=int(str(layer)))
+    if quantity == "cos" and pd.notna(row["sample_id"]):
+        rows = run.samples(str(task), str(variant), "final").set_index("sample_id")
+        return float(rows.loc[row["sample_id"], "cos"])
+    if quantity == "cos":
+        rows = run.params(str(task), str(variant))
+        return float(rows.loc[rows["scope"] == "backbone", "cos"].iloc[0])
+    if quantity in ("accuracy", "ci_low", "ci_high") and pd.notna(task):
+        column = "value" if quantity == "accuracy" else str(quantity)
+        return float(run.accuracy(str(task), str(variant))[column].iloc[0])
+    if quantity == "score_drift_inf":
+        rows = run.outputs(str(task), str(variant)).set_index("sample_id")
+        return float(rows.loc[row["sample_id"], "score_drift_inf"])
+    return None
+
+
+@figures
+def test_captions_name_run_and_samples(name: str, run: DriftRun) -> None:
+    caption = draw(name, run).caption
+    assert f"upstream ({run.id})" in caption
+    if name not in ("corruptions", "self-checks", "sweeps", "data-efficiency"):
+        assert "n = 24 samples of the diagnosis split" in caption
+
+
+def test_a_synthetic_run_is_called_one(tmp_path: pathlib.Path) -> None:
+    run = open_run(write_full_run(tmp_path / "run", synthetic=True))
+    # One figure per way captions are begun: of one run, and of several.
+    assert all("no benchmark" in draw(name, run).caption for name in ("heatmap", "sweeps"))
+
+
+@figures
+def test_what_a_run_lacks_is_said_and_not_invented(name: str, bare: DriftRun) -> None:
+    drawn = draw(name, bare)
+    if name not in ("self-checks",):
+        assert drawn.missing or name == "output-drift"
+    for panel in drawn.missing:
+        assert panel.name in drawn.caption and panel.missing in drawn.caption
+        assert "`driftlens" in panel.missing or name == "corruptions"
+    assert not drawn.data["value"].isna().any()
+    shown = set(drawn.data["variant"].dropna())
+    assert shown <= {"merged", "expert"}, shown
+
+
+def test_notes_stand_on_the_figure_with_their_command(bare: DriftRun) -> None:
+    said = words(draw("intro", bare).figure)
+    assert "`driftlens calibrate RUN --name featcal` adds them" in said
+    assert "no accuracy was measured" in said
+    assert "`driftlens sweep RUN" in words(draw("sweeps", bare).figure)
+
+
+@figures
+def test_one_task_and_one_sample_fill_a_column(name: str, tiny: DriftRun) -> None:
+    figure = draw(name, tiny, width=WIDTHS["icml-column"]).figure
+    assert figure.get_figwidth() == 3.25
+    assert any(axes.has_data() for axes in figure.axes) or name == "corruptions"
+
+
+@figures
+def test_names_are_drawn_letter_by_letter(name: str, hostile: DriftRun) -> None:
+    drawn = draw(name, hostile, task=HOSTILE[0])
+    assert not any(text.get_parse_math() for text in texts(drawn.figure))
+    assert "\x1b" not in drawn.caption + words(drawn.figure)
+    if name in ("intro", "diagnostics", "scatter-grid", "heatmap", "output-drift"):
+        assert "$x_1$" in words(drawn.figure)
+
+
+@figures
+def test_drawing_again_gives_the_same_bytes(name: str, run: DriftRun) -> None:
+    with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "lines.linewidth": 9}):
+        other = draw(name, open_run(run.path)).figure
+        formats = (
+            FORMATS if name == "intro" else ("svg",)
+        )  # one figure in all formats: the others take no other way
+        again = {file_format: encode(other, file_format) for file_format in formats}
+    for file_format in formats:
+        assert encode(draw(name, run).figure, file_format) == again[file_format], file_format
+
+
+def test_names_are_no_markup_in_files(hostile: DriftRun) -> None:
+    drawn = ElementTree.fromstring(encode(draw("intro", hostile, task=HOSTILE[1]).figure, "svg"))
+    assert "script" not in {element.tag.rpartition("}")[2] for element in drawn.iter()}
+
+
+def test_files_hold_their_fonts_and_no_date(run: DriftRun) -> None:
+    figure = draw("intro", run).figure
+    pdf, svg = encode(figure, "pdf"), encode(figure, "svg")
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf
+    assert b"CreationDate" not in pdf and b"dc:date" not in svg
+
+
+def test_settings_of_the_user_are_left_alone(run: DriftRun) -> None:
+    before = dict(matplotlib.rcParams)
+    encode(draw("intro", open_run(run.path)).figure, "pdf")
+    assert dict(matplotlib.rcParams) == before
+
+
+_ELSEWHERE = """
+import hashlib, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is not to be imported")
+
+sys.meta_path.insert(0, NoTorch())
+from driftlens.records.run import open_run
+from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+from driftlens_reports.paper.style import encode
+run = open_run(sys.argv[1])
+drawn = {name: entry.draw([run], ExhibitOptions()) for name, entry in exhibits.items() if entry.kind == "figure"}
+print(hashlib.sha256(encode(drawn["intro"].figure, "svg")).hexdigest())
+assert "matplotlib.pyplot" not in sys.modules
+"""
+
+
+def test_another_process_draws_the_same_bytes_without_torch_and_pyplot(run: DriftRun) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", _ELSEWHERE, run.path], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    here = hashlib.sha256(encode(draw("intro", run).figure, "svg")).hexdigest()
+    assert answer.stdout.strip() == here
+
+
+def test_a_truncated_table_is_an_error_with_its_name(tmp_path: pathlib.Path) -> None:
+    path = write_full_run(tmp_path / "run")
+    table = path / "tables" / "layers.parquet"
+    table.write_bytes(table.read_bytes()[:200])
+    for name in ("intro", "heatmap", "decomposition"):
+        with pytest.raises(RunError, match=r"layers\.parquet"):
+            draw(name, open_run(path))
+
+
+@figures
+def test_a_figure_needs_a_run(name: str) -> None:
+    with pytest.raises(DataError, match="needs a run"):
+        draw(name)
+
+
+def test_parts_are_told_apart_by_colour_marker_dash_and_hatch() -> None:
+    together = ("expert", "merged", "calibrated:featcal", "baseline:featcal-anchor", "baseline:surgery")
+    looks = [look_of(variant) for variant in together]
+    for one, other in itertools.combinations(looks, 2):
+        assert one.colour != other.colour and one.marker != other.marker
+        assert (one.dash, one.hatch) != (other.dash, other.hatch)

@@ -1,0 +1,123 @@
+"""LaTeX that says what the grid says, takes no orders from names, and compiles."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from driftlens.records.run import DriftRun
+from driftlens_reports.paper.exhibit import ExhibitOptions, Panel, exhibits
+from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
+from driftlens_reports.paper.latex import Setting, escape, prose, to_latex
+from tests.reports.paper.table_runs import EIGHT, scores_run, table_run
+
+HOSTILE = (
+    r"\input{/etc/passwd}",
+    "$x$",
+    "a_b&c",
+    "100% #1",
+    "{open",
+    "~^|<b>",
+    "[0] * `q`",
+    "=cmd()",
+    "line\nbreak",
+)
+TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    folder = tmp_path_factory.mktemp("hostile")
+    return table_run(folder / "run", name=r"\input{x} & _#%$", tasks=HOSTILE[:5])
+
+
+def rows_of(latex: str) -> list[list[str]]:
+    """The cells of each line, read back as a reader would: without commands, with the letters they stand for."""
+    plain = {r"\%": "%", r"\_": "_", r"\#": "#", r"\$": "$", "$-$": "-", r"\{": "{", r"\}": "}"}
+    found = []
+    for line in latex.splitlines():
+        if not line.endswith(r"\\"):
+            continue
+        text = re.sub(r"\\driftgain\{[^}]*\}|\\textsuperscript\{\\dag\}|\\driftown|\\quad|\\\\$", "", line)
+        text = re.sub(r"\\(?:textbf|emph|multicolumn\{\d+\}\{\w\})\{((?:[^{}]|\\[{}])*)\}", r"\1", text)
+        for letters, meant in plain.items():
+            text = text.replace(letters, meant)
+        found.append([cell.strip() for cell in re.split(r"(?<!\\)&", text)])
+    return found
+
+
+def one_cell(label: str, value: float | str, column: Column | None = None) -> str:
+    chosen = column or Column("score")
+    grid = Grid((chosen,), (Block((Line(label, {chosen.title: Cell(value)}),)),))
+    return to_latex([grid], Setting("test", "A caption."))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_letter_of_a_name_is_read_as_a_command(name: str) -> None:
+    known = r"\\textbackslash\{\}|\\textascii(?:tilde|circum)\{\}|\\text(?:less|greater|bar|asciigrave)\{\}"
+    left = re.sub(rf"{known}|\\[{{}}$&#_%]|\{{[\[\]*]\}}", "", escape(name))
+    assert not set(left) & set("\\{}$&#_%~^<>|`[]*\n")
+
+
+def test_ordinary_letters_stay_as_they_are() -> None:
+    assert escape("CLIP-ViT-B/32, Säge (n = 8)") == "CLIP-ViT-B/32, Säge (n = 8)"
+
+
+def test_code_in_a_sentence_is_set_as_code_and_still_escaped() -> None:
+    assert prose("run `a_b --x` now") == r"run \texttt{a\_b --x} now"
+    assert prose("one ` alone") == r"one \textasciigrave{} alone"
+
+
+def test_numbers_are_rounded_only_when_set() -> None:
+    assert ["a", "12.3"] in rows_of(one_cell("a", 12.345))
+    assert ["a", "-0.50"] in rows_of(one_cell("a", -0.5, Column("score", 2)))
+
+
+def test_powers_of_ten_are_set_as_such() -> None:
+    any_size = Column("score", None, best=None)
+    assert r"$10^{-5}$ \\" in one_cell("a", 1e-5, any_size)
+    assert r"9.74 $\times$ $10^{-6}$ \\" in one_cell("a", 9.74e-6, any_size)
+    assert r" 0.05 \\" in one_cell("a", 0.05, any_size)
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    assert ["a", "--"] in rows_of(one_cell("a", float("nan")))
+
+
+def test_a_missing_part_is_a_framed_note_with_its_command() -> None:
+    grid = Grid((Column("score"),), (Block((Line("a", {"score": Cell(1.0)}),)),))
+    text = to_latex([grid], Setting("t", "C", missing=[Panel("Part_1", "`driftlens evaluate RUN` adds it.")]))
+    assert r"\driftnote{Part\_1: \texttt{driftlens evaluate RUN} adds it.}" in text
+
+
+def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: DriftRun) -> None:
+    for name in TABLES:
+        latex = exhibits[name].draw([hostile], ExhibitOptions()).latex or ""
+        for alignment, body in re.findall(
+            r"\\begin\{tabular\}\{(\w+)\}(.*?)\\end\{tabular\}", latex, re.DOTALL
+        ):
+            for cells in rows_of(body):
+                assert len(cells) in (1, len(alignment)), (name, cells)  # one: a title across all columns
+
+
+def test_all_tables_compile(hostile: DriftRun, tmp_path: pathlib.Path) -> None:
+    if shutil.which("pdflatex") is None:
+        pytest.skip("pdflatex is not installed")
+    eight = scores_run(tmp_path / "eight", name="eight", tasks=EIGHT, source="openai/clip-vit-base-patch32")
+    body = []
+    for name in TABLES:
+        latex = exhibits[name].draw([hostile, eight], ExhibitOptions()).latex or ""
+        (tmp_path / f"{name}.tex").write_text(latex, encoding="utf-8")
+        body.append(rf"\input{{{name}}}\clearpage")
+    packages = r"\usepackage{booktabs,graphicx}\usepackage[table]{xcolor}\usepackage[margin=2cm]{geometry}"
+    document = rf"\documentclass{{article}}{packages}\begin{{document}}{''.join(body)}\end{{document}}"
+    (tmp_path / "all.tex").write_text(document, encoding="utf-8")
+    command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "Overfull" not in done.stdout and "Missing character" not in done.stdout
+    assert f"({len(TABLES)} pages" in done.stdout.replace("\n", " ")

@@ -1,1 +1,37 @@
-"""The dashboard: a saved run to look at, and calibrations to start; it computes nothing itself."""
+"""The dashboard: looks at saved runs, and starts the command line as a process of its own. It never imports torch.
+
+`main.py` is the script that Streamlit runs; `launch.py` says how. Everything a page shows comes from a run's tables
+(`driftlens.records`), its charts (`driftlens_reports.charts`) and its texts (`driftlens_reports`).
+
+**Adding a page means adding one file** to `views/`, for example `views/layer_drift.py`:
+
+    from driftlens_app.pages import Page
+    from driftlens_app.selection import selection
+    from driftlens_app.show import page_title, show_chart
+
+    PAGE = Page("Layer drift", icon=":material/show_chart:", order=20, section="Analysis")
+
+    def show() -> None:
+        chosen = selection()
+        page_title("Layer drift", "How far each layer's features are from the expert's.")
+        show_chart("layer-drift", chosen.run, chosen.options(band="std"))
+
+    if __name__ == "__main__":
+        show()
+
+Streamlit executes the file as `__main__` whenever the page is drawn; the navigation imports it to read `PAGE`. Unless
+`PAGE` says `needs_run=False`, the page runs only with a readable run, chosen in the sidebar that the shell draws (run,
+task, variants, layer, measure of drift; all of it in the URL). Errors are the shell's too: raise `DriftLensError`, and
+the page says what happened and what to do; `with shown_errors():` keeps one part's error from taking the rest along. A
+job that a page starts needs a function in `jobs/requests.py` and no more.
+
+| module | what |
+|---|---|
+| `selection` | the run and what the reader chose in the sidebar: `selection()` |
+| `show` | `show_chart`, `show_table`, `page_title`: charts with their data, numbers in one format |
+| `texts` | `plain`: a name from a run or spec, safe inside Markdown |
+| `runs` | the runs under the allowed root, by id, cached |
+| `jobs` | start, watch and cancel the command line; what it does is on disk |
+| `live` | a job while it runs, redrawn by itself |
+| `trouble` | `shown_errors`: what happened and what to do, in place |
+"""

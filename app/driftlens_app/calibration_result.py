@@ -1,0 +1,94 @@
+"""What a calibration did: curves before and after, a table by task, and files to take away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import streamlit as st
+
+from driftlens.records.before_after import compared_variants, credit_sentences
+from driftlens.records.layout import calibration_folder, calibration_weights
+from driftlens.records.run import DriftRun
+from driftlens_app.selection import selection
+from driftlens_app.show import show_chart, show_table
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+from driftlens_reports.before_after import before_after
+from driftlens_reports.wording import size
+
+_CARD = "README.md"
+_MOST_BYTES = 1_000_000_000
+"""Streamlit holds a download in memory; larger files are named instead."""
+
+_COLUMNS = {
+    "drift": st.column_config.NumberColumn("L2 drift", format="%.4g", help="Mean norm of the final drift."),
+    "relative": st.column_config.NumberColumn(format="%.1f %%", help="Against the expert's feature norm."),
+    "cosine": st.column_config.NumberColumn(format="%.4g", help="Of the final feature to the expert's."),
+    "accuracy": st.column_config.NumberColumn(format="%.1f %%", help="On test samples."),
+    "interval": st.column_config.TextColumn("95 % interval", help="Wilson interval of the accuracy."),
+}
+
+
+def show_result(run: DriftRun, name: str) -> None:
+    """Draw the result of the calibration `name`."""
+    with shown_errors():
+        for sentence in credit_sentences(run, name):
+            st.markdown(f"- {plain(sentence)}")
+        rows = before_after(run, name)
+        st.dataframe(
+            _readable(rows),
+            hide_index=True,
+            column_config=_COLUMNS,
+            placeholder="–",
+            key="before-after",
+            alt="Drift, cosine and accuracy by task, merged and calibrated",
+        )
+        with st.container(horizontal=True):
+            _downloads(run, name)
+        variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
+        show_chart("layer-drift", run, selection().options(variants=variants))
+        with st.expander("Solved modules"):
+            show_table(run.calibration(name), f"{run.id}-calibration-{name}", key="calibration-log")
+        for notice in run.manifest.calibrations[name].notices:
+            st.caption(plain(notice))
+
+
+def _readable(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with shares in percent and the interval in words."""
+    shown = rows[["task", "model", "drift", "relative", "cosine", "accuracy"]].copy()
+    shown[["relative", "accuracy"]] *= 100
+    shown["interval"] = [
+        f"{100 * low:.1f} to {100 * high:.1f} %" if low == low and high == high else ""  # false for NaN
+        for low, high in zip(rows["low"], rows["high"], strict=True)
+    ]
+    return shown
+
+
+def _downloads(run: DriftRun, name: str) -> None:
+    weights = run.path / calibration_weights(name)
+    card = run.path / calibration_folder(name) / _CARD
+    if _is_own_file(run, weights):
+        length = size(weights.stat().st_size)
+        if weights.stat().st_size > _MOST_BYTES:
+            st.caption(f"Calibrated checkpoint: {plain(weights.relative_to(run.path))}, {length}")
+        else:
+            _download(run, name, weights, f"Calibrated checkpoint ({length})", ":material/download:")
+    if _is_own_file(run, card):
+        _download(run, name, card, "Model card", ":material/description:")
+
+
+def _is_own_file(run: DriftRun, file: Path) -> bool:
+    return file.is_file() and file.resolve().is_relative_to(run.path.resolve())
+
+
+def _download(run: DriftRun, name: str, file: Path, label: str, icon: str) -> None:
+    st.download_button(
+        label,
+        data=file.read_bytes,
+        file_name=f"{run.id}-{name}{file.suffix}",
+        mime="text/markdown" if file.suffix == ".md" else "application/octet-stream",
+        on_click="ignore",
+        icon=icon,
+        key=f"download-{file.name}",
+    )

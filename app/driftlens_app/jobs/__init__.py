@@ -1,0 +1,17 @@
+"""Jobs: the command line, started as a process of its own and watched from outside.
+
+What a job does stands on disk: `job.json` (which process, from when, with which arguments) beside its log, and the
+run's own status.json, run.lock and events.jsonl. So a page that is closed, drawn twice or served by a restarted
+server finds the same job, and never starts a second one.
+
+    job = start(calibrate_request(run, settings))   # the new job, or the one that runs already
+    view = watch(run.path)                                       # state, progress, failure
+    cancel(view.job)                                             # asks; after a grace period, `watch` insists
+"""
+
+from driftlens_app.jobs.cancelling import cancel
+from driftlens_app.jobs.record import Job, Request, job_of
+from driftlens_app.jobs.starting import start
+from driftlens_app.jobs.watching import View, watch
+
+__all__ = ["Job", "Request", "View", "cancel", "job_of", "start", "watch"]

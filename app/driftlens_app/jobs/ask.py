@@ -1,0 +1,52 @@
+"""Short questions to the command line that end in one JSON document: a preflight, an estimate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from driftlens.errors import DriftLensError, RunError
+from driftlens_app.jobs import command_line
+
+_PATIENCE_SECONDS = 300.0
+
+
+def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The document that `driftlens ARGUMENTS` prints.
+
+    Raises:
+        DriftLensError: the command failed without one; its own message and hint.
+        RunError: it took too long.
+    """
+    try:
+        done = subprocess.run(
+            [*command_line.COMMAND, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=command_line.environment(),
+            timeout=_PATIENCE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"`driftlens {arguments[0]}` did not answer within {_PATIENCE_SECONDS:.0f} seconds",
+            hint="Ask in a terminal, where it may take its time.",
+        ) from None
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        raise _failure(arguments[0], done.returncode, done.stderr) from None
+    assert isinstance(document, dict)
+    return document
+
+
+def _failure(command: str, code: int, said: str) -> DriftLensError:
+    message, _, hint = said.partition("error: ")[2].partition("\nhint: ")
+    if not message:
+        return RunError(f"`driftlens {command}` ended with exit code {code} and said nothing")
+    return RunError(message.strip(), hint=hint.strip())

@@ -1,0 +1,44 @@
+"""Stopping a job: ask first, insist after a while."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import signal
+from datetime import UTC, datetime
+
+from driftlens.records.lock import utc_now
+from driftlens_app.jobs.record import Job, write_job
+
+GRACE_SECONDS = 60.0
+"""How long a job that was asked may take to reach the end of its batch or layer and clean up."""
+
+
+def cancel(job: Job) -> None:
+    """Ask the job to stop at its next batch, as Ctrl-C does; asking again changes nothing."""
+    if not job.cancelled and _is_here(job):
+        # Written first: a server that is restarted now still knows that the user did this.
+        write_job(dataclasses.replace(job, cancelled=utc_now()))
+        _signal(job, signal.SIGINT)
+
+
+def insist(job: Job) -> None:
+    """End the job's processes at once, if it was asked to stop longer ago than the grace period."""
+    if job.cancelled and _seconds_since(job.cancelled) > GRACE_SECONDS and _is_here(job):
+        _signal(job, signal.SIGKILL)
+
+
+def _is_here(job: Job) -> bool:
+    """Whether the id still belongs to the job's process on this machine, and not to a later one's."""
+    return job.code is None and job.host == platform.node() and job.owner.is_alive
+
+
+def _signal(job: Job, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, number)  # a job leads its own group
+
+
+def _seconds_since(moment: str) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()

@@ -1,0 +1,70 @@
+"""The jobs that a page may ask for, as arguments of the command line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from driftlens.errors import SpecError
+from driftlens.records.manifest import read_manifest
+from driftlens.records.run import DriftRun
+from driftlens_app.calibration import CalibrationSettings
+from driftlens_app.jobs.record import Request, job_of
+from driftlens_app.jobs.specs import spec_file
+from driftlens_app.settings import Settings
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
+_PROGRESS = ("--progress", "jsonl")
+DEMO = "driftlens-demo"
+"""Folder of the demo run, as the command line has it."""
+
+
+def demo_request(settings: Settings) -> Request:
+    """The demo run; one that an earlier job left unfinished is begun again."""
+    run = settings.root / DEMO
+    earlier = job_of(run)
+    force = ("--force",) if earlier is not None and _is_run(run) else ()
+    return Request("demo", "Demo run", run, ("demo", "--out", str(run), *force, *_PROGRESS))
+
+
+def analyze_request(settings: Settings, spec: str, name: str) -> Request:
+    """The analysis of a spec under the root, into a new folder; one that a job left unfinished is continued.
+
+    Args:
+        settings: say what the root is.
+        spec: path of the spec, relative to the root, from `spec_files`.
+        name: of the new folder.
+
+    Raises:
+        SpecError: the name can't be a folder's, something else is there, or the spec is not under the root.
+    """
+    if not _NAME.fullmatch(name):
+        raise SpecError(
+            f"{name!r} can't be the name of a run's folder",
+            hint="Use letters, digits, `-`, `_` and `.`, at most 80.",
+        )
+    file = spec_file(settings.root, spec)
+    run = settings.root / name
+    resume: tuple[str, ...] = ()
+    if run.is_symlink() or (run.exists() and not run.is_dir()):
+        raise SpecError(f"{name} exists already", hint="Choose another name.")
+    if run.is_dir() and any(run.iterdir()):
+        if job_of(run) is None or not _is_run(run):
+            raise SpecError(f"the folder {name} is not empty", hint="Choose another name.")
+        resume = ("--resume",)
+    arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
+    return Request("analyze", name, run, arguments, {"spec": spec, "name": name})
+
+
+def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
+    """The calibration of a run."""
+    arguments = ("calibrate", str(run.path), *settings.arguments(run.path), *_PROGRESS)
+    return Request("calibrate", settings.name, run.path, arguments, settings.as_dict())
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except OSError:  # RunError is one
+        return False
+    return True

@@ -1,0 +1,46 @@
+"""The spec files that a job may read: under the root, of a sane size, found by looking and not by typing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from driftlens.errors import SpecError
+from driftlens.records.layout import MANIFEST
+
+_SUFFIXES = (".yaml", ".yml")
+_MOST_BYTES = 1_000_000
+_MOST_FILES = 200
+
+
+def spec_files(root: Path) -> list[str]:
+    """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them."""
+    found = sorted(
+        file.relative_to(root).as_posix() for file in _candidates(root) if _may_be_read(root, file)
+    )
+    return found[:_MOST_FILES]
+
+
+def spec_file(root: Path, relative: str) -> Path:
+    """The spec file at `relative`, checked again: what a browser sends may be anything.
+
+    Raises:
+        SpecError: it is not one of `spec_files`.
+    """
+    if relative not in spec_files(root):
+        raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
+    return root / relative
+
+
+def _candidates(root: Path) -> Iterator[Path]:
+    for folder in (root, *(child for child in root.iterdir() if child.is_dir())):
+        if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and _is_inside(root, folder):
+            yield from (file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
+
+
+def _may_be_read(root: Path, file: Path) -> bool:
+    return file.is_file() and _is_inside(root, file) and file.stat().st_size <= _MOST_BYTES
+
+
+def _is_inside(root: Path, path: Path) -> bool:
+    return path.resolve().is_relative_to(root.resolve())

@@ -1,0 +1,145 @@
+"""Where a job stands, from what is on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from driftlens.errors import Cancelled, RunError
+from driftlens.progress import ProgressEvent
+from driftlens.records.status import Failure, Status, read_status
+from driftlens_app.jobs.cancelling import insist
+from driftlens_app.jobs.log import last_progress, logged_failure
+from driftlens_app.jobs.processes import exit_code
+from driftlens_app.jobs.record import Job, job_of, write_job
+
+State = Literal["starting", "running", "cancelling", "cancelled", "failed", "stopped", "done"]
+
+SILENT_SECONDS = 30.0
+"""A worker whose process can't be seen counts as stopped after this long without a heartbeat."""
+
+_START_TOLERANCE = 2.0
+_LIVE = ("starting", "running", "cancelling")
+
+
+@dataclass(frozen=True)
+class View:
+    """Where a job stands.
+
+    Attributes:
+        job: the job.
+        state: what it does, or how it ended; "stopped" where its process is gone without having said anything.
+        progress: how far the phase at hand has come; None before the first one.
+        failure: why it failed.
+    """
+
+    job: Job
+    state: State
+    progress: ProgressEvent | None = None
+    failure: Failure | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it may still change."""
+        return self.state in _LIVE
+
+
+def watch(run: Path) -> View | None:
+    """Where the newest job of the run directory `run` stands, or None where there never was one.
+
+    A job that was cancelled and does not stop is ended here once its grace period is over.
+    """
+    job = job_of(run)
+    if job is None:
+        return None
+    job = _with_exit_code(job)
+    status = _own_status(job)
+    if job.code is None and job.owner.is_alive:
+        insist(job)
+        state: State = "cancelling" if job.cancelled else "running"
+        progress = _progress(job, status)
+        return View(job, state if progress is not None or job.cancelled else "starting", progress)
+    return _ended(job, status)
+
+
+def _with_exit_code(job: Job) -> Job:
+    """The job, with its exit code once it is known; then it stays on record for the next server."""
+    code = exit_code(job.pid) if job.code is None else None
+    if code is None:
+        return job
+    ended = dataclasses.replace(job, code=code)
+    write_job(ended)
+    return ended
+
+
+def _own_status(job: Job) -> Status | None:
+    """The run's status, if this job's process wrote it and not an earlier one."""
+    try:
+        status = read_status(job.run)
+    except RunError:
+        return None
+    if status is None or status.pid != job.pid:
+        return None
+    times = status.process_started, job.process_started
+    if None not in times and abs(times[0] - times[1]) > _START_TOLERANCE:  # type: ignore[operator]
+        return None
+    return status
+
+
+def _ended(job: Job, status: Status | None) -> View:
+    progress = _progress(job, status)
+    says = None if status is None else status.state
+    failure = (status.error if status is not None else None) or logged_failure(job.log)
+    if job.code == 0 or (job.code is None and says == "done"):
+        return View(job, "done", progress)
+    if says == "cancelled" or job.code == Cancelled.exit_code or (job.cancelled and _was_killed(job)):
+        return View(job, "cancelled", progress)
+    if says == "failed" or (failure is not None and not _was_killed(job)):
+        return View(job, "failed", progress, failure or Failure("Error", "it gave no reason"))
+    if job.code is None and _is_fresh(status):
+        # Its process can't be seen from here, but it has just written: wait before calling it dead.
+        return View(job, "running", progress)
+    if job.code is not None and job.code > 0:
+        return View(job, "failed", progress, Failure("Error", f"it ended with exit code {job.code}"))
+    return View(job, "stopped", progress)
+
+
+def _was_killed(job: Job) -> bool:
+    return job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+
+
+def _is_fresh(status: Status | None) -> bool:
+    if status is None or status.state not in ("running", "cancelling"):
+        return False
+    age = datetime.now(UTC) - datetime.fromisoformat(status.heartbeat)
+    return age.total_seconds() < SILENT_SECONDS
+
+
+def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
+    """From the run's status, or before there is one, from the log: a demo trains models before its run begins."""
+    if status is not None and status.phase:
+        metrics = {name: value for name, value in status.metrics.items() if value is not None}
+        return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds, metrics)
+    return _event(last_progress(job.log))
+
+
+def _event(record: Mapping[str, Any] | None) -> ProgressEvent | None:
+    try:
+        return (
+            None
+            if record is None
+            else ProgressEvent(
+                str(record["phase"]),
+                int(record["done"]),
+                None if record["total"] is None else int(record["total"]),
+                str(record["label"]),
+                float(record["seconds"]),
+            )
+        )
+    except (KeyError, TypeError, ValueError):
+        return None

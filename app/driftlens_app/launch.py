@@ -1,0 +1,91 @@
+"""How the server is started: the command line and the environment, for `driftlens ui`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from driftlens_app.settings import Settings
+
+_HERE = Path(__file__).parent
+LOCAL_HOSTS = ("localhost", "127.0.0.1")
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool = True) -> list[str]:
+    """The arguments that start the server, program first.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; None takes the first free one from 8501.
+        browser: whether a browser is opened, where there is one.
+    """
+    options = {
+        "server.address": host,
+        "server.enableCORS": "true",
+        "server.enableXsrfProtection": "true",
+        "server.fileWatcherType": "none",
+        "server.runOnSave": "false",
+        "server.showEmailPrompt": "false",
+        "server.maxUploadSize": "1",
+        "browser.gatherUsageStats": "false",
+        # Streamlit's default would open and print a link to "localhost", which may be another server's on ::1.
+        "browser.serverAddress": host if is_local(host) else "localhost",
+        "client.toolbarMode": "minimal",
+        "client.showErrorDetails": "type",
+        "client.showErrorLinks": "false",
+        "runner.magicEnabled": "false",
+        "theme.base": str(_HERE / "theme.toml"),
+    }
+    if port is not None:
+        options["server.port"] = str(port)
+    if not browser:
+        options["server.headless"] = "true"
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    hosts = [part for name in allowed_hosts(host) for part in ("--server.allowedHosts", name)]
+    return [sys.executable, "-m", "streamlit", "run", str(_HERE / "main.py"), *flags, *hosts]
+
+
+def allowed_hosts(host: str) -> Sequence[str]:
+    """Names under which a browser may ask for the app; any other is a page that was rebound to this address."""
+    if is_local(host):
+        return tuple(dict.fromkeys((*LOCAL_HOSTS, host)))
+    return tuple(dict.fromkeys((*LOCAL_HOSTS, host, socket.gethostname(), *_addresses(host))))
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """The environment of the server: this process's, the settings, and nothing that would override a flag."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLIT_")}
+    return {**inherited, **settings.environment()}
+
+
+def _addresses(host: str) -> list[str]:
+    """This machine's own addresses, where `host` stands for all of them."""
+    try:
+        listens_everywhere = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return []
+    if not listens_everywhere:
+        return []
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [
+        address.address.partition("%")[0]
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in families
+    ]

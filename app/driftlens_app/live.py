@@ -1,0 +1,139 @@
+"""A job on a page: while it runs, redrawn every second by itself; afterwards, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import streamlit as st
+
+from driftlens.progress import ProgressEvent
+from driftlens.progress_sinks import duration
+from driftlens_app.jobs import Job, View, cancel, watch
+from driftlens_app.jobs.log import log_text
+from driftlens_app.jobs.record import jobs_beside
+from driftlens_app.settings import Settings
+from driftlens_app.texts import plain
+from driftlens_app.trouble import show_error, shown_errors
+
+_SECONDS = 1.0
+_LOG_LINES = 40
+_BAD_ENDS = ("failed", "stopped", "cancelled")
+_WORDS = {
+    "starting": "Starting: loading libraries and models",
+    "running": "Running",
+    "cancelling": "Stopping at the next batch",
+}
+
+
+def show_live(run: Path, *, read_only: bool, more: Callable[[View], None] | None = None) -> bool:
+    """Show the run's job while it is live; returns whether it is.
+
+    Args:
+        run: the run directory.
+        read_only: whether the reader may cancel it.
+        more: draws what belongs to this kind of job, below the progress.
+    """
+    view = watch(run)
+    if view is None or not view.is_live:
+        return False
+    _live(run, read_only, more)
+    return True
+
+
+def show_new_runs(settings: Settings) -> bool:
+    """The jobs that make runs under the root: the live ones, and how the newest ended, if badly.
+
+    Returns:
+        Whether one is live.
+    """
+    jobs = jobs_beside(settings.root)
+    live = [job for job in jobs if show_live(job.run, read_only=settings.read_only)]
+    newest = watch(jobs[0].run) if jobs else None
+    if newest is not None and newest.state in _BAD_ENDS:
+        show_ended(newest)
+    return bool(live)
+
+
+def show_ended(view: View) -> None:
+    """How a job ended that did not succeed: cause, hint, log."""
+    if view.state == "cancelled":
+        again = " Start it again under the same name to go on." if view.job.kind == "analyze" else ""
+        st.info(
+            f"{_what(view.job)} was cancelled; the run shows nothing half-finished.{again}",
+            icon=":material/cancel:",
+        )
+    elif view.state == "stopped":
+        show_error(
+            "Worker stopped",
+            f"the process behind {view.job.name} is gone without a word: killed, or the machine went down",
+            "What it had finished is kept; start it again. The log may say more.",
+        )
+    elif view.failure is not None:
+        show_error(view.failure.type, view.failure.message, view.failure.hint)
+    show_log(view.job)
+
+
+def show_log(job: Job) -> None:
+    """The end of the job's log, and a button that downloads it."""
+    text = log_text(job.log)
+    with st.expander("Log"):
+        if not text:
+            st.caption("The log is empty so far.")
+            return
+        st.code("\n".join(text.splitlines()[-_LOG_LINES:]), language=None, wrap_lines=True)
+        st.download_button(
+            "Download log",
+            data=text,
+            file_name=job.log.name,
+            mime="text/plain",
+            on_click="ignore",
+            icon=":material/download:",
+            key=f"log-{job.log.name}",
+        )
+
+
+@st.fragment(run_every=_SECONDS)
+def _live(run: Path, read_only: bool, more: Callable[[View], None] | None) -> None:
+    with shown_errors():
+        view = watch(run)
+        if view is None or not view.is_live:
+            st.rerun()
+        with st.container(border=True):
+            st.markdown(f"**{_what(view.job)}**")
+            _show_progress(view)
+            if more is not None:
+                more(view)
+            if not read_only:
+                st.button(
+                    "Cancel",
+                    key=f"cancel-{view.job.log.name}",
+                    icon=":material/stop_circle:",
+                    disabled=view.state == "cancelling",
+                    on_click=cancel,
+                    args=(view.job,),
+                )
+            show_log(view.job)
+
+
+def _show_progress(view: View) -> None:
+    event = view.progress
+    if event is None or view.state != "running":
+        st.progress(_fraction(event), text=_WORDS[view.state])
+        return
+    count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
+    st.progress(_fraction(event), text=f"{plain(event.phase.capitalize())}: {count}")
+    remaining = f", about {duration(event.remaining)} left" if event.remaining else ""
+    label = f"{plain(event.label)} · " if event.label else ""
+    st.caption(f"{label}{duration(event.seconds)} so far{remaining}")
+
+
+def _fraction(event: ProgressEvent | None) -> float:
+    if event is None or not event.total:
+        return 0.0
+    return min(1.0, max(0.0, event.done / event.total))
+
+
+def _what(job: Job) -> str:
+    kinds = {"demo": "Demo run", "analyze": f"Analysis {job.name}", "calibrate": f"Calibration {job.name}"}
+    return plain(kinds[job.kind])

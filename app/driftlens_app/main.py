@@ -1,0 +1,52 @@
+"""The script that Streamlit runs for every view: navigation, sidebar, and the page that was chosen."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from driftlens_app.landing import land
+from driftlens_app.pages import SECTIONS, pages
+from driftlens_app.selection import choose_run, choose_view
+from driftlens_app.settings import Settings
+from driftlens_app.trouble import shown_errors
+from driftlens_app.welcome import welcome
+
+# Streamlit would take the page's own icon for the browser's tab, and fetch it from another server.
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" fill="none" stroke-width="6" stroke-linecap="round">'
+    '<rect width="64" height="64" rx="14" fill="#0072B2"/>'
+    '<path d="M12 46 Q34 46 52 16" stroke="#FFFFFF"/><path d="M12 46 Q34 46 52 38" stroke="#E69F00"/></svg>'
+)
+_ABOUT = (
+    "**DriftLens** measures, explains and repairs the feature drift of merged neural networks. "
+    "Everything here comes from run directories on this machine."
+)
+
+
+def main() -> None:
+    """Draw the page that the URL names, inside the shell that all pages share."""
+    # Streamlit shows its menu, with the choice of theme, only where there is an entry of ours.
+    st.set_page_config(page_title="DriftLens", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
+    listed = pages()
+    entries = {path: st.Page(path, title=page.title, icon=page.icon) for path, page in listed.items()}
+    sections = {
+        section: [entries[path] for path, page in listed.items() if page.section == section]
+        for section in SECTIONS
+    }
+    chosen = st.navigation({section: inside for section, inside in sections.items() if inside}, expanded=True)
+    land()
+    needs_run = next(listed[path].needs_run for path, entry in entries.items() if entry == chosen)
+    run, is_readable = None, False
+    with shown_errors():
+        run = choose_run(Settings.from_environment())
+        if run is not None:
+            choose_view(run)
+        is_readable = True
+    with shown_errors():
+        if not needs_run or run is not None:
+            chosen.run()
+        elif is_readable:
+            welcome()
+
+
+main()

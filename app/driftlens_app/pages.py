@@ -1,0 +1,52 @@
+"""The pages of the dashboard: what every file in `views/` says about itself."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from driftlens_app import views
+
+SECTIONS = ("Start", "Analysis", "Calibration", "Results")
+"""Headings of the navigation, in this order."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the dashboard, as its file in `views/` declares it.
+
+    Attributes:
+        title: its name in the navigation.
+        icon: a Material symbol, written `:material/name:`.
+        order: its place within its section, ascending.
+        section: heading under which the navigation lists it.
+        needs_run: whether it shows one run, so that the shell opens it and draws the sidebar.
+    """
+
+    title: str
+    icon: str
+    order: int
+    section: Literal["Start", "Analysis", "Calibration", "Results"]
+    needs_run: bool = True
+
+
+@functools.cache
+def pages() -> Mapping[str, Page]:
+    """All pages by the path of their file, relative to the app's folder, in the order of the navigation."""
+    found = {
+        f"views/{module.name}.py": importlib.import_module(f"{views.__name__}.{module.name}").PAGE
+        for module in pkgutil.iter_modules(views.__path__)
+    }
+    return dict(sorted(found.items(), key=lambda item: (SECTIONS.index(item[1].section), item[1].order)))
+
+
+def path_of(view: str) -> str:
+    """Where the page `view` lies, for `st.page_link` and `st.switch_page`, for example `views/overview.py`."""
+    path = f"views/{view}.py"
+    assert (Path(__file__).parent / path).is_file(), path
+    return path

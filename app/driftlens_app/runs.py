@@ -1,0 +1,136 @@
+"""The runs that the dashboard may show: those under its root, by id, each summarised once until it changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import streamlit as st
+
+from driftlens.errors import DataError, DriftLensError
+from driftlens.records.layout import LOCK, MANIFEST, STATUS, table_file
+from driftlens.records.listing import RunSummary, find_runs
+from driftlens.records.lock import owner_of
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.schema import TABLES
+from driftlens_app.settings import Settings
+
+_ID = re.compile(r"[A-Za-z0-9._-]+")
+_SUBFOLDER = "runs"
+"""Where `driftlens analyze` puts runs unless told otherwise; its runs are listed too."""
+
+Stamp = tuple[tuple[int, int, int], ...]
+"""Time, size and inode of the files that tell whether a run has changed; they are replaced, never written into."""
+
+
+def listed_runs(settings: Settings) -> list[RunSummary]:
+    """The runs under the root, by name of folder; one that can't be read says why."""
+    found = []
+    for folder in _folders(settings.root):
+        status = _file_stamp(folder / STATUS)
+        found.append(_summary(str(folder), (*stamp(folder), status), _is_alive(folder)))
+    return _without_doubles(found)
+
+
+def run_ids(settings: Settings) -> list[str]:
+    """Ids of the runs that can be read, the newest first."""
+    readable = [run for run in listed_runs(settings) if not run.problem]
+    return [run.id for run in sorted(readable, key=lambda run: run.created, reverse=True)]
+
+
+def folder_of(settings: Settings, run_id: str) -> Path:
+    """The folder of the run called `run_id`.
+
+    Raises:
+        DataError: there is none under the root.
+    """
+    for run in listed_runs(settings):
+        if run.id == run_id and not run.problem:
+            return run.path
+    raise DataError(
+        f"no readable run {run_id!r} is in this folder any more", hint="Choose another one on the page Runs."
+    )
+
+
+def hint_for(run: RunSummary) -> str:
+    """What to do about a run that can't be read; empty where there is nothing to say."""
+    try:
+        open_run(run.path)
+    except DriftLensError as error:
+        return error.hint
+    return ""
+
+
+def opened(folder: Path) -> DriftRun:
+    """The run in `folder`, read again when it has changed.
+
+    Raises:
+        RunError: it is damaged or gone.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
+    return _opened(str(folder), stamp(folder))
+
+
+def stamp(folder: Path) -> Stamp:
+    """What changes whenever the run's manifest or one of its tables does."""
+    return tuple(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
+
+
+def is_inside(root: Path, path: Path) -> bool:
+    """Whether `path` is `root` or below it once all links are followed."""
+    return path.resolve().is_relative_to(root)
+
+
+# Runs are read-only objects that hand out copies, and pickling their tables on every rerun would cost more than
+# reading them: hence a shared resource and not cached data. What is kept is bounded all the same.
+@st.cache_resource(max_entries=4, show_spinner=False)
+def _opened(folder: str, stamp: Stamp) -> DriftRun:
+    return open_run(folder)
+
+
+@st.cache_data(max_entries=500, show_spinner=False)
+def _summary(folder: str, stamp: Stamp, is_alive: bool) -> RunSummary:
+    (found,) = find_runs(folder)
+    if not found.problem and not _ID.fullmatch(found.id):
+        return RunSummary(path=found.path, name=found.name, problem="its id holds characters no id may have")
+    return found
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    if _is_run(root):
+        yield root
+        return
+    for parent in (root, root / _SUBFOLDER):
+        children = sorted(parent.iterdir()) if parent.is_dir() and is_inside(root, parent) else []
+        yield from (child for child in children if _is_run(child) and is_inside(root, child))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
+
+
+def _file_stamp(file: Path) -> tuple[int, int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _is_alive(folder: Path) -> bool:
+    owner = owner_of(folder)
+    return owner is not None and owner.is_alive
+
+
+def _without_doubles(found: list[RunSummary]) -> list[RunSummary]:
+    """A copied run has the id of its original: the first keeps it, the other one is listed with the reason."""
+    first: dict[str, Path] = {}
+    listed = []
+    for run in found:
+        if run.id and first.setdefault(run.id, run.path) != run.path:
+            problem = f"it is a copy of {first[run.id].name}: both have the id {run.id}"
+            listed.append(RunSummary(path=run.path, name=run.name, problem=problem))
+        else:
+            listed.append(run)
+    return listed

@@ -1,0 +1,132 @@
+"""What the reader chose in the sidebar: a run and the part of it to look at. All of it stands in the URL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import streamlit as st
+
+from driftlens.errors import DataError
+from driftlens.records.run import DriftRun
+from driftlens_app.runs import folder_of, opened, run_ids
+from driftlens_app.settings import Settings
+from driftlens_reports.charts.chart import ChartOptions
+
+RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
+"""Keys of the widgets, which are the names in the URL."""
+
+FINAL = "final"
+_MEASURES = ("L2", "relative")
+_CHOSEN, _IN_URL = "_selection", "_run_in_url"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the reader chose.
+
+    Attributes:
+        run: the run.
+        task: one task; None is all.
+        variants: some variants; empty is all but the base.
+        layer: index of a layer, or "final".
+        relative: drift against the norm of the expert's features instead of in feature units.
+    """
+
+    run: DriftRun
+    task: str | None
+    variants: tuple[str, ...]
+    layer: int | str
+    relative: bool
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks to show: the chosen one, or all."""
+        return self.run.tasks if self.task is None else (self.task,)
+
+    def options(self, **others: Any) -> ChartOptions:
+        """Options for a chart: the selection and the theme, with `others` over them."""
+        chosen: dict[str, Any] = {
+            "tasks": None if self.task is None else (self.task,),
+            "variants": self.variants or None,
+            "layer": self.layer,
+            "relative": self.relative,
+            "dark": st.context.theme.type == "dark",
+        }
+        return ChartOptions(**{**chosen, **others})
+
+
+def selection() -> Selection:
+    """What the reader chose; the shell has drawn the sidebar before the page runs."""
+    chosen: Selection = st.session_state[_CHOSEN]
+    return chosen
+
+
+def choose_run(settings: Settings) -> DriftRun | None:
+    """The run that is chosen in the sidebar, or None when there is none to choose.
+
+    Raises:
+        DataError: the run that the URL names is not there.
+        RunError: it can't be read.
+    """
+    ids = run_ids(settings)
+    if not ids:
+        return None
+    # Streamlit's own binding leaves a default out of the URL, and the newest run is another one tomorrow.
+    asked = st.query_params.get(RUN)
+    if asked is not None and asked != st.session_state.get(_IN_URL):
+        st.session_state[RUN] = asked if asked in ids else None
+    elif st.session_state.get(RUN, "") not in ids:
+        asked = st.session_state.get(RUN)
+        st.session_state[RUN] = ids[0] if asked is None else None
+    chosen: str | None = st.sidebar.selectbox("Run", ids, key=RUN, help="By id, newest first.")
+    if chosen is None:
+        raise DataError(f"the run {asked!r} is not here", hint="Choose one in the sidebar.")
+    st.session_state[_IN_URL] = st.query_params[RUN] = chosen
+    return opened(folder_of(settings, chosen))
+
+
+def choose_view(run: DriftRun) -> Selection:
+    """Draw the sidebar's choices within a run; `selection` returns the result."""
+    with st.sidebar:
+        task = st.selectbox(
+            "Task",
+            run.tasks,
+            index=None,
+            placeholder="All tasks",
+            key=TASK,
+            bind="query-params",
+        )
+        variants = st.multiselect(
+            "Variants", run.variants, placeholder="All but the base", key=VARIANTS, bind="query-params"
+        )
+        layer = st.selectbox(
+            "Layer",
+            [FINAL, *(str(entry.index) for entry in run.manifest.layers)],
+            key=LAYER,
+            bind="query-params",
+            help=_layer_help(run),
+        )
+        measure = st.radio(
+            "Drift",
+            _MEASURES,
+            horizontal=True,
+            key=MEASURE,
+            bind="query-params",
+            help="L2: in the features' own unit. Relative: against the norm of the expert's features.",
+        )
+    chosen = Selection(run, task, tuple(variants), _index(layer), measure == _MEASURES[1])
+    st.session_state[_CHOSEN] = chosen
+    return chosen
+
+
+def _layer_help(run: DriftRun) -> str:
+    layers: Sequence[Any] = run.manifest.layers
+    if not layers:
+        return "The run lists no layers yet."
+    return f"1 is the stem, {layers[-1].index} the head, which is also called final."
+
+
+def _index(layer: str) -> int | str:
+    return layer if layer == FINAL else int(layer)

@@ -1,0 +1,88 @@
+"""What every page shows in the same way: titles, charts with the numbers behind them, tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from driftlens.records.run import DriftRun
+from driftlens_app.runs import Stamp, stamp
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
+
+_SELECTING = {"displaylogo": False}
+_LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
+"""Plotly's toolbar, with and without the tools that select points."""
+
+
+def page_title(title: str, subtitle: str = "") -> None:
+    """The heading of a page, and one line in Markdown that says what it shows."""
+    st.title(title, anchor=False)
+    if subtitle:
+        st.caption(subtitle)
+
+
+def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -> Any:
+    """Draw the chart `name` with its caption, reading hint and the plotted numbers; returns what Streamlit does.
+
+    Where the run lacks what the chart shows, its place says what is missing and which command adds it. An error
+    stays within the chart's place.
+
+    Args:
+        name: in `driftlens_reports.charts`.
+        run: the run.
+        options: what the reader chose; `selection().options(...)` makes them.
+        plotly: further arguments of `st.plotly_chart`, such as `on_select`.
+    """
+    with shown_errors():
+        chart = charts[name]
+        st.subheader(plain(chart.title), anchor=False, help=chart.hint)
+        lacking = chart.missing(run, options)
+        if lacking is not None:
+            st.info(plain(lacking), icon=":material/info:")
+            return None
+        drawn = _drawn(name, run.id, stamp(run.path), options, run)
+        settings = {
+            "key": f"chart-{name}",
+            "config": _SELECTING if "on_select" in plotly else _LOOKING,
+            **plotly,
+        }
+        result = st.plotly_chart(drawn.figure, theme=None, alt=drawn.alt, **settings)
+        st.caption(" ".join(plain(text) for text in (chart.caption, *drawn.notes)))
+        with st.expander("Show data"):
+            show_table(drawn.data, f"{run.id}-{name}", key=f"data-{name}")
+        return result
+    return None
+
+
+def show_table(rows: pd.DataFrame, name: str, *, key: str) -> None:
+    """A table with a button that downloads it as CSV, at full precision."""
+    st.dataframe(rows, hide_index=True, key=key, alt=f"Table of {len(rows)} rows")
+    st.download_button(
+        f"Download {len(rows):,} rows as CSV",
+        data=lambda: _csv(rows),
+        file_name=f"{name}.csv",
+        mime="text/csv",
+        key=f"{key}-csv",
+        on_click="ignore",
+        icon=":material/download:",
+    )
+
+
+@st.cache_data(max_entries=64, show_spinner="Drawing")
+def _drawn(name: str, run_id: str, run_stamp: Stamp, options: ChartOptions, _run: DriftRun) -> Drawn:
+    return charts[name].draw(_run, options)
+
+
+def _csv(rows: pd.DataFrame) -> bytes:
+    """CSV that a spreadsheet shows but does not execute: text that looks like a formula is quoted as text."""
+    texts = rows.select_dtypes(include=["object", "string"]).columns
+    safe = rows.assign(**{column: rows[column].map(_harmless) for column in texts})
+    return safe.to_csv(index=False).encode()
+
+
+def _harmless(cell: object) -> object:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell

@@ -1,0 +1,56 @@
+"""Alignment: do features, decisions and task vectors move towards the experts together?"""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import part_of, title
+from driftlens_app.pages import Page
+from driftlens_app.parts import show_parts
+from driftlens_app.selection import selection
+from driftlens_app.show import page_title
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+
+PAGE = Page("Alignment", icon=":material/compare_arrows:", order=50, section="Analysis")
+
+_PARTS = {
+    "Features": ("task-cosine", "sample-cosine"),
+    "Gains": ("gains",),
+    "Task vectors": ("backbone-alignment", "alignment"),
+}
+
+
+def show() -> None:
+    """Draw the page."""
+    chosen = selection()
+    page_title("Alignment", "Whether features, accuracy and parameters come closer to the experts together.")
+    with shown_errors():
+        baseline = _baseline(chosen.run)
+        if baseline is not None:
+            show_parts(_PARTS, chosen.run, chosen.options(baseline=baseline), key="alignment")
+
+
+def _baseline(run: DriftRun) -> str | None:
+    """The variant that gains are counted from, chosen by the reader; None where the run has no variant at all."""
+    known = sorted(run.variants, key=lambda variant: (variant != "merged", part_of(variant) != "baseline"))
+    if not known:
+        st.info("The run has no merged model to look at yet.", icon=":material/info:")
+        return None
+    chosen = st.selectbox(
+        "Baseline",
+        known,
+        format_func=title,
+        key="baseline",
+        bind="query-params",
+        help="Gains are counted from this variant.",
+        width=260,
+    )
+    if not any(part_of(variant) == "baseline" for variant in known):
+        st.caption(f"The run has no other baseline; gains are counted from {plain(title(chosen))}.")
+    return chosen
+
+
+if __name__ == "__main__":
+    show()

@@ -1,0 +1,90 @@
+"""New run: choose a spec in the folder, see what a preflight finds, start the analysis, watch it."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+import streamlit as st
+
+from driftlens_app.findings import show_findings
+from driftlens_app.jobs import start
+from driftlens_app.jobs.ask import ask
+from driftlens_app.jobs.requests import analyze_request
+from driftlens_app.jobs.specs import spec_file, spec_files
+from driftlens_app.landing import await_run
+from driftlens_app.live import show_new_runs
+from driftlens_app.pages import Page
+from driftlens_app.settings import Settings
+from driftlens_app.show import page_title
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+
+PAGE = Page("New run", icon=":material/add_circle:", order=20, section="Start", needs_run=False)
+
+_FOUND = "_preflight"
+
+
+def show() -> None:
+    """Draw the page."""
+    settings = Settings.from_environment()
+    page_title("New run", "Measure the drift of your own models: a spec says which, and where their data is.")
+    if settings.is_one_run:
+        st.info(
+            "The dashboard was opened on a single run. Open it on a folder to add runs: `driftlens ui FOLDER`.",
+            icon=":material/info:",
+        )
+        return
+    show_new_runs(settings)
+    specs = spec_files(settings.root)
+    if not specs:
+        st.info(
+            f"There is no spec in {plain(settings.root)}. `driftlens init --out run.yaml` writes a commented one.",
+            icon=":material/info:",
+        )
+        return
+    spec = st.selectbox("Spec", specs, key="spec", help="YAML files in this folder and one level below.")
+    if settings.read_only:
+        st.info("This dashboard is read-only: it starts no jobs.", icon=":material/lock:")
+    _preflight(settings, spec)
+    _start(settings, spec)
+
+
+def _preflight(settings: Settings, spec: str) -> None:
+    pressed = st.button(
+        "Check the spec", icon=":material/fact_check:", disabled=settings.read_only, key="check-spec"
+    )
+    with shown_errors():
+        if pressed:
+            with st.spinner("Reading headers, data and class names"):
+                file = spec_file(settings.root, spec)
+                found = ask(("validate", str(file), "--json"), settings.root)
+            st.session_state[_FOUND] = (spec, file.stat().st_mtime_ns, found)
+        known = st.session_state.get(_FOUND)
+        if known is not None and known[:2] == (spec, spec_file(settings.root, spec).stat().st_mtime_ns):
+            show_findings(known[2])
+
+
+def _start(settings: Settings, spec: str) -> None:
+    with st.form("new-run", border=False):
+        name = st.text_input(
+            "Name of the run's folder",
+            PurePosixPath(spec).stem,
+            key=f"name-of-{spec}",
+            help="Letters, digits, -, _ and .; the run goes into a folder of this name.",
+        )
+        pressed = st.form_submit_button(
+            "Start the analysis",
+            type="primary",
+            icon=":material/play_arrow:",
+            disabled=settings.read_only,
+            key="start-analysis",
+        )
+    if pressed:
+        with shown_errors():
+            job = start(analyze_request(settings, spec, name.strip()))
+            await_run(job.run)
+            st.rerun()
+
+
+if __name__ == "__main__":
+    show()

@@ -1,0 +1,101 @@
+"""Runs: every run in the folder, and the way to the first one."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import streamlit as st
+
+from driftlens.records.listing import RunSummary
+from driftlens_app.jobs import watch
+from driftlens_app.live import show_new_runs
+from driftlens_app.pages import Page, path_of
+from driftlens_app.runs import hint_for, listed_runs
+from driftlens_app.selection import RUN
+from driftlens_app.settings import Settings
+from driftlens_app.show import page_title
+from driftlens_app.texts import plain, when
+from driftlens_app.welcome import welcome
+from driftlens_reports.wording import size
+
+PAGE = Page("Runs", icon=":material/folder_open:", order=10, section="Start", needs_run=False)
+
+
+def show() -> None:
+    """Draw the page."""
+    settings = Settings.from_environment()
+    # A run that is just being made has no manifest in its first moments; its job says more than an error would.
+    found = [run for run in listed_runs(settings) if not (run.problem and _is_being_made(run))]
+    if not found:
+        welcome()
+        return
+    page_title("Runs", f"In {plain(settings.root)}. Select a row to open its overview.")
+    show_new_runs(settings)
+    wanted = st.text_input("Filter", placeholder="part of a name, task or variant", key="filter")
+    shown = sorted((run for run in found if _matches(run, wanted)), key=lambda run: run.created, reverse=True)
+    if not shown:
+        st.info("No run matches the filter.", icon=":material/filter_alt:")
+        return
+    _table(shown)
+    for run in shown:
+        if run.problem:
+            st.warning(_reason(run), icon=":material/warning:")
+
+
+def _is_being_made(run: RunSummary) -> bool:
+    view = watch(run.path)
+    return view is not None and view.is_live
+
+
+def _table(runs: list[RunSummary]) -> None:
+    rows = pd.DataFrame([_row(run) for run in runs])
+    columns = {
+        "drift": st.column_config.NumberColumn(
+            "largest final drift", format="%.4g", help="Merged model, L2."
+        ),
+        "worst task": st.column_config.TextColumn(help="The task with the largest final drift."),
+    }
+    chosen = st.dataframe(
+        rows,
+        hide_index=True,
+        column_config=columns,
+        on_select="rerun",
+        selection_mode="single-row",
+        key="runs-table",
+        placeholder="–",
+        alt=f"Table of {len(rows)} runs",
+    )
+    for position in chosen["selection"]["rows"]:
+        if not runs[position].problem:
+            st.switch_page(path_of("overview"), query_params={RUN: runs[position].id})
+
+
+def _row(run: RunSummary) -> dict[str, object]:
+    worst = max(run.final_drift, key=lambda task: run.final_drift[task], default="")
+    return {
+        "name": run.name,
+        "state": run.state,
+        "created": when(run.created),
+        "tasks": len(run.tasks) or None,
+        "drift": run.final_drift.get(worst, math.nan),
+        "worst task": worst,
+        "size": size(run.bytes) if run.bytes else "",
+        "variants": ", ".join(run.variants),
+        "id": run.id,
+    }
+
+
+def _matches(run: RunSummary, wanted: str) -> bool:
+    texts = (run.name, run.id, run.path.name, *run.tasks, *run.variants)
+    return all(any(word in text.casefold() for text in texts) for word in wanted.casefold().split())
+
+
+def _reason(run: RunSummary) -> str:
+    hint = hint_for(run)
+    reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
+    return f"{reason}\n\n{plain(hint)}" if hint else reason
+
+
+if __name__ == "__main__":
+    show()

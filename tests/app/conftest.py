@@ -1,0 +1,70 @@
+"""Fixtures of this folder: a folder of runs, the app on it, and a stand-in for the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import streamlit as st
+from streamlit.testing.v1 import AppTest
+
+from driftlens_app.jobs import command_line, processes
+from driftlens_app.settings import Settings
+from tests.records.full_run import write_full_run
+
+MAIN = Path(processes.__file__).parents[1] / "main.py"
+Open = Callable[..., AppTest]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with one finished run, merged and calibrated."""
+    write_full_run(tmp_path / "runs" / "full", name="a *full* run")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def open_app(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens the app on a folder, at one of its pages: `open_app(root, "overview", read_only=True, task="cars")`."""
+
+    def opened(root: Path, view: str = "runs", *, read_only: bool = False, **query: str) -> AppTest:
+        for name, value in Settings(root.resolve(), read_only).environment().items():
+            monkeypatch.setenv(name, value)
+        st.cache_data.clear()
+        st.cache_resource.clear()
+        app = AppTest.from_file(str(MAIN), default_timeout=30)
+        for name, value in query.items():
+            app.query_params[name] = value
+        app.run()
+        if view != "runs":
+            app.switch_page(f"views/{view}.py").run()
+        assert not app.exception, app.exception
+        return app
+
+    return opened
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Jobs run the stand-in; those that a test leaves running are ended."""
+    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(Path(__file__).with_name("worker.py"))))
+    children: dict[int, object] = {}
+    monkeypatch.setattr(processes, "_CHILDREN", children)
+    yield
+    for process in list(children.values()):
+        if process.poll() is None:  # type: ignore[attr-defined]
+            os.killpg(process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        process.wait()  # type: ignore[attr-defined]
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait until `holds()`, at most as long as a busy machine may take."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.05)

@@ -1,0 +1,235 @@
+"""The page Calibrate: its form, its button, its progress, and what it shows when the work is over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from driftlens.errors import SpecError
+from driftlens.records.run import open_run
+from driftlens.records.schema import SCHEMA_VERSION
+from driftlens_app.calibration import CalibrationSettings
+from driftlens_app.jobs import processes, watch
+from driftlens_app.jobs.log import log_text
+from driftlens_app.jobs.record import job_of
+from driftlens_reports.before_after import before_after
+from tests.app.conftest import Open, until
+from tests.app.test_jobs import finish, state, step
+from tests.app.test_pages import errors, said
+from tests.records.full_run import write_full_run
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+@pytest.fixture
+def run(root: Path) -> Path:
+    return root / "full"
+
+
+def press(app: AppTest, label: str) -> AppTest:
+    (button,) = [button for button in app.button if button.label == label]
+    assert not button.disabled
+    return button.click().run()
+
+
+def is_disabled(app: AppTest, label: str) -> bool:
+    (button,) = [button for button in app.button if button.label == label]
+    return bool(button.disabled)
+
+
+def calibrate_as(app: AppTest, name: str) -> AppTest:
+    app.text_input(key="name").set_value(name)
+    return press(app, "FeatCal calibrate")
+
+
+def with_calibration(run: Path) -> None:
+    """The manifest's entry that a finished calibration leaves."""
+    path = run / "manifest.json"
+    entry = {
+        "method": "featcal",
+        "settings": {"lam": 0.05, "rho": 2.0, "alpha": 0.3},
+        "control": "baseline:featcal-anchor",
+        "seconds": 1.0,
+        "samples": {"cars": 24},
+    }
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "calibrations": {"featcal": entry}}))
+
+
+def test_the_button_starts_the_command_with_what_the_form_says(open_app: Open, root: Path, run: Path) -> None:
+    app = open_app(root, "calibrate")
+    app.number_input(key="lam").set_value(0.5)
+    app.number_input(key="samples").set_value(16)
+    app.multiselect(key="update").set_value(["norm", "linear"])
+    app.text_input(key="layers").set_value("*.resblocks.*")
+    calibrate_as(app, "refused")
+    until(lambda: state(run) == "failed", "the stand-in has refused")
+    job = job_of(run)
+    assert job is not None
+    called = log_text(job.log).splitlines()[0].split()
+    assert called[2:4] == ["calibrate", str(run)]
+    assert set(called[4:-2]) == {
+        "--name=refused",
+        "--preset=paper-clip",
+        "--lam=0.5",
+        "--samples=16",
+        "--layers=*.resblocks.*",
+        "--set=update=[linear,",
+        "norm]",
+    }
+    assert called[-2:] == ["--progress", "jsonl"]
+
+
+def test_progress_is_shown_and_a_second_tab_attaches(open_app: Open, root: Path, run: Path) -> None:
+    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    until(lambda: (view := watch(run)) is not None and view.state == "running", "it runs")
+    step(run, 0)
+    until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "one layer is done")  # type: ignore[union-attr]
+    app.run()
+    assert is_disabled(app, "FeatCal calibrate") and not is_disabled(app, "Cancel")
+    assert "layer 3 of 6" in said(app)
+    assert app.get("vega_lite_chart")
+    other = open_app(root, "calibrate")
+    assert is_disabled(other, "FeatCal calibrate") and "layer 3 of 6" in said(other)
+    assert len(processes._CHILDREN) == 1
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    app.run()
+    assert not is_disabled(app, "FeatCal calibrate")
+    assert not [button for button in app.button if button.label == "Cancel"]
+
+
+def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
+    open_app: Open, root: Path, run: Path
+) -> None:
+    app = open_app(root, "calibrate")
+    app.number_input(key="rho").set_value(1.5)
+    calibrate_as(app, "failing")
+    step(run, 0)
+    until(lambda: state(run) == "failed", "it has failed")
+    for tab in (app.run(), open_app(root, "calibrate")):
+        assert "SingularGramError: the Gram matrix is *singular*" in errors(tab).replace("**", "")
+        assert "Raise lam." in errors(tab)
+        assert "error: the Gram matrix" in tab.code[0].value
+        assert tab.text_input(key="name").value == "failing" and tab.number_input(key="rho").value == 1.5
+
+
+def test_a_cancelled_calibration_can_be_continued(open_app: Open, root: Path, run: Path) -> None:
+    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    until(lambda: state(run) == "running", "it runs")
+    press(app.run(), "Cancel")
+    until(lambda: state(run) == "cancelled", "it has stopped")
+    assert "was cancelled" in said(app.run())
+    press(app, "Continue where it stopped")
+    until(lambda: state(run) == "running", "it runs again")
+    job = job_of(run)
+    assert job is not None and "--resume" in log_text(job.log)
+
+
+def test_a_killed_worker_is_reported(open_app: Open, root: Path, run: Path) -> None:
+    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    until(lambda: state(run) == "running", "it runs")
+    for process in processes._CHILDREN.values():
+        process.kill()
+    until(lambda: state(run) == "stopped", "its end is noticed")
+    assert "Worker stopped" in errors(app.run())
+
+
+def test_an_estimate_starts_no_job(open_app: Open, root: Path, run: Path) -> None:
+    app = press(open_app(root, "calibrate"), "Estimate")
+    assert "Ready: about 500.0 MB of memory, 2.0 MB on disk, 12 s" in said(app)
+    assert job_of(run) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": "../up"}, "can't be the name"),
+        ({"name": ""}, "can't be the name"),
+        ({"lam": -0.1}, "calibration: lam: expected at least 0, got -0.1"),
+        ({"lam": float("nan")}, "calibration: lam: expected a finite number"),
+        ({"rho": -1.0}, "calibration: rho"),
+        ({"alpha": 1.5}, "calibration: alpha: expected at most 1, got 1.5"),
+        ({"samples": 0}, "samples is 0"),
+        ({"update": ("everything",)}, "calibration: update"),
+        ({"preset": "papier"}, "papier"),
+        ({"layers": "--trust-code"}, "can't be a pattern"),
+        ({"layers": "a\nb"}, "can't be a pattern"),
+        ({"auto": True, "lam": 0.5}, "chosen too"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_values_are_checked_again_on_the_server(values: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        CalibrationSettings(**values).arguments(Path("run"))  # type: ignore[arg-type]
+
+
+def test_a_refused_value_is_explained_and_starts_nothing(open_app: Open, root: Path, run: Path) -> None:
+    app = calibrate_as(open_app(root, "calibrate"), "../outside")
+    assert "'../outside' can't be the name of a calibration" in errors(app)
+    assert job_of(run) is None
+
+
+def test_the_table_of_a_finished_calibration_is_the_reports(open_app: Open, root: Path, run: Path) -> None:
+    with_calibration(run)
+    app = open_app(root, "calibrate")
+    expected = before_after(open_run(run), "featcal")
+    (table,) = [frame.value for frame in app.dataframe if "interval" in frame.value]
+    for column in ("task", "model", "drift", "cosine"):
+        assert table[column].equals(expected[column]), column
+    assert table["accuracy"].equals(100 * expected["accuracy"])
+    assert "anchor alone (rescaling)" in said(app)
+    assert app.get("plotly_chart")
+
+
+def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: Path) -> None:
+    with_calibration(run)
+    folder = run / "calibrations" / "featcal"
+    folder.mkdir(parents=True)
+    (folder / "weights.safetensors").write_bytes(b"x" * 2_000_000)
+    (folder / "README.md").write_text("# card")
+    labels = [button.label for button in open_app(root, "calibrate").get("download_button")]
+    assert "Calibrated checkpoint (2.0 MB)" in labels and "Model card" in labels
+    (folder / "weights.safetensors").unlink()
+    (folder / "weights.safetensors").symlink_to("/etc/hostname")
+    labels = [button.label for button in open_app(root, "calibrate").get("download_button")]
+    assert not [label for label in labels if label.startswith("Calibrated checkpoint")]
+
+
+def test_the_demo_button_makes_the_run_and_lands_on_its_overview(open_app: Open, tmp_path: Path) -> None:
+    root = tmp_path / "empty"
+    root.mkdir()
+    demo = root / "driftlens-demo"
+    app = press(open_app(root), "Make the demo run")
+    until(lambda: state(demo) == "running", "it runs")
+    assert is_disabled(app.run(), "Make the demo run") and "Demo run" in said(app)
+    made = write_full_run(tmp_path / "made", name="demo", synthetic=True)
+    shutil.copytree(made, demo, dirs_exist_ok=True, ignore=shutil.ignore_patterns("status.json", "run.lock*"))
+    finish(demo)
+    until(lambda: state(demo) == "done", "it is done")
+    app.run()
+    assert app.title[0].value == "demo" and app.query_params["run"] == open_run(demo).id
+    assert "Synthetic demo" in said(app)
+
+
+def test_a_spec_is_checked_and_its_analysis_watched(open_app: Open, root: Path) -> None:
+    (root / "mine.yaml").write_text("version: 1\n")
+    app = press(open_app(root, "new_run"), "Check the spec")
+    assert "1 problem to solve first" in said(app)
+    assert "**base**: no such file: base.safetensors Check it." in said(app)
+    press(app, "Start the analysis")
+    until(lambda: state(root / "mine") == "running", "it runs")
+    assert "Analysis mine" in said(app.run())
+    finish(root / "mine")
+    until(lambda: state(root / "mine") == "done", "it is done")
+
+
+def test_a_spec_that_changed_needs_another_check(open_app: Open, root: Path) -> None:
+    (root / "mine.yaml").write_text("version: 1\n")
+    app = press(open_app(root, "new_run"), "Check the spec")
+    (root / "mine.yaml").write_text(f"version: 1\nname: other-{SCHEMA_VERSION}\n")
+    assert "problem to solve" not in said(app.run())

@@ -1,0 +1,222 @@
+"""Jobs: one process whatever is clicked, and the truth about it from what is on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from driftlens.errors import RunLockedError, SpecError
+from driftlens.records.lock import RunLock
+from driftlens.records.run import open_run
+from driftlens_app.calibration import CalibrationSettings
+from driftlens_app.jobs import Job, cancel, processes, start, watch
+from driftlens_app.jobs.curve import running_drift
+from driftlens_app.jobs.log import log_text
+from driftlens_app.jobs.record import job_of
+from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request
+from driftlens_app.settings import Settings
+from tests.app.conftest import until
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+@pytest.fixture
+def run(root: Path) -> Path:
+    return root / "full"
+
+
+def begin(run: Path, name: str) -> Job:
+    return start(calibrate_request(open_run(run), CalibrationSettings(name=name)))
+
+
+def state(run: Path) -> str:
+    view = watch(run)
+    assert view is not None
+    return view.state
+
+
+def step(run: Path, number: int) -> None:
+    (run.parent / f"step-{number}").touch()
+
+
+def finish(run: Path) -> None:
+    for number in range(3):
+        step(run, number)
+
+
+def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None:
+    job = begin(run, "steady")
+    assert state(run) in ("starting", "running")
+    until(lambda: (view := watch(run)) is not None and view.progress is not None, "it has said something")
+    step(run, 0)
+    until(lambda: len(running_drift(job)) == 1, "the first layer is done")
+    view = watch(run)
+    assert view is not None and view.state == "running"
+    assert running_drift(job) == {2: 1.5}
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    assert running_drift(job) == {2: 1.5, 3: 0.75, 4: 0.5}
+
+
+def test_many_clicks_at_once_start_one_process(run: Path) -> None:
+    with ThreadPoolExecutor(6) as clicks:
+        jobs = list(clicks.map(lambda _: begin(run, "steady"), range(6)))
+    assert len({job.pid for job in jobs}) == 1 and len(processes._CHILDREN) == 1
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    assert begin(run, "steady").pid != jobs[0].pid  # once it is over, a new one may begin
+
+
+def test_a_run_that_another_program_writes_to_is_left_alone(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RunLock(run)
+    lock.acquire()
+    try:
+        with pytest.raises(RunLockedError, match="was not started here"):
+            begin(run, "steady")
+    finally:
+        lock.release()
+    assert not processes._CHILDREN
+
+
+def test_cancelling_asks_and_the_job_says_that_it_stopped(run: Path) -> None:
+    job = begin(run, "steady")
+    until(lambda: state(run) == "running", "it runs")
+    cancel(job)
+    assert state(run) in ("cancelling", "cancelled")
+    until(lambda: state(run) == "cancelled", "it has stopped")
+    view = watch(run)
+    assert view is not None and view.job.code == 130
+
+
+def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(run, "deaf")
+    until(lambda: state(run) == "running", "it runs")
+    cancel(job)
+    assert state(run) == "cancelling"
+    assert processes.exit_code(job.pid) is None  # it was asked, not ended
+    monkeypatch.setattr("driftlens_app.jobs.cancelling.GRACE_SECONDS", 0.0)
+    until(lambda: state(run) == "cancelled", "it has been ended")
+    assert processes.exit_code(job.pid) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message", "hint"),
+    [
+        ("failing", "SingularGramError", "the Gram matrix is *singular*", "Raise lam."),
+        ("refused", "Error", "lam is -1, expected at least 0", "Choose another ridge."),
+    ],
+    ids=["in the middle", "before it begins"],
+)
+def test_a_failure_tells_cause_and_hint(run: Path, name: str, kind: str, message: str, hint: str) -> None:
+    job = begin(run, name)
+    step(run, 0)
+    until(lambda: state(run) == "failed", "it has failed")
+    view = watch(run)
+    assert view is not None and view.failure is not None
+    assert (view.failure.type, view.failure.message, view.failure.hint) == (kind, message, hint)
+    assert f"error: {message}" in log_text(job.log)
+
+
+def test_a_restarted_server_finds_the_same_job(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = begin(run, "steady")
+    until(lambda: state(run) == "running", "it runs")
+    known = dict(processes._CHILDREN)
+    monkeypatch.setattr(processes, "_CHILDREN", {})  # all that a server forgets when it restarts
+    assert state(run) == "running" and begin(run, "steady").pid == job.pid
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    for process in known.values():
+        process.wait()
+
+
+def test_a_killed_worker_reads_as_stopped_and_not_as_running(run: Path) -> None:
+    job = begin(run, "steady")
+    until(lambda: state(run) == "running", "it runs")
+    os.kill(job.pid, signal.SIGKILL)
+    until(lambda: state(run) == "stopped", "its end is noticed")
+    assert begin(run, "steady").pid != job.pid
+
+
+def test_a_process_out_of_sight_counts_as_stopped_only_without_a_heartbeat(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(run, "steady")
+    until(lambda: state(run) == "running", "it runs")
+    process = processes._CHILDREN.pop(job.pid)
+    process.kill()
+    process.wait()
+    assert state(run) == "running"
+    monkeypatch.setattr("driftlens_app.jobs.watching.SILENT_SECONDS", 0.0)
+    assert state(run) == "stopped"
+
+
+def test_the_status_of_an_earlier_process_is_not_taken_for_the_jobs(run: Path) -> None:
+    """The run is finished and says so; a job that has just begun is not done."""
+    assert json.loads((run / "status.json").read_text())["state"] == "done"
+    begin(run, "refused")
+    assert state(run) != "done"
+    until(lambda: state(run) == "failed", "it is refused")
+
+
+def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
+    from driftlens_app.jobs.record import write_job
+
+    job = begin(run, "steady")
+    until(lambda: state(run) == "running", "it runs")
+    stranger = replace(job, process_started=(job.process_started or 0.0) - 1000)
+    write_job(stranger)
+    cancel(stranger)
+    assert processes.exit_code(job.pid) is None and job_of(run) == stranger
+    write_job(job)
+
+
+def test_settings_survive_for_the_form(run: Path) -> None:
+    wanted = CalibrationSettings(name="refused", lam=0.5, update=("norm", "linear"), samples=16)
+    start(calibrate_request(open_run(run), wanted))
+    job = job_of(run)
+    assert job is not None
+    assert CalibrationSettings.from_dict(job.settings) == replace(wanted, update=("linear", "norm"))
+    until(lambda: state(run) == "failed", "it is refused")
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc", "a/b", "", "-x", ".hidden", "a" * 81, "a\nb"], ids=repr
+)
+def test_a_new_run_can_only_go_into_a_folder_under_the_root(root: Path, name: str) -> None:
+    (root / "my.yaml").write_text("version: 1\n")
+    with pytest.raises(SpecError):
+        analyze_request(Settings(root), "my.yaml", name)
+
+
+@pytest.mark.parametrize("spec", ["../secret.yaml", "/etc/passwd", "link.yaml", "full/spec.yaml", "no.yaml"])
+def test_only_specs_under_the_root_are_read(root: Path, spec: str) -> None:
+    (root.parent / "secret.yaml").write_text("version: 1\n")
+    (root / "link.yaml").symlink_to(root.parent / "secret.yaml")
+    with pytest.raises(SpecError, match="no spec"):
+        analyze_request(Settings(root), spec, "new")
+
+
+def test_a_folder_with_something_in_it_is_not_written_to(root: Path) -> None:
+    (root / "my.yaml").write_text("version: 1\n")
+    with pytest.raises(SpecError, match="not empty"):
+        analyze_request(Settings(root), "my.yaml", "full")
+
+
+def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
+    settings = Settings(root)
+    assert "--force" not in demo_request(settings).arguments
+    finish(root / "driftlens-demo")
+    start(demo_request(settings))
+    until(lambda: state(root / "driftlens-demo") == "done", "it is done")
+    (root / "driftlens-demo" / "manifest.json").write_text((root / "full" / "manifest.json").read_text())
+    assert "--force" in demo_request(settings).arguments

@@ -1,0 +1,159 @@
+"""The launcher: what it passes on, who gets in, and that the app never imports torch."""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from driftlens.cli.main import main
+from driftlens_app import launch
+from driftlens_app.pages import pages
+from driftlens_app.settings import Settings
+from tests.app.conftest import MAIN
+from tests.browser.server import serving
+from tests.records.full_run import write_full_run
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("launch")
+    write_full_run(folder / "runs" / "full")
+    with serving(folder / "runs", folder / "log") as address:
+        yield address
+
+
+def answer(url: str, path: str, headers: dict[str, str]) -> int:
+    """Status of a websocket handshake or an ordinary request."""
+    place = urlsplit(url)
+    lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    with socket.create_connection((place.hostname, place.port), timeout=30) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        return int(connection.recv(64).split()[1])
+
+
+def handshake(url: str, **headers: str) -> int:
+    key = base64.b64encode(os.urandom(16)).decode()
+    wanted = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Key": key}
+    return answer(url, "/_stcore/stream", {**wanted, "Sec-WebSocket-Version": "13", **headers})
+
+
+def test_the_server_listens_on_this_machine_only(url: str) -> None:
+    port = urlsplit(url).port
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    ]
+    assert listening == ["127.0.0.1"]
+
+
+def test_a_foreign_host_or_origin_gets_no_session(url: str) -> None:
+    own = urlsplit(url).netloc
+    assert handshake(url, Host=own, Origin=url) == 101
+    assert handshake(url, Host="evil.example", Origin="http://evil.example") == 403
+    assert handshake(url, Host=own, Origin="http://evil.example") == 403
+
+
+def test_the_apps_own_files_are_not_served(url: str) -> None:
+    for path in ("/main.py", "/theme.toml", "/static/../main.py"):
+        try:
+            with urllib.request.urlopen(f"{url}{path}", timeout=30) as response:
+                assert b"driftlens" not in response.read().lower()
+        except urllib.error.HTTPError as error:
+            assert error.code in (400, 403, 404)
+
+
+def test_the_command_keeps_the_safe_settings() -> None:
+    command = launch.command(port=8765, browser=False)
+    options = dict(zip(command[5::2], command[6::2], strict=True))
+    assert options["--server.address"] == "127.0.0.1" and options["--server.port"] == "8765"
+    assert options["--server.enableXsrfProtection"] == options["--server.enableCORS"] == "true"
+    assert options["--browser.gatherUsageStats"] == "false" and options["--server.maxUploadSize"] == "1"
+    assert options["--server.fileWatcherType"] == "none" and options["--client.toolbarMode"] == "minimal"
+    assert "*" not in launch.allowed_hosts("127.0.0.1") and "*" not in launch.allowed_hosts("0.0.0.0")
+
+
+def test_every_option_is_one_that_streamlit_knows() -> None:
+    from streamlit import config
+
+    known = {f"--{name}" for name in config.get_config_options()}
+    assert {part for part in launch.command() if part.startswith("--")} <= known
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("example.org", False)],
+)
+def test_only_loopback_is_local(host: str, is_local: bool) -> None:
+    assert launch.is_local(host) is is_local
+
+
+@pytest.mark.parametrize(
+    ("options", "read_only"),
+    [
+        ([], False),
+        (["--read-only"], True),
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--allow-remote-jobs"], False),
+        (["--host", "0.0.0.0", "--allow-remote-jobs", "--read-only"], True),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_host_warns_and_looks_only_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    read_only: bool,
+) -> None:
+    started: list[Settings] = []
+
+    def execve(_program: str, _arguments: list[str], environment: dict[str, str]) -> None:
+        with monkeypatch.context() as patch:
+            for name in Settings.variables():
+                patch.setenv(name, environment[name])
+            started.append(Settings.from_environment())
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(SystemExit) as leaving:
+        main(["ui", str(tmp_path), *options])
+    assert leaving.value.code == 0
+    assert started == [Settings(tmp_path.resolve(), read_only)]
+    assert ("no login" in capsys.readouterr().err) is ("--host" in options)
+
+
+def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["ui", str(tmp_path / "nosuch")])
+    assert leaving.value.code == 4 and "is not a folder" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # importing it raises
+from streamlit.testing.v1 import AppTest
+app = AppTest.from_file(sys.argv[1], default_timeout=60).run()
+for view in sys.argv[2:]:
+    app.switch_page(view).run()
+    assert app.title and not app.exception and not app.error, (view, app.exception, app.error)
+assert not [name for name in sys.modules if name.split(".")[0] in ("transformers", "open_clip", "torchvision")]
+"""
+
+
+def test_every_page_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    write_full_run(tmp_path / "runs" / "full")
+    environment = {**os.environ, **Settings((tmp_path / "runs").resolve()).environment()}
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(MAIN), *pages()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,220 @@
+"""Every page, in every state it can be in; what is read off it is compared with the tables."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from driftlens.records.run import open_run
+from driftlens_app.pages import pages
+from driftlens_reports.wording import number, percent
+from tests.app.conftest import Open
+from tests.records.full_run import write_full_run
+
+VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
+OF_A_RUN = [
+    path.removeprefix("views/").removesuffix(".py") for path, page in pages().items() if page.needs_run
+]
+
+
+def said(app: AppTest) -> str:
+    """All text of a page, without the signs that keep names from being Markdown."""
+    kinds = ("title", "subheader", "caption", "markdown", "info", "warning", "error", "success")
+    return "\n".join(str(element.value) for kind in kinds for element in getattr(app, kind)).replace("\\", "")
+
+
+def errors(app: AppTest) -> str:
+    return "\n".join(element.value for element in app.error).replace("\\", "")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(
+    open_app: Open, tmp_path: Path, view: str
+) -> None:
+    app = open_app(tmp_path, view)
+    assert not app.error
+    if view == "new_run":
+        assert "driftlens init" in said(app)
+    else:
+        assert [button.label for button in app.button] == ["Make the demo run"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_page_of_a_finished_run_has_a_title_and_no_error(open_app: Open, root: Path, view: str) -> None:
+    app = open_app(root, view)
+    assert len(app.title) == 1 and app.title[0].value
+    assert not app.error
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_read_only_dashboard_starts_nothing(open_app: Open, root: Path, view: str) -> None:
+    app = open_app(root, view, read_only=True)
+    starting = [
+        button for button in app.button if button.label in ("FeatCal calibrate", "Start the analysis")
+    ]
+    assert all(button.disabled for button in starting)
+
+
+@pytest.mark.parametrize("view", OF_A_RUN)
+def test_a_run_that_is_deleted_while_open_is_named(open_app: Open, root: Path, view: str) -> None:
+    run_id = open_run(root / "full").id
+    app = open_app(root, view)
+    write_full_run(root / "other", name="other")
+    shutil.rmtree(root / "full")
+    app.run()
+    assert not app.exception and run_id in errors(app)
+
+
+@pytest.mark.parametrize("view", OF_A_RUN)
+def test_a_damaged_table_is_an_error_in_its_place(open_app: Open, root: Path, view: str) -> None:
+    # Without its layer table a run is not offered at all; the list says why.
+    for table in {*(root / "full" / "tables").iterdir()} - {root / "full" / "tables" / "layers.parquet"}:
+        table.write_bytes(table.read_bytes()[: table.stat().st_size // 2])
+    app = open_app(root, view)
+    assert app.title and len(app.error) >= (view == "overview")
+    assert all("RunError" in element.value and "parquet" in element.value for element in app.error)
+
+
+@pytest.mark.parametrize("view", OF_A_RUN)
+def test_a_link_to_an_unknown_run_does_not_show_another_one(open_app: Open, root: Path, view: str) -> None:
+    app = open_app(root, view, run="nosuch-1234")
+    assert "nosuch-1234" in errors(app)
+    assert open_run(root / "full").name not in said(app)
+
+
+def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Open, root: Path) -> None:
+    (rows,) = [frame.value for frame in open_app(root).dataframe]
+    run = open_run(root / "full")
+    drift = {task: run.value("drift_l2_mean", task=task) for task in run.tasks}
+    (row,) = rows.to_dict("records")
+    assert row["name"] == run.name and row["id"] == run.id and row["state"] == "done"
+    assert row["drift"] == max(drift.values()) and drift[row["worst task"]] == row["drift"]
+
+
+def test_unreadable_runs_keep_their_rows_and_say_why(open_app: Open, root: Path) -> None:
+    newer, broken = write_full_run(root / "newer"), write_full_run(root / "broken")
+    manifest = json.loads((newer / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps({**manifest, "schema_version": "99.0"}))
+    (broken / "manifest.json").write_text("{")
+    app = open_app(root)
+    (rows,) = [frame.value for frame in app.dataframe]
+    assert dict(zip(rows["name"], rows["state"], strict=True)) == {
+        "broken": "unreadable",
+        "a *full* run": "done",
+        "newer": "unreadable",
+    }
+    broken_text, newer_text = (element.value.replace("\\", "") for element in app.warning)
+    assert "broken" in broken_text and "damaged" in broken_text
+    assert "99.0" in newer_text and "Install a newer DriftLens" in newer_text
+
+
+def test_a_copy_does_not_pass_for_its_original(open_app: Open, root: Path) -> None:
+    shutil.copytree(root / "full", root / "gone-astray")
+    app = open_app(root)
+    assert "copy of full" in app.warning[0].value.replace("\\", "")
+
+
+def test_a_link_out_of_the_folder_is_not_followed(open_app: Open, root: Path, tmp_path: Path) -> None:
+    outside = write_full_run(tmp_path / "outside", name="outside")
+    (root / "link").symlink_to(outside)
+    (root / "runs").symlink_to(tmp_path)
+    (rows,) = [frame.value for frame in open_app(root).dataframe]
+    assert list(rows["name"]) == ["a *full* run"]
+
+
+def test_an_id_that_is_no_id_is_refused(open_app: Open, root: Path) -> None:
+    path = root / "full" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "id": "../../etc"}))
+    app = open_app(root)
+    assert "characters no id may have" in app.warning[0].value.replace("\\", "")
+    assert not app.selectbox
+
+
+def test_the_filter_keeps_what_it_names(open_app: Open, root: Path) -> None:
+    write_full_run(root / "other", name="other", tasks=("svhn",))
+    app = open_app(root)
+    app.text_input(key="filter").set_value("SVHN").run()
+    assert list(app.dataframe[0].value["name"]) == ["other"]
+    app.text_input(key="filter").set_value("nothing like it").run()
+    assert not app.dataframe and "No run matches" in app.info[0].value
+
+
+def test_overview_cards_are_means_of_the_tables_with_the_worst_task(open_app: Open, root: Path) -> None:
+    run = open_run(root / "full")
+    app = open_app(root, "overview")
+    final = run.layers(variant="calibrated:featcal", layer="final")
+    merged = run.layers(variant="merged", layer="final")
+    flips = run.outputs(variant="calibrated:featcal")["flipped"].mean()
+    shown = {metric.label: (metric.value, metric.delta) for metric in app.metric}
+    drift, before = final["drift_l2_mean"].mean(), merged["drift_l2_mean"].mean()
+    assert shown["Final drift"] == (number(drift), f"-{number(before - drift)} against merged")
+    assert shown["Cosine to expert"][0] == number(final["cos_mean"].mean())
+    assert shown["Changed decisions"][0] == percent(flips)
+    worst = final.loc[final["drift_l2_mean"].idxmax()]
+    assert f"worst: {worst['task']} {number(worst['drift_l2_mean'])}" in said(app)
+
+
+def test_choosing_task_variant_and_measure_changes_the_cards(open_app: Open, root: Path) -> None:
+    run = open_run(root / "full")
+    app = open_app(root, "overview")
+    app.selectbox(key="task").set_value("mnist")
+    app.multiselect(key="variants").set_value(["merged"])
+    app.radio(key="measure").set_value("relative")
+    app.run()
+    shown = {metric.label: metric.value for metric in app.metric}
+    assert shown["Relative final drift"] == number(run.value("drift_rel", task="mnist"))
+
+
+def test_a_link_brings_back_run_task_and_layer(open_app: Open, root: Path) -> None:
+    write_full_run(root / "newest", name="newest")
+    run = open_run(root / "full")
+    app = open_app(root, "overview", run=run.id, task="dtd", layer="2")
+    assert app.selectbox(key="run").value == run.id
+    assert app.selectbox(key="task").value == "dtd" and app.selectbox(key="layer").value == "2"
+    wrong = open_app(root, "overview", run=run.id, task="nosuch")
+    assert wrong.selectbox(key="task").value is None and not wrong.error
+
+
+def test_a_run_without_a_calibration_points_to_the_page_that_makes_one(
+    open_app: Open, tmp_path: Path
+) -> None:
+    write_full_run(tmp_path / "merged", variants=("base", "merged"))
+    app = open_app(tmp_path, "overview")
+    assert "Not calibrated yet" in app.get("page_link")[0].proto.label
+    assert [metric.delta for metric in app.metric] == [""] * len(app.metric)
+
+
+def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Path) -> None:
+    name = "**x** [a](http://b) :red[c] $d$ <b>"
+    write_full_run(tmp_path / "odd", name=name, tasks=("t*a*sk",))
+    title = open_app(tmp_path, "overview").title[0].value
+    assert title.replace("\\", "") == name
+    assert (
+        r"\*\*x\*\*" in title
+        and r"\[a\]" in title
+        and r"\:red" in title
+        and r"\$" in title
+        and r"\<b" in title
+    )
+
+
+def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:
+    app = open_app(root, "overview")
+    charts, data = app.get("plotly_chart"), [entry for entry in app.expander if entry.label == "Show data"]
+    assert len(charts) == len(data) == 2
+    assert all(len(entry.dataframe[0].value) for entry in data)
+
+
+def test_fifty_runs_are_listed_and_only_a_few_stay_open(open_app: Open, root: Path) -> None:
+    source = root / "full"
+    manifest = json.loads((source / "manifest.json").read_text())
+    for at in range(49):
+        shutil.copytree(source, root / f"run-{at:02d}")
+        copy = {**manifest, "id": f"run-{at:08x}"}
+        (root / f"run-{at:02d}" / "manifest.json").write_text(json.dumps(copy))
+    app = open_app(root)
+    assert len(app.dataframe[0].value) == 50 and len(app.selectbox(key="run").options) == 50

@@ -1,0 +1,108 @@
+"""Stands in for `python -m driftlens`: writes what the commands write, one step for each file a test lays down.
+
+What it does follows from the name it is given: `steady` finishes, `failing` fails at its second step, `refused` is
+refused before it begins, `deaf` does not hear that it should stop.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from driftlens.records.events import append_event
+from driftlens.records.lock import Owner, RunLock
+from driftlens.records.status import Failure, Status, write_status
+
+STEPS = 3
+
+
+def main(arguments: list[str]) -> int:
+    """Play the command line `arguments`; returns its exit code."""
+    command = arguments[0]
+    if command == "validate":
+        return answer({"ready": False, "findings": [FINDING], "estimate": None})
+    if "--dry-run" in arguments:
+        return answer({"ready": True, "findings": [], "estimate": ESTIMATE})
+    print("called with", *arguments, flush=True)
+    options = dict(part.split("=", 1) for part in arguments if part.startswith("--") and "=" in part)
+    name = options.get("--name", "steady")
+    run = Path(arguments[1] if command == "calibrate" else arguments[arguments.index("--out") + 1])
+    if name == "refused":
+        print("error: lam is -1, expected at least 0\nhint: Choose another ridge.", file=sys.stderr)
+        return 2
+    return work(run, name)
+
+
+ESTIMATE = {"memory_bytes": 5e8, "disk_bytes": 2e6, "seconds": 12.0}
+FINDING = {
+    "level": "problem",
+    "subject": "base",
+    "text": "no such file: base.safetensors",
+    "hint": "Check it.",
+}
+
+
+def answer(document: object) -> int:
+    """Print a document, as `--json` does."""
+    print(json.dumps(document))
+    return 0
+
+
+def work(run: Path, name: str) -> int:
+    """Take the lock and make one step for each file `step-N` that appears beside the run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN if name == "deaf" else signal.default_int_handler)
+    run.mkdir(exist_ok=True)
+    lock = RunLock(run)
+    lock.acquire()
+    try:
+        for step in range(STEPS):
+            say(run, "running", step)
+            if name == "failing" and step == 1:
+                say(
+                    run,
+                    "failed",
+                    step,
+                    Failure("SingularGramError", "the Gram matrix is *singular*", "Raise lam."),
+                )
+                print("error: the Gram matrix is *singular*\nhint: Raise lam.", file=sys.stderr)
+                return 4
+            wait_for(run.parent / f"step-{step}")
+            append_event(run, "layer", metrics={"layer": step + 2, "drift_l2_mean": 1.5 / (step + 1)})
+        say(run, "done", STEPS)
+        return 0
+    except KeyboardInterrupt:
+        say(run, "cancelled", 0)
+        return 130
+    finally:
+        lock.release()
+
+
+def say(run: Path, state: str, done: int, error: Failure | None = None) -> None:
+    """Write status.json as the command does."""
+    owner = Owner.this_process()
+    status = Status(
+        state=state,  # type: ignore[arg-type]
+        phase="calibrate",
+        done=done,
+        total=STEPS,
+        label=f"layer {done + 2} of 6",
+        seconds=float(done),
+        heartbeat=owner.heartbeat,
+        pid=owner.pid,
+        process_started=owner.process_started,
+        error=error,
+    )
+    write_status(run, status)
+
+
+def wait_for(file: Path) -> None:
+    """Return once the file is there."""
+    while not file.exists():
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""Fixtures of this folder: the real server on saved runs, and a real browser."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.server import serving
+from tests.pipeline.fixtures import light, world
+from tests.records.full_run import write_full_run
+
+__all__ = ["app_url", "browser", "light", "page", "runs_folder", "world"]
+
+CHROMIUM = Path(os.environ.get("DRIFTLENS_CHROMIUM", "/usr/bin/chromium"))
+_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium; without one, tests skip, or fail where DRIFTLENS_REQUIRE_BROWSER=1 asks for it."""
+    lacking = _lacking()
+    if lacking:
+        if os.environ.get("DRIFTLENS_REQUIRE_BROWSER") == "1":
+            pytest.fail(f"DRIFTLENS_REQUIRE_BROWSER=1, but {lacking}")
+        pytest.skip(lacking)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=str(CHROMIUM), args=_ARGUMENTS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two finished runs: one calibrated, one merged only."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_full_run(folder / "merged", name="merged only", variants=("base", "merged"), seed=1)
+    write_full_run(folder / "full", name="full run")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def app_url(browser: Any, runs_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a dashboard on `runs_folder`."""
+    with serving(runs_folder, tmp_path_factory.mktemp("server") / "log") as address:
+        yield address
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A fresh browser page in the light theme."""
+    context = browser.new_context(viewport={"width": 1400, "height": 1000}, color_scheme="light")
+    yield context.new_page()
+    context.close()
+
+
+def _lacking() -> str:
+    try:
+        import playwright  # noqa: F401
+    except ImportError:
+        return "playwright is not installed"
+    return "" if CHROMIUM.exists() else f"there is no browser at {CHROMIUM}"

@@ -1,0 +1,66 @@
+"""Calibrating in a real browser, by the real engine: progress, reload, result, cancel."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from driftlens.records.before_after import credit_sentences
+from driftlens.records.run import DriftRun, open_run
+from tests.browser.reading import settled
+from tests.browser.server import serving
+
+PATIENCE = 180_000
+"""Milliseconds that a job may take on a busy machine, most of them to import torch."""
+
+
+@pytest.fixture
+def writable(browser: Any, light: DriftRun, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a dashboard on a copy of a small real run, and the copy."""
+    run = tmp_path / "runs" / "light"
+    shutil.copytree(light.path, run)
+    with serving(run.parent, tmp_path / "log") as address:
+        yield address, run
+
+
+def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_numbers(
+    page: Any, writable: tuple[str, Path]
+) -> None:
+    address, run = writable
+    page.goto(f"{address}/calibrate")
+    settled(page)
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    expect(page.get_by_text("Calibration featcal")).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_disabled()
+    page.reload()
+    # After the reload the job is either still shown, or over already; it has not begun again.
+    expect(page.get_by_role("heading", name="Before and after featcal")).to_be_visible(timeout=PATIENCE)
+    settled(page)
+    assert len(list((run / "logs").glob("calibrate-*.log"))) == 1
+    calibrated = open_run(run)
+    assert list(calibrated.manifest.calibrations) == ["featcal"]
+    for sentence in credit_sentences(calibrated, "featcal"):
+        expect(page.get_by_text(sentence)).to_be_visible()
+    with page.expect_download() as taken:
+        page.get_by_role("button", name="Calibrated checkpoint").click()
+    weights = run / "calibrations" / "featcal" / "weights.safetensors"
+    assert Path(taken.value.path()).read_bytes() == weights.read_bytes()
+
+
+def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[str, Path]) -> None:
+    address, run = writable
+    before = open_run(run).variants
+    page.goto(f"{address}/calibrate")
+    settled(page)
+    page.get_by_role("textbox", name="Name").fill("given-up")
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    page.get_by_role("button", name="Cancel").click(timeout=PATIENCE)
+    expect(page.get_by_text("was cancelled")).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_enabled()
+    assert page.get_by_role("textbox", name="Name").input_value() == "given-up"
+    assert open_run(run).variants == before and open_run(run).manifest.calibrations == {}

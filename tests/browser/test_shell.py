@@ -1,0 +1,96 @@
+"""The shell in a real browser: numbers, links, themes, and nothing fetched from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from driftlens.records.run import open_run
+from driftlens_reports.wording import number
+from tests.browser.reading import metric, settled
+
+
+def test_choosing_a_task_changes_the_cards_and_the_link_keeps_it(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    run = open_run(runs_folder / "merged")
+    page.goto(f"{app_url}/overview?run={run.id}")
+    settled(page)
+    page.get_by_role("combobox", name="Task").fill("mnist")
+    page.keyboard.press("Enter")
+    expected = number(run.value("drift_l2_mean", task="mnist"))
+    expect(page.get_by_test_id("stMetric").filter(has_text="Final drift")).to_contain_text(
+        expected, timeout=60_000
+    )
+    settled(page)
+    shared = page.url
+    assert f"run={run.id}" in shared and "task=mnist" in shared
+    other = page.context.browser.new_context().new_page()
+    other.goto(shared)
+    settled(other)
+    assert metric(other, "Final drift") == expected
+    expect(other.get_by_role("heading", name="merged only")).to_be_visible()
+    other.context.close()
+
+
+def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, runs_folder: Path) -> None:
+    run = open_run(runs_folder / "merged")
+    page.goto(f"{app_url}/overview?run={run.id}&task=dtd")
+    settled(page)
+    for name in ("Calibrate", "New run", "Overview"):
+        page.get_by_test_id("stSidebarNav").get_by_role("link", name=name).click()
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        settled(page)
+        assert f"run={run.id}" in page.url and "task=dtd" in page.url
+    assert metric(page, "Final drift") == number(run.value("drift_l2_mean", task="dtd"))
+
+
+def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any, app_url: str) -> None:
+    said: list[str] = []
+    asked: list[str] = []
+    page.on(
+        "console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(app_url)
+    settled(page)
+    for name in ("Overview", "Calibrate", "New run"):
+        page.get_by_test_id("stSidebarNav").get_by_role("link", name=name).click()
+        page.wait_for_url(f"**/{name.lower().replace(' ', '_')}*")
+        settled(page)
+    assert said == []
+    assert [url for url in asked if not url.startswith((app_url, "data:", "blob:"))] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_charts_follow_the_theme(browser: Any, app_url: str, scheme: str) -> None:
+    context = browser.new_context(color_scheme=scheme)
+    page = context.new_page()
+    page.goto(f"{app_url}/overview")
+    settled(page)
+    chart = page.locator(".js-plotly-plot").first
+    chart.wait_for(timeout=60_000)
+    settled(page)
+    surface = page.evaluate(
+        "[document.querySelector('.js-plotly-plot').layout.paper_bgcolor,"
+        " getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor]"
+    )
+    assert (
+        surface
+        == {"light": ["#FFFFFF", "rgb(255, 255, 255)"], "dark": ["#161616", "rgb(22, 22, 22)"]}[scheme]
+    )
+    context.close()
+
+
+def test_a_narrow_window_needs_no_sideways_scrolling(browser: Any, app_url: str) -> None:
+    context = browser.new_context(viewport={"width": 400, "height": 800})
+    page = context.new_page()
+    page.goto(f"{app_url}/overview")
+    settled(page)
+    page.locator(".js-plotly-plot").first.wait_for(timeout=60_000)
+    wide = page.evaluate("document.querySelector('[data-testid=stMain]').scrollWidth")
+    assert wide <= 400
+    context.close()

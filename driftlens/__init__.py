@@ -19,14 +19,19 @@ _HOMES = {
     "analyze": "driftlens.api",
     "capture": "driftlens.engine.capture",
     "CancelToken": "driftlens.progress",
+    "check": "driftlens.checking",
+    "compare": "driftlens.records.compare",
     "Contributions": "driftlens.diagnostics.attribution",
     "DriftRun": "driftlens.records.run",
+    "FeatCal": "driftlens.calibration.featcal",
     "Head": "driftlens.models.heads",
     "JacobianSettings": "driftlens.diagnostics.attribution",
     "ModelPool": "driftlens.engine.pool",
     "PathJacobian": "driftlens.linalg.path_jacobian",
     "PrefixSwaps": "driftlens.diagnostics.attribution",
     "ProgressEvent": "driftlens.progress",
+    "project": "driftlens.projection",
+    "Report": "driftlens_reports.build",
     "RunSpec": "driftlens.spec",
     "decompose": "driftlens.engine.walk",
     "expert_cosine": "driftlens.linalg.cosine",
@@ -38,12 +43,14 @@ _HOMES = {
     "walk": "driftlens.engine.walk",
 }
 
-__all__ = sorted([*_HOMES, "__version__", "errors"])
+_MODULES = ("errors", "paper")
+
+__all__ = sorted([*_HOMES, *_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("driftlens.errors")
+    if name in _MODULES:
+        return importlib.import_module(f"driftlens.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'driftlens' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

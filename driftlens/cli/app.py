@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from driftlens.progress import CancelToken
+from driftlens.errors import SpecError
+from driftlens.progress import CancelToken, ProgressSink
 
 app = typer.Typer(
     name="driftlens",
@@ -123,3 +124,29 @@ def cancelling() -> Iterator[CancelToken]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def watched(progress: str) -> Iterator[tuple[ProgressSink, CancelToken]]:
+    """What a long job is given: a sink that shows progress as `--progress` says, and a token that Ctrl-C sets."""
+    from driftlens.progress_sinks import sink_for
+
+    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
+        yield sink, cancel
+
+
+def assignments(given: list[str] | None) -> dict[str, Any]:
+    """The values of `--set name=value`, each read as YAML.
+
+    Raises:
+        SpecError: one is not of this form.
+    """
+    from driftlens.spec.yaml_text import from_yaml
+
+    found = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise SpecError(f"--set {text}: expected name=value", hint="For example --set scaling=0.4.")
+        found[name] = from_yaml(value, f"--set {name}")
+    return found

@@ -15,11 +15,11 @@ from driftlens.cli.app import (
     ProgressMode,
     Trust,
     app,
-    cancelling,
-    chosen_progress,
+    assignments,
     note,
     say,
     say_json,
+    watched,
 )
 from driftlens.cli.looking import show_run
 
@@ -39,20 +39,22 @@ def demo(
 ) -> None:
     """Run everything on an embedded suite: a small CLIP and eight experts, trained here, without network.
 
-    The first time takes about four minutes (the models are trained and cached), later about one.
+    The first time takes about four minutes (the models are trained and cached), later about one. The merged model is
+    calibrated too, with the published settings.
     """
     from driftlens.pipeline.analyze import analyze
+    from driftlens.pipeline.calibrate import calibrate
+    from driftlens.pipeline.calibration_request import CalibrationRequest
     from driftlens.progress import Reporter
-    from driftlens.progress_sinks import sink_for
-    from driftlens.records.attach import attach
     from driftlens.records.room import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
-    from driftlens_reports.page import write_page
+    from driftlens_reports.before_after import before_after_text
+    from driftlens_reports.build import Report
 
     refuse_occupied(out, force=force)
-    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
+    with watched(progress) as (sink, cancel):
         suite = embedded_suite(seed=seed, reporter=Reporter(sink, cancel))
-        run = analyze(
+        analyze(
             suite.spec(),
             out=out,
             force=force,
@@ -61,10 +63,12 @@ def demo(
             on_progress=sink,
             cancel=cancel,
         )
-    with attach(out, "reports/report.html") as page:
-        write_page(run, page)
+        request = CalibrationRequest("featcal", preset="paper-clip")
+        run = calibrate(out, request, device=device, on_progress=sink, cancel=cancel)
+    (page,) = Report(run).attach(["html"])
     show_run(run)
-    say(f"\nReport: {out / 'reports' / 'report.html'}")
+    say(f"\nBefore and after calibration\n\n{before_after_text(run, request.name)}")
+    say(f"\nReport: {page}")
 
 
 @app.command()
@@ -126,12 +130,11 @@ def analyze(
 ) -> None:
     """Measure the drift of every variant in a spec and write a run directory."""
     from driftlens.pipeline.analyze import analyze as run_analysis
-    from driftlens.progress_sinks import sink_for
     from driftlens.spec import load_spec
 
     seeds = [] if seed is None else [f"data.defaults.seed={seed}"]
     resolved = load_spec(spec, [*(overrides or ()), *seeds])
-    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
+    with watched(progress) as (sink, cancel):
         run = run_analysis(
             resolved,
             out=out if out is not None else Path("runs") / resolved.name,
@@ -163,24 +166,11 @@ def merge(
     from driftlens.pipeline.merging import save_merge
     from driftlens.pipeline.opening import open_models, open_pool
     from driftlens.spec import load_spec
-    from driftlens.spec.yaml_text import from_yaml
 
-    given = dict(_assignment(text) for text in parameters or ())
     models = open_models(load_spec(spec), offline=offline)
     open_pool(load_spec(spec), models, device="cpu")  # compares keys and shapes
-    save_merge(
-        models, method, {name: from_yaml(value, f"--set {name}") for name, value in given.items()}, out
-    )
+    save_merge(models, method, assignments(parameters), out)
     say(f"wrote {out}")
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    from driftlens.errors import SpecError
-
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise SpecError(f"--set {text}: expected name=value", hint="For example --set scaling=0.4.")
-    return name, value
 
 
 @app.command()
@@ -195,11 +185,10 @@ def evaluate(
 ) -> None:
     """Accuracy of every variant on the test split, with Wilson intervals."""
     from driftlens.pipeline.analyze import evaluate as run_evaluation
-    from driftlens.progress_sinks import sink_for
     from driftlens.records.rows import plain_rows
     from driftlens_reports.summary import accuracy_text
 
-    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
+    with watched(progress) as (sink, cancel):
         found = run_evaluation(
             run, again=again, device=device, offline=offline, trust=trust, on_progress=sink, cancel=cancel
         )

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 from driftlens.cli.main import main
-from tests.pipeline.fixtures import finished, spec_file, world
+from tests.pipeline.fixtures import finished, light, spec_file, world
 
-__all__ = ["Result", "finished", "run_cli", "spec_file", "world"]
+__all__ = ["Result", "finished", "light", "run_cli", "spec_file", "world"]
 
 
 @dataclass(frozen=True)

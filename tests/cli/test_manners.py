@@ -20,7 +20,19 @@ from tests.cli.worker import COMMAND
 from tests.pipeline.world import TASKS, World, write_spec
 
 Cli = Callable[..., Result]
-COMMANDS = ("demo", "init", "validate", "analyze", "merge", "evaluate", "show", "ls", "verify", "doctor")
+COMMANDS = (
+    "demo",
+    "init",
+    "validate",
+    "analyze",
+    "merge",
+    "evaluate",
+    "calibrate",
+    "show",
+    "ls",
+    "verify",
+    "doctor",
+)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -41,6 +42,17 @@ def test_a_merged_state_dict_is_one_that_open_clip_loads(
     assert text and all(torch.equal(saved[name], world.state("base")[name]) for name in text)
     of_run = load_file(finished.path / "models/merged.safetensors")
     assert all(torch.equal(saved[name], of_run[name]) for name in saved)
+
+
+def test_the_file_says_with_which_parameters_it_was_merged_defaults_included(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    file = tmp_path / "merged.safetensors"
+    spec = write_spec(spec_file, world.spec())
+    assert run_cli("merge", spec, "--method", "task_arithmetic", "--out", file).code == 0
+    with safe_open(file, framework="pt") as opened:
+        found = opened.metadata()
+    assert (found["merge_method"], found["merge_parameters"]) == ("task_arithmetic", "scaling=0.3")
 
 
 def test_a_merged_folder_is_one_that_open_clip_loads(

@@ -1,0 +1,175 @@
+"""Checks as a user writes them: a YAML file of bounds on a run's numbers, refused where it makes no sense.
+
+checks:
+  - {metric: cos_mean, where: {variant: "calibrated:featcal", layer: final}, per: task, gte: 0.80}
+  - {metric: drift_l2_mean, where: {layer: final}, change: {from: merged, to: "calibrated:featcal"}, lte: -0.20}
+  - {metric: closure_error, agg: max, lte: 1.0e-4, severity: warn}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from driftlens.errors import SpecError
+from driftlens.files import PathLike
+from driftlens.records.check_rows import CHECKED_TABLES
+from driftlens.records.checks import Check, Relation
+from driftlens.records.schema import TABLES
+from driftlens.spec.problems import did_you_mean, spec_error
+from driftlens.spec.types import Name, Number, Part, Text, problem
+from driftlens.spec.yaml_text import from_yaml
+
+_NUMBERS = {
+    name: {column.name for column in TABLES[name].columns if column.dtype != "str" and column.name != "layer"}
+    for name in CHECKED_TABLES
+}
+"""Columns that can be held against a bound; true counts as 1."""
+
+_RELATIONS: Mapping[str, Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
+
+
+def _one_or_several(given: Any) -> Any:
+    return (given,) if isinstance(given, str) else given
+
+
+def _plain_value(given: Any) -> Any:
+    if isinstance(given, str) or type(given) is int:
+        return given
+    raise problem(f"expected a name or a layer number, got {given!r}")
+
+
+def _both_ends(given: dict[str, str]) -> dict[str, str]:
+    if len(given) != 2:
+        raise problem("expected two variants", 'For example {from: merged, to: "calibrated:featcal"}.')
+    return given
+
+
+_Value = Annotated[int | str, BeforeValidator(_plain_value)]
+_Change = Annotated[dict[Literal["from", "to"], Name], AfterValidator(_both_ends)]
+
+
+class _Entry(Part):
+    """One entry of `checks`."""
+
+    metric: Text
+    table: Literal["layers", "outputs", "accuracy", "params", "calibration"] | None = None
+    where: dict[str, _Value] = Field(default_factory=dict)
+    per: Annotated[tuple[Text, ...], BeforeValidator(_one_or_several)] = ()
+    agg: Literal["worst", "mean", "max", "min", "median"] = "worst"
+    gte: Number | None = None
+    lte: Number | None = None
+    gt: Number | None = None
+    lt: Number | None = None
+    change: _Change | None = None
+    severity: Literal["error", "warn"] = "error"
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if not self.bounds:
+            raise problem("no bound", "Give at least one of gte, lte, gt, lt.")
+        table = _table_of(self.metric, self.table)
+        columns = _text_columns(table)
+        keys = [*TABLES[table].key, *(["variant"] if table == "calibration" else [])]
+        for what, given, allowed in (("where", self.where, columns), ("per", self.per, keys)):
+            for column in given:
+                if column not in allowed:
+                    hint = did_you_mean(column, allowed)
+                    raise problem(
+                        f"{what}: no {column!r} in the table {table!r}; it has {', '.join(allowed)}", hint
+                    )
+        if self.change is not None:
+            _refuse_variant(self.where, self.per)
+        return self
+
+    @property
+    def bounds(self) -> dict[Relation, float]:
+        """The bounds that are given."""
+        given = {relation: getattr(self, key) for key, relation in _RELATIONS.items()}
+        return {relation: bound for relation, bound in given.items() if bound is not None}
+
+    def check(self) -> Check:
+        """What the entry asks."""
+        change = None if self.change is None else (self.change["from"], self.change["to"])
+        name = self.name or " ".join(self._words(change))
+        table = _table_of(self.metric, self.table)
+        return Check(
+            self.metric, table, self.bounds, self.where, self.per, self.agg, change, self.severity, name
+        )
+
+    def _words(self, change: tuple[str, str] | None) -> Iterator[str]:
+        yield self.metric if self.agg == "worst" else f"{self.agg} {self.metric}"
+        if change:
+            yield f"change from {change[0]} to {change[1]}"
+        yield " and ".join(f"{relation} {bound:g}" for relation, bound in self.bounds.items())
+        if self.where:
+            yield "where " + ", ".join(f"{key} is {value}" for key, value in self.where.items())
+
+
+class _Checks(Part):
+    """The whole file."""
+
+    checks: Annotated[tuple[_Entry, ...], Field(min_length=1)]
+
+
+def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
+    """The checks that a file, or the mapping in it, describes.
+
+    Raises:
+        SpecError: the file can't be read, or something in it is wrong; the message names the dotted path, the value,
+            what is allowed, and the nearest name where one was misspelt.
+    """
+    where = "checks" if isinstance(source, Mapping) else str(source)
+    raw = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(Path(source))
+    try:
+        return [entry.check() for entry in _Checks.model_validate(raw).checks]
+    except ValidationError as error:
+        raise spec_error(error, raw, where) from error
+
+
+def _read(file: Path) -> Any:
+    try:
+        raw = from_yaml(file.read_text(encoding="utf-8-sig"), str(file))
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{file}: not UTF-8 text ({error.reason})", hint="Checks are a YAML file.") from error
+    except OSError as error:
+        raise SpecError(
+            f"{file}: the checks can't be read: {error.strerror}", hint="Check the path."
+        ) from error
+    if not isinstance(raw, dict):
+        found = "nothing" if raw is None else f"a {type(raw).__name__}"
+        raise SpecError(f"{file}: expected a mapping, found {found}", hint="Begin with a line `checks:`.")
+    return raw
+
+
+def _table_of(metric: str, table: str | None) -> str:
+    """The table that holds `metric`: the one named, or the only one that has such a column."""
+    known = sorted(set().union(*_NUMBERS.values()) if table is None else _NUMBERS[table])
+    if metric not in known:
+        text = "no table has a number" if table is None else f"the table {table!r} has no number"
+        raise problem(f"metric: {text} called {metric!r}", did_you_mean(metric, known))
+    homes = [name for name in CHECKED_TABLES if metric in _NUMBERS[name]] if table is None else [table]
+    if len(homes) > 1:
+        raise problem(
+            f"metric: {metric!r} stands in the tables {', '.join(homes)}", f"Add `table: {homes[0]}`."
+        )
+    return homes[0]
+
+
+def _text_columns(table: str) -> list[str]:
+    """Columns that rows can be chosen by."""
+    columns = [
+        column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"
+    ]
+    return [*columns, "variant"] if table == "calibration" else columns
+
+
+def _refuse_variant(where: Mapping[str, object], per: tuple[str, ...]) -> None:
+    for column in ("variant", "name"):
+        if column in where or column in per:
+            raise problem(f"change compares two variants, so {column!r} can't choose one", "Leave it out.")

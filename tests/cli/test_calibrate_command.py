@@ -1,0 +1,159 @@
+"""`driftlens calibrate`: flags in, table and exit code out; interrupted for real and resumed."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from safetensors.torch import load_file
+
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from tests.cli.conftest import Result
+from tests.cli.worker import COMMAND
+from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, files_of, same_rows
+from tests.pipeline.world import TASKS, clip
+
+Cli = Callable[..., Result]
+QUIET = ("--progress", "none")
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+    return copied(light, tmp_path / "run")
+
+
+def test_the_table_shows_before_control_after_and_expert_and_who_earned_what(
+    folder: pathlib.Path, run_cli: Cli, tmp_path: pathlib.Path
+) -> None:
+    target = tmp_path / "model"
+    result = run_cli(
+        "calibrate", folder, "--name", NAME, "--preset", "paper-clip", "--save-weights", target, *QUIET
+    )
+    assert result.code == 0
+    lines = [line.split() for line in result.out.splitlines()]
+    run = open_run(folder)
+    for task in TASKS:
+        start = next(at for at, line in enumerate(lines) if line[:1] == [task])
+        block = lines[start : start + 4]
+        assert [" ".join(line) for line in block][1].startswith("featcal, anchor only")
+        drifts = [block[0][2], block[1][3], block[2][1]]
+        variants = ("merged", CONTROL, VARIANT)
+        assert drifts == [f"{run.value('drift_l2_mean', task=task, variant=name):#.4g}" for name in variants]
+        assert block[3][0] == "expert"
+    assert "come from the anchor alone (rescaling)" in result.out and "from calibration" in result.out
+    assert f"wrote {target}" in result.out
+    assert "the stem" in result.err and "was not calibrated" in result.err
+    clip(load_file(target / "open_clip_model.safetensors"))  # strict: every key, every shape
+    assert "model-merging" in (target / "README.md").read_text(encoding="utf-8")
+
+
+def test_json_holds_the_same_numbers(folder: pathlib.Path, run_cli: Cli) -> None:
+    result = run_cli(
+        "calibrate", folder, "--name", NAME, "--rho", 1, "--set", "update=[linear]", "--json", *QUIET
+    )
+    found, run = json.loads(result.out), open_run(folder)
+    assert result.code == 0 and found["variant"] == VARIANT and found["control"] == ""
+    assert (found["settings"]["rho"], found["settings"]["update"]) == (1, ["linear"])
+    rows = {(row["task"], row["variant"]): row for row in found["before_after"]}
+    for task in TASKS:
+        assert rows[task, VARIANT]["drift"] == run.value("drift_l2_mean", task=task, variant=VARIANT)
+        assert rows[task, "expert"]["drift"] is None
+    for gain in found["gains"]:
+        assert gain["rescaling"] == 0 and gain["calibration"] == pytest.approx(
+            gain["calibrated"] - gain["merged"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--lam", -1), 2, "lam"),
+        (("--alpha", 1.5), 2, "alpha"),
+        (("--layers", "*.resblock.*"), 2, "resblocks"),
+        (("--sites", "*.nosuch"), 2, "nosuch"),
+        (("--preset", "paper"), 2, "paper-clip"),
+        (("--set", "lam"), 2, "name=value"),
+        (("--set", "lambda=1"), 2, "lambda"),
+        (("--samples", 0), 2, "samples is 0"),
+        (("--samples", 100), 4, "100"),
+        (("--layers", "2", "--top-layers", 1), 2, "one of them"),
+        (("--method", "surgery9"), 2, "surgery9"),
+        (("--device", "tpu"), 2, "tpu"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_wrong_settings_are_refused_in_two_lines_and_leave_no_trace(
+    folder: pathlib.Path, run_cli: Cli, flags: tuple[object, ...], code: int, words: str
+) -> None:
+    before = files_of(folder)
+    refused = run_cli("calibrate", folder, "--name", NAME, *flags, *QUIET)
+    assert (refused.code, refused.out) == (code, "") and words in refused.err and "defect" not in refused.err
+    assert files_of(folder) == before
+
+
+def test_a_name_is_wanted_and_a_run_too(folder: pathlib.Path, run_cli: Cli, tmp_path: pathlib.Path) -> None:
+    assert run_cli("calibrate", folder).code == 2
+    assert run_cli("calibrate", tmp_path / "nothing", "--name", NAME).code == 4
+    assert run_cli("calibrate", folder, "--name", "a/b").code == 2
+
+
+def test_the_same_name_twice_is_refused_unless_replaced(folder: pathlib.Path, run_cli: Cli) -> None:
+    command = ("calibrate", folder, "--name", NAME, "--layers", "2,3", *QUIET)
+    assert run_cli(*command).code == 0
+    refused = run_cli(*command)
+    assert refused.code == 2 and "--replace" in refused.hint
+    assert run_cli(*command, "--replace").code == 0
+    assert run_cli("verify", folder).code == 0
+    assert open_run(folder).manifest.calibrations[NAME].layers == [2, 3]
+
+
+def test_a_dry_run_estimates_and_writes_nothing(folder: pathlib.Path, run_cli: Cli) -> None:
+    before = files_of(folder)
+    result = run_cli("calibrate", folder, "--name", NAME, "--dry-run")
+    assert result.code == 0 and result.out.rstrip().endswith("ready") and "estimate: about" in result.out
+    found = json.loads(run_cli("calibrate", folder, "--name", NAME, "--dry-run", "--json").out)
+    assert found["ready"] and found["estimate"]["seconds"] > 0
+    refused = run_cli("calibrate", folder, "--name", NAME, "--lam", -1, "--dry-run", "--json")
+    assert refused.code == 2 and json.loads(refused.out)["findings"][0]["level"] == "problem"
+    assert files_of(folder) == before
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing_half_and_resumes(
+    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    command = [*COMMAND, "calibrate", str(folder), "--name", NAME, "--progress", "jsonl"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            event = json.loads(line)
+            if event["phase"] == "calibrate" and event["done"] == 2:
+                assert event["metrics"]["layer"] == 2 and event["metrics"]["drift_l2_mean"] > 0
+                process.send_signal(signal.SIGINT)
+                break
+        written = process.stderr.read()
+        process.wait(timeout=300)
+    assert process.returncode == 130 and "--resume" in written and "Traceback" not in written
+    half = open_run(folder)
+    assert (
+        half.variants == light.variants and not (folder / f"calibrations/{NAME}/weights.safetensors").exists()
+    )
+    same_rows(half, light)
+    assert run_cli("show", folder).code == 0
+
+    assert run_cli("calibrate", folder, "--name", NAME, "--resume", *QUIET).code == 0
+    straight = copied(light, tmp_path / "straight")
+    assert run_cli("calibrate", straight, "--name", NAME, *QUIET).code == 0
+    weights = f"calibrations/{NAME}/weights.safetensors"
+    assert (folder / weights).read_bytes() == (straight / weights).read_bytes()
+    same_rows(open_run(folder), open_run(straight))
+    assert run_cli("verify", folder).code == 0
+
+
+def test_a_locked_run_is_refused(folder: pathlib.Path, run_cli: Cli) -> None:
+    with RunWriter.resume(folder):
+        assert run_cli("calibrate", folder, "--name", NAME, *QUIET).code == 5

@@ -1,0 +1,32 @@
+"""`driftlens demo` on the small world in place of the embedded suite, which takes minutes to make."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from driftlens.records.run import open_run
+from tests.cli.conftest import Result
+from tests.pipeline.calibrating import CONTROL, VARIANT
+from tests.pipeline.world import TASKS, World
+
+
+def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
+    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = SimpleNamespace(spec=lambda: world.spec(metrics={"jacobian": False}))
+    monkeypatch.setattr("driftlens.suites.embedded.embedded_suite", lambda **_: suite)
+    result = run_cli("demo", "--out", tmp_path / "demo", "--progress", "none")
+    assert result.code == 0
+    run = open_run(tmp_path / "demo")
+    assert run.manifest.synthetic and run.variants == ("base", "merged", CONTROL, VARIANT)
+    settings = run.manifest.calibrations["featcal"].settings
+    assert (settings["lam"], settings["rho"], settings["alpha"]) == (0.05, 2.0, 0.3)
+    table = result.out.split("Before and after calibration")[1]
+    for task in TASKS:
+        assert f"{run.value('drift_l2_mean', task=task, variant=VARIANT):#.4g}" in table
+    assert "from calibration" in table and (tmp_path / "demo/reports/report.html").is_file()
+    assert run_cli("demo", "--out", tmp_path / "demo").code == 2

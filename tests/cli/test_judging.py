@@ -1,0 +1,190 @@
+"""`check`, `compare` and `project` on the command line: exit codes, one JSON document, text that says what is there."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+
+import pyarrow.parquet as pq
+import pytest
+
+import driftlens as dl
+from driftlens.records.compare import compare
+from driftlens.records.run import open_run
+from tests.cli.conftest import Result
+from tests.records.full_run import Size, write_full_run
+from tests.records.spoiling import spoil
+
+Cli = Callable[..., Result]
+SIZE = Size(blocks=1, samples=8, width=5, tests=200)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return write_full_run(tmp_path_factory.mktemp("judging") / "run", tasks=("cars", "dtd"), size=SIZE)
+
+
+@pytest.fixture
+def own(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(shutil.copytree(written, tmp_path / "own"))
+
+
+@pytest.fixture
+def checks(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
+    def write(*entries: str) -> pathlib.Path:
+        file = tmp_path / "checks.yaml"
+        file.write_text("checks:\n" + "".join(f"  - {{{entry}}}\n" for entry in entries))
+        return file
+
+    return write
+
+
+def test_a_failed_check_is_exit_code_three_with_its_number(
+    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    file = checks("metric: cos_mean, agg: max, lte: 0.5, name: low", "metric: drift_rel, per: task, gte: 0")
+    junit = tmp_path / "deep" / "out.xml"
+    result = run_cli("check", written, "--tests", file, "--junit", junit)
+    assert result.code == 3 and result.err == ""
+    largest = open_run(written).layers()["cos_mean"].max()
+    assert f"fail: low: {largest:.6g} at task" in result.out and "wanted <= 0.5" in result.out
+    assert result.out.splitlines()[-1] == "2 passed, 1 failed"
+    assert ElementTree.parse(junit).getroot().get("failures") == "1"
+
+
+def test_results_as_json_are_one_document(
+    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
+) -> None:
+    file = checks("metric: cos_mean, per: task, gte: -1", "metric: cos_mean, where: {layer: 99}, gte: 0")
+    result = run_cli("check", written, "--tests", file, "--json")
+    document = json.loads(result.out)
+    assert result.code == 0 and document["ok"] is True and document["run"] == open_run(written).id
+    assert (document["pass"], document["skip"], document["executed"]) == (2, 1, 2)
+    assert [entry["group"] for entry in document["results"]] == [{"task": "cars"}, {"task": "dtd"}, {}]
+    assert document["results"][2]["value"] is None and "no layer 99" in document["results"][2]["reason"]
+
+
+def test_that_nothing_was_checked_is_said(
+    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
+) -> None:
+    file = checks("metric: cos_mean, where: {variant: 'calibrated:x'}, gte: 0")
+    result = run_cli("check", written, "--tests", file)
+    assert result.code == 0
+    assert result.out.splitlines()[-1].endswith("1 skipped, no check was executed, so nothing is known")
+
+
+def test_a_warning_is_said_and_passes(
+    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
+) -> None:
+    result = run_cli("check", written, "--tests", checks("metric: cos_mean, gte: 2, severity: warn"))
+    assert result.code == 0 and result.out.splitlines()[-1] == "0 passed, 0 failed, 1 warned"
+
+
+def test_without_a_file_the_self_checks_run(run_cli: Cli, written: pathlib.Path) -> None:
+    result = run_cli("check", written, "--json")
+    found = {entry["metric"]: entry for entry in json.loads(result.out)["results"]}
+    assert found["closure"]["value"] == open_run(written).layers()["closure_error"].max()
+    assert found["contributions"]["status"] == "fail" and result.code == 3
+
+
+def test_a_check_that_makes_no_sense_is_wrong_usage(
+    run_cli: Cli, written: pathlib.Path, checks: Callable[..., pathlib.Path]
+) -> None:
+    result = run_cli("check", written, "--tests", checks("metric: cos_maen, gte: 0"))
+    assert result.code == 2 and "cos_maen" in result.message and "cos_mean" in result.hint
+
+
+def test_two_variants_are_compared_with_their_control(run_cli: Cli, written: pathlib.Path) -> None:
+    result = run_cli("compare", written)
+    rows = compare(written).tasks.set_index("task")
+    assert result.code == 0 and "merged -> featcal" in result.out
+    for task in ("cars", "dtd"):
+        line = next(line for line in result.out.splitlines() if line.startswith(task))
+        assert f"{100 * rows.loc[task, 'drift_relative']:+.1f} %" in line
+        assert f"{100 * rows.loc[task, 'accuracy_change']:+.1f}" in line
+    assert "by rescaling" in result.out and "diagnosis samples answered by both" in result.out
+
+
+def test_compared_runs_as_json_hold_every_layer(
+    run_cli: Cli, written: pathlib.Path, own: pathlib.Path
+) -> None:
+    document = json.loads(run_cli("compare", written, own, "--json").out)
+    assert document["equality"]["bit_equal"] is True and document["mismatches"] == []
+    assert len(document["layers"]) == 2 * 4 * 3 and len(document["pairs"]) == 4
+    assert all(row["drift_change"] == 0 for row in document["layers"])
+
+
+def test_a_tolerance_is_demanded_with_exit_code_three(
+    run_cli: Cli, written: pathlib.Path, own: pathlib.Path
+) -> None:
+    assert run_cli("compare", written, own, "--tolerance", 0).code == 0
+    value = pq.read_table(own / "tables" / "samples.parquet")["cos"][0].as_py()
+    spoil(own, "samples", 0, "cos", value - 1e-4)
+    loose = run_cli("compare", written, own, "--tolerance", 1e-3)
+    assert loose.code == 0 and "Equal within 0.001" in loose.out and "samples.cos" in loose.out
+    tight = run_cli("compare", written, own, "--tolerance", 1e-5)
+    assert tight.code == 3 and "Not equal within 1e-05" in tight.out
+    assert run_cli("compare", written, own).code == 0  # nothing was demanded
+    alone = run_cli("compare", written, "--tolerance", 1e-3)
+    assert alone.code == 2 and "second" in alone.message
+
+
+def test_other_samples_are_refused_unless_allowed(
+    run_cli: Cli, written: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    other = write_full_run(
+        tmp_path / "b", tasks=("cars", "dtd"), size=Size(blocks=1, samples=6, width=5, tests=200)
+    )
+    refused = run_cli("compare", written, other)
+    assert refused.code == 4 and "diagnosis samples of cars, dtd" in refused.message
+    allowed = run_cli("compare", written, other, "--allow-mismatch", "--before", "merged")
+    assert allowed.code == 0 and "Not the same in both: diagnosis samples of cars, dtd" in allowed.out
+
+
+def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp_path: pathlib.Path) -> None:
+    task = "\x1b[31mred"
+    path = write_full_run(tmp_path / "run", tasks=(task,), size=SIZE)
+    for command in (["check", path], ["compare", path], ["project", path]):
+        result = run_cli(*command)
+        assert "\x1b" not in result.out + result.err, command
+        assert command[0] == "check" or "[31mred" in result.out
+
+
+def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: pathlib.Path) -> None:
+    result = run_cli("project", own, "--task", "cars", "--method", "pca,tsne", "--layer", 2)
+    assert result.code == 0 and result.err.splitlines() == ["cars: pca", "cars: tsne"]
+    assert len(list((own / "projections").glob("*.parquet"))) == 2
+    found = dl.project(own, "cars", layer=2)
+    for row in found.quality.to_dict("records"):
+        assert re.search(rf"pca .*{row['mean_drift']:#.4g}.*{row['trustworthiness']:#.4g}", result.out)
+    assert result.out.splitlines()[-1].startswith("Distances on the plane are indicative only")
+
+
+def test_layouts_as_json_name_their_files(run_cli: Cli, own: pathlib.Path) -> None:
+    result = run_cli("project", own, "--json", "--seed", 3, "-q")
+    documents = json.loads(result.out)
+    assert [entry["task"] for entry in documents] == ["cars", "dtd"] and result.err == ""
+    for entry in documents:
+        assert pq.read_table(own / entry["file"]).num_rows == entry["points"] == 4 * 8
+        assert (entry["layer"], entry["seed"], entry["used"]) == (3, 3, "pca")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--method", "umpa"], 2, "umpa"),
+        (["--task", "crs"], 4, "crs"),
+        (["--layer", "9"], 2, "no layer 9"),
+        (["--max-points", "1"], 2, "max_points"),
+    ],
+    ids=["method", "task", "layer", "points"],
+)
+def test_a_layout_that_makes_no_sense_is_refused(
+    run_cli: Cli, written: pathlib.Path, flags: list[str], code: int, words: str
+) -> None:
+    result = run_cli("project", written, *flags)
+    assert result.code == code and words in result.message and result.out == ""

@@ -1,0 +1,149 @@
+"""Checks as a user writes them: what they mean, and what is refused, with path, value and remedy."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from driftlens.errors import SpecError
+from driftlens.records.checks import Check
+from driftlens.spec.checks import load_checks
+
+EXAMPLE = """
+checks:
+  - {metric: cos_mean, where: {variant: "calibrated:featcal", layer: final}, per: task, gte: 0.80}
+  - {metric: drift_l2_mean, where: {layer: final}, change: {from: merged, to: "calibrated:featcal"}, lte: -0.20,
+     severity: warn}
+  - {metric: closure_error, agg: max, lte: 1e-4, name: closure}
+"""
+
+
+def test_the_example_means_what_it_says(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "checks.yaml"
+    file.write_text(EXAMPLE)
+    first, second, third = load_checks(file)
+    assert first == Check(
+        metric="cos_mean",
+        table="layers",
+        bounds={">=": 0.8},
+        where={"variant": "calibrated:featcal", "layer": "final"},
+        per=("task",),
+        name="cos_mean >= 0.8 where variant is calibrated:featcal, layer is final",
+    )
+    assert second.change == ("merged", "calibrated:featcal") and second.severity == "warn"
+    assert (
+        second.name == "drift_l2_mean change from merged to calibrated:featcal <= -0.2 where layer is final"
+    )
+    assert (third.name, third.aggregate, third.bounds) == ("closure", "max", {"<=": 1e-4})
+
+
+@pytest.mark.parametrize(
+    ("metric", "table"),
+    [
+        ("kl", "outputs"),
+        ("value", "accuracy"),
+        ("sign_agreement", "params"),
+        ("weight_change", "calibration"),
+    ],
+)
+def test_a_column_finds_its_table(metric: str, table: str) -> None:
+    (check,) = load_checks({"checks": [{"metric": metric, "gte": 0}]})
+    assert check.table == table
+
+
+@pytest.mark.parametrize(
+    ("entry", "message", "hint"),
+    [
+        (
+            {"metric": "cos_maen", "gte": 0},
+            "checks[0]: metric: no table has a number called 'cos_maen'",
+            "'cos_mean'",
+        ),
+        ({"metric": "path", "gte": 0}, "no table has a number called 'path'", ""),
+        ({"metric": "kl", "table": "layers", "gte": 0}, "the table 'layers' has no number called 'kl'", ""),
+        ({"metric": "n", "gte": 0}, "'n' stands in the tables layers, accuracy", "`table: layers`"),
+        (
+            {"metric": "cos_mean", "table": "layer", "gte": 0},
+            "checks[0].table: expected one of layers",
+            "'layers'",
+        ),
+        ({"metric": "cos_mean"}, "checks[0]: no bound", "gte, lte, gt, lt"),
+        ({"metric": "cos_mean", "gte": "high"}, "checks[0].gte: expected a number, got 'high'", ""),
+        ({"metric": "cos_mean", "gte": float("nan")}, "checks[0].gte: expected a finite number", ""),
+        (
+            {"metric": "cos_mean", "agg": "avg", "gte": 0},
+            "checks[0].agg: expected one of worst, mean, max",
+            "",
+        ),
+        ({"metric": "cos_mean", "severty": 0}, "checks[0].severty: unknown key", "'severity'"),
+        ({"metric": "cos_mean", "gte": 0, "where": {"vriant": "merged"}}, "where: no 'vriant'", "'variant'"),
+        (
+            {"metric": "cos_mean", "gte": 0, "where": {"layer": True}},
+            "checks[0].where.layer: expected a name",
+            "",
+        ),
+        ({"metric": "cos_mean", "gte": 0, "per": "tsk"}, "per: no 'tsk' in the table 'layers'", "'task'"),
+        ({"metric": "cos_mean", "gte": 0, "per": ["task", "path"]}, "per: no 'path'", ""),
+        (
+            {"metric": "cos_mean", "gte": 0, "change": {"from": "merged"}},
+            "checks[0].change: expected two",
+            "from:",
+        ),
+        (
+            {"metric": "cos_mean", "gte": 0, "change": {"frm": "a", "to": "b"}},
+            "expected one of from, to",
+            "'from'",
+        ),
+        (
+            {"metric": "cos_mean", "gte": 0, "change": {"from": "a", "to": "b"}, "per": "variant"},
+            "change compares two variants, so 'variant' can't choose one",
+            "Leave it out",
+        ),
+        ({"metric": "cos_mean", "gte": 0, "severity": "fatal"}, "checks[0].severity: expected one of", ""),
+    ],
+    ids=[
+        *(
+            "misspelt metric",
+            "text column",
+            "other table",
+            "two tables",
+            "misspelt table",
+            "no bound",
+            "text as bound",
+        ),
+        *("NaN as bound", "aggregate", "misspelt key", "misspelt column", "truth as value", "misspelt group"),
+        *("group by text", "one end", "misspelt end", "change within variant", "severity"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(entry: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        load_checks({"checks": [{"metric": "closure_error", "lte": 1}, entry][::-1]})
+    assert message in refused.value.message and hint in refused.value.hint, refused.value
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a mapping, found nothing"),
+        ("- metric: cos_mean", "expected a mapping, found a list"),
+        ("checks: []", "checks: expected at least one entry"),
+        ("checks: [", "line 1"),
+        ("check:\n- {metric: cos_mean}", "check: unknown key"),
+        ("checks:\n- !!python/object/apply:os.system [ls]", "line 2"),
+    ],
+    ids=["empty", "bare list", "no checks", "not YAML", "misspelt root", "code"],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: pathlib.Path, text: str, message: str) -> None:
+    file = tmp_path / "checks.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError) as refused:
+        load_checks(file)
+    assert message in refused.value.message and "checks.yaml" in refused.value.message
+
+
+def test_a_missing_file_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="the checks can't be read"):
+        load_checks(tmp_path / "nosuch.yaml")

@@ -20,6 +20,10 @@ class Rates:
     float32: float
     float64: float
 
+    def mean(self, other: Rates) -> Rates:
+        """Halfway between two measurements."""
+        return Rates((self.float32 + other.float32) / 2, (self.float64 + other.float64) / 2)
+
 
 def product_rates(device: torch.device) -> Rates:
     """Measured on a product of the size of an MLP's first half on 16 images."""

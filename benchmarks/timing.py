@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 
-def best_of(candidates: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
+def best_of(
+    candidates: Mapping[str, Callable[[], object]], rounds: int = 5, warm_up: bool = True
+) -> dict[str, float]:
     """Shortest seconds of each candidate over `rounds` interleaved runs, after one run to warm up."""
     best = dict.fromkeys(candidates, float("inf"))
-    for turn in range(rounds + 1):
+    for turn in range(0 if warm_up else 1, rounds + 1):
         for name, run in candidates.items():
             started = time.perf_counter()
             run()

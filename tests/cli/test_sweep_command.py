@@ -1,0 +1,79 @@
+"""`driftlens sweep`: flags in, table and exit code out."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from tests.cli.conftest import Result
+from tests.pipeline.calibrating import copied, files_of
+
+Cli = Callable[..., Result]
+QUIET = ("--progress", "none")
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+    return copied(light, tmp_path / "run")
+
+
+def test_the_table_holds_means_over_tasks_and_seeds(folder: pathlib.Path, run_cli: Cli) -> None:
+    shown = run_cli("sweep", folder, "--param", "n=4,2", "--seeds", 2, *QUIET)
+    assert shown.code == 0
+    rows = open_run(folder).sweeps()
+    means = rows.groupby("n")["drift_l2_mean"].mean()
+    lines = shown.out.splitlines()
+    assert lines[0].split()[:6] == ["lam", "rho", "alpha", "n", "L2", "drift"]
+    assert [line.split()[:5] for line in lines[1:3]] == [
+        ["0.05", "2", "0.3", f"{n}", f"{means[n]:#.4g}"] for n in (2, 4)
+    ]
+    by_seed = rows[rows["n"] == 2].groupby("seed")["accuracy"].mean()
+    assert f"{100 * by_seed.mean():.1f} %" in lines[1] and f"{100 * by_seed.std():.1f} %" in lines[1]
+    assert "means of 2 tasks, 2 seeds" in shown.out
+
+
+def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(
+    folder: pathlib.Path, run_cli: Cli
+) -> None:
+    assert run_cli("sweep", folder, "--param", "rho=1", "--no-accuracy", *QUIET).code == 0
+    flags = ("--param", "lam=0.1", "--param", "lam=0.2", "--param", "alpha=0,1", "--grid", "--no-accuracy")
+    found = json.loads(run_cli("sweep", folder, *flags, "--json", *QUIET).out)
+    assert found["sweeps"] == ["lam+alpha"] and len(found["rows"]) == 8
+    assert {(row["lam"], row["alpha"]) for row in found["rows"]} == {
+        (lam, alpha) for lam in (0.1, 0.2) for alpha in (0.0, 1.0)
+    }
+    assert {row["accuracy"] for row in found["rows"]} == {None}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--param", "lamda=1"), 2, "hint: Did you mean 'lam'?"),
+        (("--param", "lam"), 2, "expected name=number,number"),
+        (("--param", "lam=a"), 2, "expected name=number,number"),
+        (("--param", "alpha=2"), 2, "alpha is 2"),
+        (("--param", "n=1000"), 4, "1000 calibration samples asked for"),
+        (("--param", "lam=1", "--preset", "paper-klip"), 2, "Did you mean 'paper-clip'?"),
+        (("--param", "lam=1", "--seeds", 0), 2, "0 is not in the range"),
+        ((), 2, "Missing option '--param'"),
+    ],
+    ids=["unknown", "no values", "words", "no share", "too many samples", "preset", "no seed", "nothing"],
+)
+def test_what_can_not_be_is_refused_in_two_lines_and_leaves_no_trace(
+    folder: pathlib.Path, run_cli: Cli, flags: tuple[object, ...], code: int, words: str
+) -> None:
+    before = files_of(folder)
+    refused = run_cli("sweep", folder, *flags, *QUIET)
+    assert (refused.code, refused.out) == (code, "")
+    assert words in refused.err and "defect" not in refused.err
+    assert files_of(folder) == before
+
+
+def test_a_locked_run_is_refused(folder: pathlib.Path, run_cli: Cli) -> None:
+    with RunWriter.resume(folder):
+        assert run_cli("sweep", folder, "--param", "lam=0.1", *QUIET).code == 5

@@ -62,7 +62,7 @@ class Recipe:
     num_test: int = 512
     numbered: float = 0.945
     base: Schedule = field(default=Schedule(steps=600, batch=128, rate=4e-3, matrix_rate=0.0125))
-    expert: Schedule = field(default=Schedule(steps=64, batch=64, rate=0.06))
+    expert: Schedule = field(default=Schedule(steps=80, batch=64, rate=0.07))
     width: int = 96
     layers: int = 6
     patch_size: int = 8

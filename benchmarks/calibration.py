@@ -46,7 +46,7 @@ def _case(tasks: int, samples: int, device: torch.device) -> str:
     floor = floor_seconds(tasks, samples, BLOCKS, rates)
     return (
         f"FeatCal, {tasks} tasks x {samples} samples, {BLOCKS} blocks of ViT-B/32 shape: {ours.total:.1f} s, "
-        f"reference {theirs.total:.1f} s, ratio {theirs.total / ours.total:.2f}; outside block forwards "
+        f"reference {theirs.total:.1f} s, ratio {theirs.total / ours.total:.2f}; outside forward passes "
         f"{ours.outside:.1f} s, reference {theirs.outside:.1f} s, ratio {theirs.outside / ours.outside:.2f}; "
         f"arithmetic floor {floor:.1f} s at {rates.float32:.0f} (float64: {rates.float64:.0f}) G products/s, "
         f"{ours.total / floor:.2f} times that; largest |dW|/|W| between both {_largest_gap(layers, blocks):.0e}"
@@ -57,7 +57,7 @@ def _case(tasks: int, samples: int, device: torch.device) -> str:
 class _Seconds:
     total: float
     outside: float
-    """Outside the forward passes of blocks."""
+    """Outside the forward passes of stem and blocks."""
 
 
 def _timed(device: torch.device, work: Callable[[Clock], Any]) -> tuple[_Seconds, Any]:
@@ -73,7 +73,7 @@ def _calibrated(
 ) -> list[CalibratedLayer]:
     """Like the reference, without the objectives of the history table and with all inputs in memory."""
     chain = adapters["open_clip_vit"].chain(models["merged"])
-    layers = tuple(_clocked(layer, clock) if layer.role == "block" else layer for layer in chain.layers)
+    layers = tuple(_clocked(layer, clock) for layer in chain.layers)
     first = next(iter(pixels.values()))
     pool = ModelPool(
         dataclasses.replace(chain, layers=layers),

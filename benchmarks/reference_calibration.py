@@ -20,7 +20,7 @@ Weights = dict[str, Tensor]
 
 
 class Clock:
-    """Adds up the seconds spent in block forwards, apart from everything else."""
+    """Adds up the seconds spent in forward passes, apart from everything else."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
@@ -97,7 +97,7 @@ def calibrate(
     Args:
         models: open_clip towers `base`, `merged` and `expert:TASK`.
         samples: pixels of each task.
-        clock: around every block forward.
+        clock: around every forward pass.
         lam: ridge.
         rho: anchor blend.
         alpha: share of the expert in the target.
@@ -105,8 +105,8 @@ def calibrate(
     """
     merged, base = models["merged"], models["base"]
     heads = merged.transformer.resblocks[0].attn.num_heads
-    expert_states = {t: [_stem(models[f"expert:{t}"], x) for x in samples[t].split(BATCH)] for t in samples}
-    states = {t: [_stem(merged, x) for x in samples[t].split(BATCH)] for t in samples}
+    expert_states = {t: _stem(models[f"expert:{t}"], samples[t], clock) for t in samples}
+    states = {t: _stem(merged, samples[t], clock) for t in samples}
     calibrated = []
     depth = len(merged.transformer.resblocks)
     for index in range(depth):
@@ -136,10 +136,13 @@ def calibrate(
     return calibrated
 
 
-def _stem(tower: nn.Module, pixels: Tensor) -> Tensor:
-    tokens = tower.conv1(pixels).flatten(2).mT
-    cls = tower.class_embedding.expand(len(pixels), 1, -1)
-    return tower.ln_pre(torch.cat([cls, tokens], dim=1) + tower.positional_embedding)
+def _stem(tower: nn.Module, pixels: Tensor, clock: Clock) -> list[Tensor]:
+    def tokens(part: Tensor) -> Tensor:
+        patches = tower.conv1(part).flatten(2).mT
+        cls = tower.class_embedding.expand(len(part), 1, -1)
+        return tower.ln_pre(torch.cat([cls, patches], dim=1) + tower.positional_embedding)
+
+    return [clock(lambda: tokens(part)) for part in pixels.split(BATCH)]  # noqa: B023 - called at once
 
 
 class _Problem:

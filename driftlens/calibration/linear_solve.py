@@ -101,7 +101,6 @@ def _bias(
 
 
 def _report(problem: LinearProblem, site: Site, weights: _Weights, lam: float) -> SiteReport:
-    merged = problem.merged[f"{site.name}.weight"].to(weights.value)
     weight_sum = float(problem.moments.weight_sum)
     factor = weights.factor
     return SiteReport(
@@ -110,7 +109,7 @@ def _report(problem: LinearProblem, site: Site, weights: _Weights, lam: float) -
         lam=lam,
         objective_before=None if weights.before is None else float(weights.before.sum()),
         objective_after=None if weights.after is None else float(weights.after.sum()),
-        weight_change=relative_change(weights.value, merged),
+        weight_change=relative_change(weights.value, problem.merged[f"{site.name}.weight"]),
         condition_estimate=None if factor is None else factor.condition,
         smallest_eigenvalue=None if factor is None else factor.smallest_eigenvalue,
         task_weight_sum=weight_sum,
@@ -119,6 +118,6 @@ def _report(problem: LinearProblem, site: Site, weights: _Weights, lam: float) -
 
 
 def relative_change(new: Tensor, old: Tensor) -> float | None:
-    """|new - old|_F / |old|_F, or None where the old parameter is zero."""
+    """|new - old|_F / |old|_F, in the dtype of `old`; None where that is zero."""
     size = float(torch.linalg.vector_norm(old))
-    return float(torch.linalg.vector_norm(new - old)) / size if size else None
+    return float(torch.linalg.vector_norm(new.to(old) - old)) / size if size else None

@@ -9,9 +9,8 @@ of one layer, and the features that wait, those beyond a budget on disk.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,27 +19,21 @@ from torch import Tensor
 from driftlens.data.samples import Batch
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.finite import FiniteWatch
+from driftlens.engine.layer_solve import solve_layer
 from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.pool import ModelPool, expert_of
-from driftlens.engine.problems import (
-    CalibratedLayer,
-    Calibrator,
-    NormProblem,
-    Problem,
-    SiteReport,
-    SiteUpdate,
-)
+from driftlens.engine.problems import CalibratedLayer, Calibrator
 from driftlens.engine.site_inputs import inputs_and_output, inputs_only
-from driftlens.engine.site_selection import site_path
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import on_device
-from driftlens.errors import DataError, NumericsError, SpecError
+from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer, Parameters, Pool, State, pooled
 
 Samples = Mapping[str, Callable[[], Iterable[Batch]]]
 """Task -> a function that gives its calibration samples, each time anew; it is called once."""
 
 _EXPERT, _MERGED = "expert", "merged"
+_IN_WORDS = {_EXPERT: "the expert", _MERGED: "the merged model"}
 
 
 def calibrate(
@@ -145,7 +138,10 @@ class _Walk:
         sums = LayerSums(self.pool.chain, layer, names, self.calibrator, objectives=self.objectives)
         for task in self.tasks:
             self._sum_up(layer, merged, sums, task, needs_output=not is_last)
-        updates, reports = self._solved(layer, sums, merged)
+        base = None if self.base is None else self.pool.parameters(self.base, layer)
+        stored_as = self.merged if self.base is None else self.base
+        problems = sums.problems(merged, base)
+        updates, reports = solve_layer(self.pool, layer, problems, self.calibrator, stored_as=stored_as)
         drift = {} if is_last else self._advance(layer, merged | updates)
         return CalibratedLayer(layer.index, updates, reports, drift)
 
@@ -161,7 +157,7 @@ class _Walk:
             for batch in self._batches(layer, task, waits=False):
                 for model, parameters in ((_EXPERT, expert), (_MERGED, merged)):
                     out = layer.call(parameters, batch.get(model), batch.side)
-                    watch.see(model, out[layer.stream])
+                    watch.see(_IN_WORDS[model], out[layer.stream])
                     batch.put(model, out)
             watch.check()
 
@@ -174,7 +170,7 @@ class _Walk:
             theirs, state = batch.get(_EXPERT), batch.get(_MERGED)
             if needs_output:
                 expert_rows, out = inputs_and_output(layer, expert, theirs, batch.side, sums.expert_taps)
-                watch.see(f"the expert of {task}", out[layer.stream])
+                watch.see(_IN_WORDS[_EXPERT], out[layer.stream])
                 batch.put(_EXPERT, out)
             else:
                 expert_rows = inputs_only(layer, expert, theirs, batch.side, sums.expert_taps)
@@ -182,42 +178,6 @@ class _Walk:
             sums.add(merged_rows, expert_rows, state, batch.side, expert, len(self.waiting.get(task, ())))
         watch.check()
         sums.end_task(expert)
-
-    def _solved(
-        self, layer: Layer, sums: LayerSums, merged: Parameters
-    ) -> tuple[dict[str, Tensor], list[SiteReport]]:
-        base = None if self.base is None else self.pool.parameters(self.base, layer)
-        updates: dict[str, Tensor] = {}
-        reports: list[SiteReport] = []
-        for problem in sums.problems(merged, base):
-            started = time.perf_counter()
-            found = self._solve(layer, problem)
-            seconds = (time.perf_counter() - started) / len(found)
-            for update in found:
-                site = next(site for site in layer.sites if site.name == update.report.site)
-                reports.append(replace(update.report, site=site_path(layer, site), seconds=seconds))
-                updates |= {
-                    name: self._storable(layer, name, value) for name, value in update.parameters.items()
-                }
-        return updates, reports
-
-    def _solve(self, layer: Layer, problem: Problem) -> Sequence[SiteUpdate]:
-        try:
-            return self.calibrator.solve(problem)
-        except NumericsError as error:
-            sites = [problem.site] if isinstance(problem, NormProblem) else problem.sites
-            named = ", ".join(site_path(layer, site) for site in sites)
-            raise type(error)(
-                f"layer {layer.index}, {named}: {error.message}",
-                hint=error.hint,
-                **{**error.context, "layer": layer.index, "sites": named},
-            ) from error
-
-    def _storable(self, layer: Layer, name: str, value: Tensor) -> Tensor:
-        """A new parameter as the checkpoint will hold it, so that later layers see what will be deployed."""
-        source = self.pool.source(self.merged if self.base is None else self.base)
-        stored = source.headers[layer.parameters[name].key].dtype
-        return value.to(stored).to(self.pool.device, self.pool.dtype)
 
     def _advance(self, layer: Layer, merged: Parameters) -> dict[str, float]:
         """Take the merged model's features through the calibrated layer; the mean drift behind it, by task."""

@@ -13,8 +13,10 @@ from torch import Tensor
 from driftlens.calibration.featcal import FeatCal
 from driftlens.data.samples import Batch
 from driftlens.engine.forward_order import calibrate
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
+from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
 from tests.cases import pool_of
 
@@ -106,6 +108,43 @@ def test_objectives_are_left_out_on_request_and_change_no_weight(models: Subject
     assert largest_difference(updates_of(layers), plain) < 1e-10
     linear = [r for layer in layers for r in layer.reports if r.kind == "linear"]
     assert {(r.objective_before, r.objective_after) for r in linear} == {(None, None)}
+
+
+def recast(models: Subject, dtype: torch.dtype, stored: torch.dtype) -> ModelPool:
+    """The models stored in one dtype and computed in another."""
+    return ModelPool(
+        models.pool.chain,
+        models.modules["base"],
+        {
+            name: TensorsSource(name, {k: v.to(stored) for k, v in module.state_dict().items()})
+            for name, module in models.modules.items()
+        },
+        device=models.pool.device,
+        dtype=dtype,
+    )
+
+
+def test_float32_features_and_float32_solves_come_close_to_float64(
+    models: Subject, plain: Parameters
+) -> None:
+    pool = recast(models, torch.float32, torch.float64)
+    weights = {key for key in plain if key[1].endswith("weight")}
+    for solve_dtype in ("float64", "float32"):
+        found = calibrated(models, FeatCal(solve_dtype=solve_dtype), pool=pool)
+        assert {value.dtype for value in found.values()} == {torch.float32}
+        near = {key: found[key].double() for key in weights}
+        assert largest_difference(near, {key: plain[key] for key in weights}) < 1e-5
+
+
+def test_later_layers_see_what_a_half_precision_checkpoint_can_hold(models: Subject) -> None:
+    pool = recast(models, torch.float64, torch.float16)
+    layers = layers_of(models, FeatCal(), pool=pool)
+    for value in updates_of(layers).values():
+        assert torch.equal(value, value.half().double())
+    # Resuming from what was saved gives bitwise the same, which it would not from unrounded parameters.
+    saved = {layer.layer: {k: v.half() for k, v in layer.updates.items()} for layer in layers[:-1]}
+    (rest,) = layers_of(models, FeatCal(), pool=pool, done=saved)
+    assert all(torch.equal(value, layers[-1].updates[key]) for key, value in rest.updates.items())
 
 
 # --- what is left alone -------------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""The choice of settings: folds by sample, a search that follows scores, and no change without clear evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from driftlens.calibration.automatic import (
+    ALPHA_STEPS,
+    DECISION_FOLD,
+    LAM_FACTORS,
+    NUM_FOLDS,
+    RHO_STEPS,
+    SEARCH_FOLD,
+    Candidate,
+    Scores,
+    choose,
+    folds_of,
+    steps_from,
+)
+from driftlens.errors import DataError
+
+START = Candidate(0.05, 2.0, 0.3)
+NOISE = {
+    "cars": np.random.default_rng(0).normal(size=20),
+    "signs": np.random.default_rng(1).normal(size=30),
+}
+
+
+def judge(score: Callable[[Candidate], float], noise: float = 0.0) -> Callable[..., list[Scores]]:
+    """Scores of an imagined calibration; the noise of a sample is the same for every candidate."""
+
+    def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
+        return [
+            Scores({task: score(candidate) + noise * values for task, values in NOISE.items()})
+            for candidate in candidates
+        ]
+
+    return evaluate
+
+
+@pytest.mark.parametrize("count", [8, 9, 11, 64])
+def test_folds_hold_every_sample_once(count: int) -> None:
+    folds = folds_of(count, "cars")
+    assert sorted(position for fold in folds for position in fold) == list(range(count))
+    assert len(folds) == NUM_FOLDS and max(map(len, folds)) - min(map(len, folds)) <= 1
+
+
+def test_folds_take_their_share_of_samples_sorted_by_class() -> None:
+    classes = np.repeat(np.arange(4), 16)
+    for fold in folds_of(64, "cars"):
+        assert np.bincount(classes[list(fold)]).tolist() == [4, 4, 4, 4]
+
+
+def test_too_few_samples_are_refused_with_the_number_it_takes() -> None:
+    with pytest.raises(DataError, match=r"task cars has 7 calibration samples; .* at least 8"):
+        folds_of(7, "cars")
+
+
+def test_steps_change_one_setting_and_stay_in_range() -> None:
+    assert [step.lam for step in steps_from(START, "lam")] == pytest.approx(
+        [0.05 * factor for factor in LAM_FACTORS]
+    )
+    assert [step.rho for step in steps_from(START, "rho")] == [2.0 + step for step in RHO_STEPS]
+    assert [step.rho for step in steps_from(Candidate(0.05, 0.5, 0.3), "rho")] == [1.5], "never below 0"
+    assert {step.alpha for step in steps_from(Candidate(0.05, 2.0, 0.0), "alpha")} == {
+        step for step in ALPHA_STEPS if step > 0
+    }
+    assert {step.alpha for step in steps_from(Candidate(0.05, 2.0, 1.0), "alpha")} == {0.85}
+    for name in ("lam", "rho", "alpha"):
+        for step in steps_from(START, name):
+            assert [key for key in vars(START) if getattr(step, key) != getattr(START, key)] == [name]
+
+
+def test_the_search_goes_where_scores_are_lower() -> None:
+    best = Candidate(0.05 * LAM_FACTORS[0], 3.0, 0.5)
+
+    def score(at: Candidate) -> float:
+        return (math.log(at.lam / best.lam)) ** 2 + (at.rho - best.rho) ** 2 + (at.alpha - best.alpha) ** 2
+
+    found = choose(START, judge(score))
+    assert found.chosen == found.found == best
+    assert found.advantage == pytest.approx(score(START)) and found.standard_error == pytest.approx(0)
+
+
+def test_the_start_stays_where_nothing_is_better() -> None:
+    found = choose(START, judge(lambda at: 0.0 if at == START else 1.0))
+    assert found.chosen == found.found == START
+    assert {trial.fold for trial in found.trials} == {SEARCH_FOLD}, "there is nothing to decide"
+
+
+def test_no_candidate_is_calibrated_twice_on_one_fold() -> None:
+    found = choose(START, judge(lambda at: abs(at.alpha - 0.5)))
+    tried = [(trial.candidate, trial.fold) for trial in found.trials]
+    assert len(tried) == len(set(tried)) <= 11
+
+
+def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
+    """On the deciding fold the candidate is as good as the start, but for noise."""
+
+    def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
+        noise = np.random.default_rng(3).normal(size=(len(candidates), 40))
+        return [
+            Scores({"cars": (at.lam if fold == SEARCH_FOLD else 0.0) + values})
+            for at, values in zip(candidates, noise * (fold == DECISION_FOLD), strict=True)
+        ]
+
+    found = choose(START, evaluate)
+    assert found.found.lam < START.lam and found.chosen == START
+    assert found.standard_error > 0 and found.advantage < 2 * found.standard_error
+
+
+def test_settings_that_make_no_difference_are_left_alone() -> None:
+    found = choose(START, judge(lambda at: at.lam + at.alpha - at.rho), varies=["alpha"])
+    assert (found.chosen.lam, found.chosen.rho) == (START.lam, START.rho) and found.chosen.alpha == 0.15
+
+
+def test_tasks_count_alike_however_many_samples_they_have() -> None:
+    scores = Scores({"cars": np.array([1.0]), "signs": np.array([4.0, 6.0, 2.0])})
+    assert scores.mean == 2.5
+
+
+def test_the_advantage_is_that_of_paired_samples() -> None:
+    rng = np.random.default_rng(5)
+    before = {task: rng.normal(size=count) for task, count in (("cars", 12), ("signs", 30))}
+    gaps = {task: 0.3 + 0.01 * rng.normal(size=len(values)) for task, values in before.items()}
+    after = Scores({task: values - gaps[task] for task, values in before.items()})
+    advantage, error = after.advantage_over(Scores(before))
+    assert advantage == pytest.approx(np.mean([gap.mean() for gap in gaps.values()]))
+    expected = math.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps.values())) / 2
+    assert error == pytest.approx(expected)
+    assert after.is_clearly_better_than(Scores(before)) and not Scores(before).is_clearly_better_than(after)
+
+
+def test_one_sample_is_no_evidence() -> None:
+    assert not Scores({"cars": np.array([0.0])}).is_clearly_better_than(Scores({"cars": np.array([9.0])}))

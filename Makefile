@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python
 
-.PHONY: help install check format test test-slow bench demo lowest
+.PHONY: help install check format test test-slow browser bench demo gallery screenshots lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,11 +26,21 @@ test:            ## fast tests
 test-slow:       ## all tests, the slow ones too
 	$(PYTHON) -m pytest --slow
 
+browser:         ## tests in a real browser; a missing one is a failure
+	DRIFTLENS_REQUIRE_BROWSER=1 $(PYTHON) -m pytest tests/browser
+
 bench:           ## ratios of time and memory, each from one run on this machine
 	$(PYTHON) -m benchmarks
 
 demo:            ## the whole tool on the embedded suite
 	driftlens demo --force
+
+gallery:         ## demo run, then pictures and a light report under reports/gallery
+	driftlens demo --force
+	$(PYTHON) -m driftlens_reports.gallery driftlens-demo reports/gallery
+
+screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
+	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots
 
 lowest:          ## tests with the lowest supported versions, in an environment of its own
 	$(PYTHON) -m pip install uv && uv venv --clear .venv-lowest

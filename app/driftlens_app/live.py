@@ -135,5 +135,10 @@ def _fraction(event: ProgressEvent | None) -> float:
 
 
 def _what(job: Job) -> str:
-    kinds = {"demo": "Demo run", "analyze": f"Analysis {job.name}", "calibrate": f"Calibration {job.name}"}
+    kinds = {
+        "demo": "Demo run",
+        "analyze": f"Analysis {job.name}",
+        "calibrate": f"Calibration {job.name}",
+        "project": f"Layout {job.name}",
+    }
     return plain(kinds[job.kind])

@@ -28,9 +28,7 @@ def open_part(names: Sequence[str], *, key: str) -> str:
     return chosen or names[0]
 
 
-def show_parts(
-    parts: Mapping[str, Sequence[str]], run: DriftRun, options: ChartOptions, *, key: str
-) -> None:
+def show_parts(parts: Mapping[str, Sequence[str]], run: DriftRun, options: ChartOptions, *, key: str) -> None:
     """Tabs of charts: the names of the charts by the name of their part. Arguments else as for `show_chart`."""
     for name in parts[open_part([*parts], key=key)]:
         show_chart(name, run, options)

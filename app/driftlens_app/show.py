@@ -44,18 +44,30 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         if lacking is not None:
             st.info(plain(lacking), icon=":material/info:")
             return None
-        drawn = _drawn(name, run.id, stamp(run.path), options, run)
-        settings = {
-            "key": f"chart-{name}",
-            "config": _SELECTING if "on_select" in plotly else _LOOKING,
-            **plotly,
-        }
-        result = st.plotly_chart(drawn.figure, theme=None, alt=drawn.alt, **settings)
-        st.caption(" ".join(plain(text) for text in (chart.caption, *drawn.notes)))
-        with st.expander("Show data"):
-            show_table(drawn.data, f"{run.id}-{name}", key=f"data-{name}")
-        return result
+        return show_drawn(
+            name, run.id, _drawn(name, run.id, stamp(run.path), options, run), chart.caption, **plotly
+        )
     return None
+
+
+def show_drawn(name: str, run_id: str, drawn: Drawn, caption: str = "", **plotly: Any) -> Any:
+    """Draw a figure with its caption, notes and the plotted numbers; returns what Streamlit does.
+
+    Args:
+        name: unique on the page, and part of the name of the file with the numbers.
+        run_id: the other part.
+        drawn: the figure.
+        caption: a sentence that says what is plotted.
+        plotly: further arguments of `st.plotly_chart`, such as `on_select`.
+    """
+    settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
+    result = st.plotly_chart(drawn.figure, theme=None, alt=drawn.alt, **settings)
+    words = [text for text in (caption, *drawn.notes) if text]
+    if words:
+        st.caption(" ".join(plain(text) for text in words))
+    with st.expander("Show data"):
+        show_table(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
+    return result
 
 
 def show_table(rows: pd.DataFrame, name: str, *, key: str) -> None:

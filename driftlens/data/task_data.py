@@ -76,6 +76,11 @@ class TaskData:
         """Samples on which accuracy is measured; never one of the calibration samples."""
         return self._sets["test"]
 
+    @property
+    def has_pictures(self) -> bool:
+        """Whether the samples are images."""
+        return isinstance(self._views["diagnosis"], ImageView)
+
     def picture(self, split: Split, sample_id: str) -> Picture:
         """One sample's image as the source holds it, before any preprocessing.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +248,7 @@ def _task_samples(data: TaskData, head: Head | None) -> TaskSamples:
         test=test if test.labels is not None else None,
         head=head,
         calibration=data.calibration(),
+        picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
     )
 
 

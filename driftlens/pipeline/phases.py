@@ -13,6 +13,7 @@ from driftlens.pipeline.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.evaluation import accuracy_rows
 from driftlens.pipeline.identity import model_info
 from driftlens.pipeline.study import Study
+from driftlens.pipeline.thumbs import store_thumbs
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
 from driftlens.records.manifest import LayerInfo
 from driftlens.records.writer import RunWriter
@@ -43,9 +44,12 @@ def diagnose_task(writer: RunWriter, study: Study, task: str, reporter: Reporter
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.analyze`.
     """
-    run_phase(
-        writer, f"analyze:{task}", lambda: store_diagnosis(writer, task, diagnose(study, task, reporter))
-    )
+
+    def measure() -> None:
+        store_diagnosis(writer, task, diagnose(study, task, reporter))
+        store_thumbs(writer, task, study.tasks[task])
+
+    run_phase(writer, f"analyze:{task}", measure)
 
 
 def evaluate_task(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import Pool
 from driftlens.models.heads import Head
+
+if TYPE_CHECKING:
+    from driftlens.data.pictures import Picture
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,14 @@ class TaskSamples:
         test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
         head: final features -> class scores; None when no classes are known.
         calibration: the samples a calibrator may look at; None where there are none but the others.
+        picture: image of a diagnosis sample, by its id; None where the samples are no images.
     """
 
     diagnosis: SampleSet
     test: SampleSet | None = None
     head: Head | None = None
     calibration: SampleSet | None = None
+    picture: Callable[[str], Picture] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from driftlens.files import write_json_atomic
 from driftlens.records.lock import Owner
 
-Kind = Literal["demo", "analyze", "calibrate"]
+Kind = Literal["demo", "analyze", "calibrate", "project"]
 
 _RECORD = "job.json"
 _SIDE = ".driftlens"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from driftlens.errors import SpecError
+from driftlens.projection import METHODS
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings
@@ -60,6 +61,21 @@ def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
     """The calibration of a run."""
     arguments = ("calibrate", str(run.path), *settings.arguments(run.path), *_PROGRESS)
     return Request("calibrate", settings.name, run.path, arguments, settings.as_dict())
+
+
+def project_request(run: DriftRun, task: str, layer: int | str, method: str, seed: int) -> Request:
+    """The layout of one task's features on a plane, by a method too slow for a page.
+
+    Raises:
+        DataError: the run has no such task.
+        LayerNotFoundError: it has no such layer.
+        SpecError: there is no such method.
+    """
+    run.layers(task=task, layer=layer)
+    if method not in METHODS:
+        raise SpecError(f"no method {method!r}", hint=f"There are {', '.join(METHODS)}.")
+    where = ("--task", task, "--layer", str(layer), "--method", method, "--seed", str(int(seed)))
+    return Request("project", f"{method} of {task}", run.path, ("project", str(run.path), *where))
 
 
 def _is_run(folder: Path) -> bool:

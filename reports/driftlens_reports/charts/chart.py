@@ -33,6 +33,8 @@ class ChartOptions:
         baseline: the variant that gains are counted from.
         colour: what colours the points of scatters.
         method: projection of the feature scatter.
+        seed: of that projection's random numbers.
+        classes: the feature scatter shows only samples of these classes; None is all.
         highlight: ids of samples whose way from expert to variant the feature scatter draws.
         max_points: more are thinned out, evenly and repeatably; the notes then say so.
         dark: the dark theme.
@@ -47,6 +49,8 @@ class ChartOptions:
     baseline: str = "merged"
     colour: Literal["role", "class", "drift"] = "role"
     method: str = "pca"
+    seed: int = 0
+    classes: Sequence[str] | None = None
     highlight: Sequence[str] = ()
     max_points: int = 20_000
     dark: bool = False

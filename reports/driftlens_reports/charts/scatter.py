@@ -50,7 +50,7 @@ def shown_task(run: DriftRun, options: ChartOptions) -> str:
 
 def _projection(run: DriftRun, options: ChartOptions) -> Projection | None:
     """The stored layout of all variants, so that it stays where it is whichever are chosen; PCA at once without one."""
-    where: dict[str, Any] = {"layer": options.layer, "method": options.method}
+    where: dict[str, Any] = {"layer": options.layer, "method": options.method, "seed": options.seed}
     task = shown_task(run, options)
     stored = stored_projection(run, task, **where)
     return stored or (project(run, task, **where, store_it=False) if options.method == "pca" else None)
@@ -70,6 +70,8 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     if is_there:
         return None
     command = f"driftlens project RUN --task TASK --layer {options.layer} --method {options.method}"
+    if options.seed:
+        command += f" --seed {options.seed}"
     return f"needs the {options.method} layout of task {task}; `{command}` adds it."
 
 
@@ -91,6 +93,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     names = ["expert", *(name for name in chosen_variants(run, options) if name != "expert")]
     rows = found.frame[found.frame["variant"].isin(names)]
     rows = rows.merge(_drifts(run, options, task), on=["variant", "sample_id"], how="left")
+    rows = _of_classes(rows, options)
     drawn, thinned = thinned_samples(rows, options, len(names))
     axes = _axis_titles(found)
     grid = panel_grid(
@@ -122,6 +125,17 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
+def _of_classes(rows: pd.DataFrame, options: ChartOptions) -> pd.DataFrame:
+    if options.classes is None:
+        return rows
+    kept = rows[rows["label"].isin(list(options.classes))].reset_index(drop=True)
+    if kept.empty:
+        raise DataError(
+            f"no sample shown is of the classes {', '.join(options.classes)}", hint="Choose other classes."
+        )
+    return kept
+
+
 def _drifts(run: DriftRun, options: ChartOptions, task: str) -> pd.DataFrame:
     rows = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     return rows.rename(columns={"drift_l2": "drift"})
@@ -146,6 +160,8 @@ def _draw_panel(
         name=shown(variant),
         showlegend=False,
         text=[_hover(row) for row in part.to_dict("records")],
+        # What the app learns of points that a reader selects.
+        customdata=part["sample_id"].tolist(),
         hovertemplate="%{text}<extra></extra>",
     )
     if options.colour == "class":
@@ -225,6 +241,10 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -
     if len(chosen_tasks(run, options)) > 1:
         notes.append(
             "Of the chosen tasks, the one with the largest drift is shown; choose one task to see another."
+        )
+    if options.classes is not None:
+        notes.append(
+            f"Only samples of the classes {', '.join(options.classes)}; the layout is that of all samples."
         )
     if options.colour == "class":
         notes += class_notes(found.frame["label"])

@@ -1,0 +1,176 @@
+"""Compare: two runs, or two models of one run, with what changes from one to the other."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from driftlens.errors import DataError
+from driftlens.records.compare import Comparison, compare
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import part_of, title
+from driftlens_app.pages import Page, path_of
+from driftlens_app.runs import Stamp, folder_of, opened, run_ids, stamp
+from driftlens_app.selection import Selection, selection
+from driftlens_app.settings import Settings
+from driftlens_app.show import page_title, show_drawn, show_table
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+from driftlens_reports.change_curves import change_curves
+
+PAGE = Page("Compare", icon=":material/difference:", order=10, section="Results")
+
+_SAME = "this run"
+_ORDERS = {
+    "run": "the run",
+    "drift_change": "change of drift",
+    "accuracy_change": "change of accuracy",
+    "cos_change": "change of cosine",
+}
+_COLUMNS = {
+    "drift_before": st.column_config.NumberColumn("L2 drift before", format="%.4g"),
+    "drift_after": st.column_config.NumberColumn("after", format="%.4g"),
+    "drift_relative": st.column_config.NumberColumn("change", format="%+.1f %%"),
+    "cos_before": st.column_config.NumberColumn("cosine before", format="%.4f"),
+    "cos_change": st.column_config.NumberColumn("change ", format="%+.4f"),
+    "flips_before": st.column_config.NumberColumn("flips before", format="%.1f %%"),
+    "flips_change": st.column_config.NumberColumn("points", format="%+.1f"),
+    "accuracy_before": st.column_config.NumberColumn("accuracy before", format="%.1f %%"),
+    "accuracy_change": st.column_config.NumberColumn("points ", format="%+.1f"),
+    "interval": st.column_config.TextColumn(
+        "95 % interval", help="Of the change of accuracy; paired where both answered the same test samples."
+    ),
+}
+_GAINS = {
+    "task": st.column_config.TextColumn(),
+    "quantity": st.column_config.TextColumn(help="Drift in feature units, cosine, accuracy as a fraction."),
+    "value_before": st.column_config.NumberColumn("before", format="%.4g"),
+    "value_control": st.column_config.NumberColumn("anchor alone", format="%.4g"),
+    "value_after": st.column_config.NumberColumn("after", format="%.4g"),
+    "by_rescaling": st.column_config.NumberColumn("by rescaling", format="%+.4f"),
+    "by_calibration": st.column_config.NumberColumn("by calibration", format="%+.4f"),
+}
+_SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", "accuracy_change")
+
+
+def show() -> None:
+    """Draw the page."""
+    chosen = selection()
+    page_title("Compare", "What changes from one model to another: negative drift is an improvement.")
+    with shown_errors():
+        found = _comparison(chosen)
+        if found is not None:
+            _show(chosen, found)
+
+
+def _comparison(chosen: Selection) -> Comparison | None:
+    """What the reader wants compared; None where there is nothing to compare with."""
+    run, settings = chosen.run, Settings.from_environment()
+    others = [name for name in run_ids(settings) if name != run.id]
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        other = st.selectbox("With", [_SAME, *others], key="with", bind="query-params", width=300)
+        second = run if other == _SAME else opened(folder_of(settings, other))
+        pair = _pair(run, second)
+    if pair is None:
+        st.info("The run has one model only. Calibrate it, or choose another run.", icon=":material/info:")
+        st.page_link(path_of("calibrate"), label="Calibrate this run", icon=":material/tune:")
+        return None
+    return _compared(run.id, stamp(run.path), second.id, stamp(second.path), pair, run, second)
+
+
+def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
+    """The variants that the reader chooses, before and after."""
+    within = first is second
+    if within and len(first.variants) < 2:
+        return None
+    if not first.variants or not second.variants:
+        raise DataError("a run without models has nothing to compare", hint="Choose another one.")
+    starts = sorted(first.variants, key=lambda name: name != "merged")
+    before = st.selectbox("Before", starts, format_func=title, key="before", bind="query-params", width=220)
+    ends = [name for name in second.variants if not (within and name == before)]
+    calibrated = [name for name in reversed(ends) if part_of(name) == "calibrated"]
+    first_choice = calibrated[:1] if within else [before]
+    ends = sorted(ends, key=lambda name: name not in first_choice)
+    after = st.selectbox("After", ends, format_func=title, key="after", bind="query-params", width=220)
+    return before, after
+
+
+@st.cache_data(max_entries=16, show_spinner="Comparing")
+def _compared(
+    first_id: str,
+    first_stamp: Stamp,
+    second_id: str,
+    second_stamp: Stamp,
+    pair: tuple[str, str],
+    _first: DriftRun,
+    _second: DriftRun,
+) -> Comparison:
+    second = None if _second is _first else _second
+    return compare(_first, second, before=pair[0], after=pair[1], allow_mismatch=True)
+
+
+def _show(chosen: Selection, found: Comparison) -> None:
+    if found.mismatches:
+        differing = "; ".join(plain(text) for text in found.mismatches)
+        st.warning(
+            f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
+            icon=":material/warning:",
+        )
+    names = f"{found.before.id}-{found.after.id}"
+    st.subheader("Change by layer", anchor=False)
+    dark = st.context.theme.type == "dark"
+    show_drawn("change", names, change_curves(found, dark=dark))
+    st.subheader("Change by task", anchor=False)
+    order = st.selectbox(
+        "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220
+    )
+    rows = found.tasks if order == "run" else found.tasks.sort_values(order, kind="stable")
+    st.dataframe(
+        readable(rows),
+        hide_index=True,
+        column_config=_COLUMNS,
+        placeholder="–",
+        key="changes",
+        alt="Drift, cosine, flips and accuracy by task, before and after",
+    )
+    with st.expander("Show data"):
+        show_table(rows, f"{names}-tasks", key="data-tasks")
+    _gains(found, names)
+
+
+def _gains(found: Comparison, names: str) -> None:
+    if found.gains.empty:
+        return
+    st.subheader(
+        "Rescaling and calibration",
+        anchor=False,
+        help="With rho other than 1 the anchor is another merge; only what is gained over it is the calibration's own.",
+    )
+    st.dataframe(
+        found.gains[[*_GAINS]],
+        hide_index=True,
+        column_config=_GAINS,
+        placeholder="–",
+        key="gains",
+        alt="What rescaling and calibration gain, by task",
+    )
+    with st.expander("Show data"):
+        show_table(found.gains, f"{names}-gains", key="data-gains")
+
+
+def readable(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a comparison's tasks for reading: shares in percent, the interval in words."""
+    shown = rows[["task", *(name for name in _COLUMNS if name != "interval")]].copy()
+    shown[list(_SHARES)] *= 100
+    shown["interval"] = [_interval(row) for row in rows.to_dict("records")]
+    return shown
+
+
+def _interval(row: dict[str, object]) -> str:
+    source = "paired" if row["paired_split"] == "test" else "accuracy"
+    low, high = (float(row[f"{source}_ci_{end}"]) for end in ("low", "high"))  # type: ignore[arg-type]
+    return f"{100 * low:+.1f} to {100 * high:+.1f}" if low == low and high == high else ""  # false for NaN
+
+
+if __name__ == "__main__":
+    show()

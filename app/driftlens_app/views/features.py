@@ -1,0 +1,123 @@
+"""Features: the same samples seen by the expert and by each variant, side by side, and every sample's story."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import title
+from driftlens_app.feature_options import feature_options
+from driftlens_app.jobs import start, watch
+from driftlens_app.jobs.requests import project_request
+from driftlens_app.live import show_ended, show_live
+from driftlens_app.pages import Page
+from driftlens_app.sample_story import show_story
+from driftlens_app.sample_table import choose_sample
+from driftlens_app.selection import selection
+from driftlens_app.settings import Settings
+from driftlens_app.show import page_title, show_chart
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.charts.picking import chosen_variants
+from driftlens_reports.charts.scatter import shown_task
+
+PAGE = Page("Features", icon=":material/scatter_plot:", order=30, section="Analysis")
+
+
+def show() -> None:
+    """Draw the page."""
+    chosen = selection()
+    run = chosen.run
+    page_title(
+        "Features",
+        "The same samples through the expert and through each variant, in one layout with shared axes.",
+    )
+    if not run.tasks or not run.manifest.layers:
+        st.info("The run has no features yet.", icon=":material/info:")
+        return
+    with shown_errors():
+        task = shown_task(run, chosen.options())
+        options = feature_options(chosen, task)
+        _layout_job(run, task, options)
+        event = show_chart(
+            "scatter", run, options, on_select="rerun", selection_mode=("points", "box", "lasso")
+        )
+        _samples(run, task, options, _selected(event))
+
+
+def _layout_job(run: DriftRun, task: str, options: ChartOptions) -> None:
+    """Offer to compute a layout that the run lacks, and show the job that does."""
+    settings = Settings.from_environment()
+    if options.method == "pca" or charts["scatter"].missing(run, options) is None:
+        return
+    view = watch(run.path)
+    is_live = show_live(run.path, read_only=settings.read_only)
+    if view is not None and view.job.kind == "project" and view.state in ("failed", "stopped", "cancelled"):
+        show_ended(view)
+    if settings.read_only or is_live:
+        return
+    if st.button("Compute this layout", type="primary", icon=":material/play_arrow:", key="project"):
+        start(project_request(run, task, options.layer, options.method, options.seed))
+        st.rerun()
+
+
+def _selected(event: Any) -> list[str]:
+    """Ids of the samples selected in the chart, each once."""
+    points = event["selection"]["points"] if isinstance(event, Mapping) else []
+    found = [point.get("customdata") for point in points]
+    ids = [name[0] if isinstance(name, list | tuple) else name for name in found if name]
+    return list(dict.fromkeys(str(name) for name in ids))
+
+
+def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str]) -> None:
+    """The table of samples, those selected in the chart or all of them, and the story of one."""
+    st.subheader(
+        f"Samples of {plain(task)}", anchor=False, help="Most drifted first. Select a row to read its story."
+    )
+    rows = sample_rows(run, task, options)
+    if rows.empty:
+        st.info("The run has no rows of single samples.", icon=":material/info:")
+        return
+    if selected:
+        rows = rows[rows["sample_id"].isin(selected)]
+        st.caption(f"{len(rows)} selected in the chart; a double click there shows all again.")
+    columns = {
+        name: st.column_config.NumberColumn(format="%.4g")
+        for name in rows.columns
+        if name.startswith("drift, ")
+    }
+    sample = choose_sample(run, task, rows, columns, key="samples", alt="Samples, the most drifted first")
+    if sample is None and len(selected) == 1:
+        sample = selected[0]
+    if sample is None:
+        st.caption("Select a row, or a point above, to see the sample and how it drifts.")
+        return
+    show_story(run, task, sample, options)
+
+
+def sample_rows(run: DriftRun, task: str, options: ChartOptions) -> pd.DataFrame:
+    """A row per sample with its class and its drift by variant, the most drifted first.
+
+    Raises:
+        DataError: no such variant.
+        RunError: the sample table can't be read.
+    """
+    rows = run.samples(task, layer=options.layer)
+    names = [name for name in chosen_variants(run, options) if (rows["variant"] == name).any()]
+    if not names:
+        return pd.DataFrame()
+    wide = rows.pivot(index="sample_id", columns="variant", values="drift_l2")[names]
+    labels = rows.drop_duplicates("sample_id").set_index("sample_id")["label"].rename("class")
+    wide.columns = pd.Index([f"drift, {title(name)}" for name in names])
+    found = wide.sort_values(wide.columns[0], ascending=False, kind="stable").join(labels).reset_index()
+    found = found[["sample_id", "class", *wide.columns]]
+    return found if options.classes is None else found[found["class"].isin(list(options.classes))]
+
+
+if __name__ == "__main__":
+    show()

@@ -1,0 +1,104 @@
+"""Output: what feature drift does to scores, decisions and probabilities."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import title
+from driftlens_app.pages import Page
+from driftlens_app.parts import open_part
+from driftlens_app.sample_story import show_story
+from driftlens_app.sample_table import choose_sample
+from driftlens_app.selection import Selection, selection
+from driftlens_app.show import page_title, show_chart
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.charts.picking import chosen_variants
+
+PAGE = Page("Output", icon=":material/call_split:", order=60, section="Analysis")
+
+_FLIPS = "Decisions"
+_PARTS = {
+    _FLIPS: ("margins", "flips"),
+    "Score drift": ("bound",),
+    "Probabilities": ("confidence",),
+    "Accuracy": ("accuracy",),
+}
+_COLUMNS = {
+    "expert_pred": st.column_config.TextColumn("expert predicts"),
+    "pred": st.column_config.TextColumn("predicts"),
+    "margin": st.column_config.NumberColumn(
+        format="%.4g", help="The expert's best score minus its second best."
+    ),
+    "score_drift_inf": st.column_config.NumberColumn("largest score change", format="%.4g"),
+    "kl": st.column_config.NumberColumn("KL", format="%.4g", help="Of the class probabilities, in nats."),
+}
+
+
+def show() -> None:
+    """Draw the page."""
+    chosen = selection()
+    page_title("Output", "What the drift of the final feature does to scores, decisions and probabilities.")
+    with shown_errors():
+        if chosen.run.outputs().empty:
+            st.info(
+                "The run has no class scores. A task has them when its spec names a head: `heads` with `classes` and "
+                "`templates`, or a file with the rows of a classifier.",
+                icon=":material/info:",
+            )
+        part = open_part([*_PARTS], key="output")
+        for name in _PARTS[part]:
+            show_chart(name, chosen.run, chosen.options())
+        if part == _FLIPS:
+            _flips(chosen)
+
+
+def _flips(chosen: Selection) -> None:
+    st.subheader(
+        "Flipped decisions", anchor=False, help="The most certain decisions of the expert come first."
+    )
+    options = chosen.options()
+    rows = flipped(chosen.run, options)
+    if rows.empty:
+        st.info("No decision flips.", icon=":material/check:")
+        return
+    tasks = [task for task in chosen.tasks if (rows["task"] == task).any()]
+    task = tasks[0]
+    if len(tasks) > 1:
+        counts = rows["task"].value_counts()
+        task = st.selectbox(
+            "Task of the table",
+            tasks,
+            format_func=lambda name: f"{name} ({counts[name]} flips)",
+            key="flips-of",
+        )
+    shown = rows[rows["task"] == task].drop(columns="task")
+    sample = choose_sample(
+        chosen.run, task, shown, _COLUMNS, key="flips-table", alt=f"Flipped decisions of {task}"
+    )
+    if sample is None:
+        st.caption(f"Select a row to see the sample of {plain(task)} and how it drifts.")
+        return
+    show_story(chosen.run, task, sample, options)
+
+
+def flipped(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """The decisions that differ from the expert's, one row per task, sample and model, by falling margin.
+
+    Raises:
+        DataError: no such variant.
+        RunError: the output table can't be read.
+    """
+    rows = run.outputs()
+    tasks = run.tasks if options.tasks is None else options.tasks
+    rows = rows[rows["task"].isin(list(tasks)) & rows["variant"].isin(chosen_variants(run, options))]
+    rows = rows[rows["flipped"].fillna(False).astype(bool)]
+    rows = rows.assign(model=rows["variant"].map(title)).sort_values("margin", ascending=False, kind="stable")
+    return rows[["task", "sample_id", "model", "label", *_COLUMNS]].reset_index(drop=True)
+
+
+if __name__ == "__main__":
+    show()

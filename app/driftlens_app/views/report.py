@@ -1,0 +1,180 @@
+"""Report & export: whether the run's checks hold, reports to read and hand on, figures and tables for a paper."""
+
+from __future__ import annotations
+
+import pandas as pd
+import streamlit as st
+
+from driftlens.records.checks import run_self_checks
+from driftlens.records.run import DriftRun
+from driftlens_app.building import Built, build
+from driftlens_app.pages import Page
+from driftlens_app.parts import open_part
+from driftlens_app.runs import stamp
+from driftlens_app.selection import selection
+from driftlens_app.show import page_title
+from driftlens_app.texts import plain
+from driftlens_app.trouble import shown_errors
+from driftlens_reports.build import formats
+from driftlens_reports.paper.exhibit import exhibits
+from driftlens_reports.paper.style import WIDTHS
+from driftlens_reports.sections.outline import PRESETS
+from driftlens_reports.wording import error, size
+
+PAGE = Page("Report & export", icon=":material/description:", order=20, section="Results")
+
+_BUILT = "_built"
+_FORMATS = {
+    "html": "HTML, interactive",
+    "html-light": "HTML without scripts, for mail",
+    "json": "JSON",
+    "md": "Markdown, for a pull request",
+    "csv": "CSV, a file per table",
+    "latex": "LaTeX",
+}
+_ICONS = {"pass": "check", "warn": "warning", "fail": "error", "skip": "remove"}
+_EXHIBIT_FORMATS = "pdf,png,tex,csv"
+_MOST_PREVIEW = 5_000_000
+
+
+def show() -> None:
+    """Draw the page."""
+    run = selection().run
+    page_title("Report & export", "The run as a report, and as figures and tables for a paper.")
+    parts = {"Report": _report, "Figures and tables": _exhibits, "Checks": _checks}
+    with shown_errors():
+        parts[open_part([*parts], key="export")](run)
+
+
+def _report(run: DriftRun) -> None:
+    with st.form("report", border=False):
+        with st.container(horizontal=True, vertical_alignment="bottom"):
+            preset = st.selectbox(
+                "Sections", [*PRESETS], index=[*PRESETS].index("standard"), key="preset", width=180
+            )
+            wanted = st.multiselect(
+                "Formats",
+                formats(),
+                default=["html", "html-light"],
+                format_func=lambda name: _FORMATS.get(name, name),
+                key="formats",
+            )
+        raw = st.checkbox("With charts and tables of single samples", key="raw")
+        pressed = st.form_submit_button("Build the report", type="primary", icon=":material/description:")
+    commands = {
+        name: ("report", str(run.path), "--format", name, "--sections", preset, *(["--raw"] if raw else []))
+        for name in wanted
+    }
+    built = _built(run, "report", commands, pressed)
+    for entry in built:
+        _offer(run, entry, _FORMATS.get(entry.name, entry.name))
+    _preview(built)
+
+
+def _exhibits(run: DriftRun) -> None:
+    with st.form("exhibits", border=False):
+        chosen = st.multiselect(
+            "Figures and tables",
+            [*exhibits],
+            default=["intro", "decomposition"],
+            format_func=lambda name: f"{name}: {exhibits[name].title}",
+            key="exhibits",
+        )
+        style = st.selectbox(
+            "Width", [*WIDTHS], key="style", help="Text or column width of the venue.", width=180
+        )
+        pressed = st.form_submit_button("Draw them", type="primary", icon=":material/draw:")
+    commands = {
+        name: (
+            *("export", str(run.path), f"--{exhibits[name].kind}", name),
+            *("--style", style, "--format", _EXHIBIT_FORMATS),
+        )
+        for name in chosen
+    }
+    for entry in _built(run, "exhibits", commands, pressed):
+        _offer(run, entry, exhibits[entry.name].title)
+        for name, data in entry.files.items():
+            if name.endswith(".png"):
+                caption = entry.files.get(f"{entry.name}.txt", b"").decode("utf-8", errors="replace").strip()
+                st.image(data, caption=plain(caption), alt=f"Figure {entry.name}")
+
+
+def _built(run: DriftRun, kind: str, commands: dict[str, tuple[str, ...]], pressed: bool) -> list[Built]:
+    """What was built for this reader of the run as it is now; builds it when the button was pressed."""
+    if pressed and not commands:
+        st.warning("Choose at least one.", icon=":material/warning:")
+    key = (run.id, stamp(run.path))
+    kept = st.session_state.setdefault(_BUILT, {})
+    if pressed:
+        found = []
+        for name, arguments in commands.items():
+            with st.spinner(f"Building {name}"):
+                found.append(build(name, arguments, run.path.parent))
+        kept[kind] = (key, found)
+    known = kept.get(kind)
+    return known[1] if known is not None and known[0] == key else []
+
+
+def _offer(run: DriftRun, built: Built, label: str) -> None:
+    """A button that downloads what was built; where it failed, why."""
+    if built.problem:
+        st.error(f"**{plain(label)}** could not be built: {plain(built.problem)}", icon=":material/error:")
+        if built.log:
+            with st.expander(f"Log of {plain(built.name)}"):
+                st.code(built.log, language=None, wrap_lines=True)
+        return
+    length = size(sum(map(len, built.files.values())))
+    st.download_button(
+        f"{plain(label)} ({length})",
+        data=built.download,
+        file_name=f"{run.id}-{built.file_name}",
+        on_click="ignore",
+        icon=":material/download:",
+        key=f"download-{built.name}",
+    )
+
+
+def _preview(built: list[Built]) -> None:
+    """The light page in a frame: it holds no script, and its own policy would stop one."""
+    pages = [
+        data.decode() for entry in built for name, data in entry.files.items() if name == "report-light.html"
+    ]
+    if not built:
+        st.caption("What is built appears here: downloads, and a preview of the HTML without scripts.")
+        return
+    if not pages:
+        st.caption("Choose the HTML without scripts to preview the report here.")
+        return
+    if len(pages[0]) > _MOST_PREVIEW or "<script" in pages[0].lower():
+        st.info("The report is too large to preview; download it.", icon=":material/info:")
+        return
+    st.subheader("Preview", anchor=False)
+    st.iframe(pages[0], height=800, alt="Preview of the report")
+
+
+def _checks(run: DriftRun) -> None:
+    st.caption(
+        "Claims that are exact in theory, tested on this run. `driftlens check RUN --tests FILE` holds it against "
+        "bounds of your own."
+    )
+    results = run_self_checks(run).results
+    rows = pd.DataFrame(
+        {
+            "result": [result.status for result in results],
+            "check": [result.name for result in results],
+            "largest error": [
+                "–" if result.value != result.value else error(result.value) for result in results
+            ],
+            "limit": [f"{result.relation} {result.threshold:g}" for result in results],
+            "where": [result.where for result in results],
+            "rows": [result.n for result in results],
+        }
+    )
+    for result in results:
+        st.markdown(f":material/{_ICONS[result.status]}: **{result.status}** {plain(result.title)}")
+    with st.expander("Show data"):
+        st.dataframe(rows, hide_index=True, key="checks", alt="Results of the self-checks")
+
+
+if __name__ == "__main__":
+    show()

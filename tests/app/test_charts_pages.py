@@ -1,0 +1,114 @@
+"""Layer drift, Attribution, Alignment: every part of each page, and what its controls change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from driftlens.records.run import open_run
+from driftlens_app.views import alignment, attribution, layer_drift, output
+from driftlens_reports.charts.chart import charts
+from tests.app.conftest import Open
+from tests.app.test_pages import said
+from tests.records.full_run import Size, write_full_run
+
+PARTS = [
+    (view, key, part, names)
+    for view, key, module in (
+        ("layer_drift", "layers", layer_drift),
+        ("attribution", "causes", attribution),
+        ("alignment", "alignment", alignment),
+        ("output", "output", output),
+    )
+    for part, names in module._PARTS.items()
+]
+
+
+def opened_at(app: AppTest, key: str, part: str) -> AppTest:
+    """The page with one of its parts open."""
+    app.button_group(key=key).set_value(part).run()
+    return app
+
+
+def data_of(app: AppTest) -> list[pd.DataFrame]:
+    """The tables under the charts."""
+    return [entry.dataframe[0].value for entry in app.expander if entry.label == "Show data"]
+
+
+@pytest.mark.parametrize(("view", "key", "part", "names"), PARTS, ids=[f"{at[0]}-{at[2]}" for at in PARTS])
+def test_a_part_draws_its_charts_and_only_those(
+    open_app: Open, root: Path, view: str, key: str, part: str, names: tuple[str, ...]
+) -> None:
+    app = opened_at(open_app(root, view), key, part)
+    assert not app.error and not app.exception
+    headings = [element.value.replace("\\", "") for element in app.subheader]
+    assert headings[: len(names)] == [charts[name].title for name in names]
+    run = open_run(root / "full")
+    drawn = [name for name in names if charts[name].missing(run, charts_options()) is None]
+    assert len(app.get("plotly_chart")) == len(drawn)
+
+
+def charts_options() -> object:
+    from driftlens_reports.charts.chart import ChartOptions
+
+    return ChartOptions()
+
+
+@pytest.mark.parametrize("view", ["layer_drift", "attribution", "alignment", "output", "features"])
+def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Path, view: str) -> None:
+    write_full_run(tmp_path / "odd", tasks=["**a** <b>", "$x$ %{y}"], class_names=["<i>", "[c](d)", "_e_"])
+    app = open_app(tmp_path, view)
+    assert not app.error
+    texts = [element.value for kind in ("caption", "subheader", "info") for element in getattr(app, kind)]
+    assert not [text for text in texts if "**a** <b>" in text]
+
+
+def test_what_a_run_lacks_is_a_sentence_with_the_command(open_app: Open, tmp_path: Path) -> None:
+    path = write_full_run(tmp_path / "bare", size=Size(blocks=1))
+    for table in ("adjoint", "params"):
+        (path / "tables" / f"{table}.parquet").unlink()
+    # A table that was never written is not listed either.
+    import json
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {
+        name: entry
+        for name, entry in manifest["files"].items()
+        if "adjoint" not in name and "params" not in name
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    app = opened_at(open_app(tmp_path, "attribution"), "causes", "Loss and margin")
+    assert not app.error and "metrics.adjoint=true" in said(app)
+    app = opened_at(open_app(tmp_path, "alignment"), "alignment", "Task vectors")
+    assert not app.error and "driftlens analyze" in said(app)
+
+
+def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: Open, root: Path) -> None:
+    app = open_app(root, "layer_drift")
+    assert {"10 % quantile", "90 % quantile"} <= set(data_of(app)[0].columns)
+    app.selectbox(key="band").set_value("q25-q75").run()
+    rows, run = data_of(app)[0], open_run(root / "full")
+    wanted = run.layers("mnist", "merged")["drift_l2_q75"].tolist()
+    found = rows[(rows["task"] == "mnist") & (rows["variant"] == "merged")]["75 % quantile"].tolist()
+    assert found == wanted
+
+
+def test_gains_are_counted_from_the_baseline_that_is_chosen(open_app: Open, root: Path) -> None:
+    app = open_app(root, "alignment")
+    app.selectbox(key="baseline").set_value("baseline:featcal-anchor").run()
+    rows, run = data_of(app)[1], open_run(root / "full")
+    control = run.samples("cars", "baseline:featcal-anchor", "final").set_index("sample_id")["cos"]
+    own = rows[(rows["task"] == "cars") & (rows["variant"] == "calibrated:featcal")]
+    numbers = own.select_dtypes("number")
+    assert any(set(control) == set(numbers[column]) for column in numbers)
+
+
+def test_without_another_baseline_the_page_says_what_gains_are_counted_from(
+    open_app: Open, tmp_path: Path
+) -> None:
+    write_full_run(tmp_path / "plain", variants=("base", "merged"))
+    app = open_app(tmp_path, "alignment")
+    assert "no other baseline; gains are counted from merged" in said(app)

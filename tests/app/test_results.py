@@ -1,0 +1,149 @@
+"""Compare, and Report & export: changes as in the tables, files as the command line writes them."""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from driftlens.records.compare import compare
+from driftlens.records.run import open_run
+from driftlens_app.building import Built, build, zipped
+from driftlens_app.jobs import command_line
+from driftlens_app.views.compare import readable
+from driftlens_reports.change_curves import change_curves
+from tests.app.conftest import Open
+from tests.app.test_pages import errors, said
+from tests.records.full_run import Size, write_full_run
+
+STAND_IN = """
+import pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+if "json" in sys.argv or "broken" in sys.argv:
+    print("reading", file=sys.stderr)
+    sys.exit("error: a table is *damaged*\\nhint: run verify")
+out.mkdir()
+(out / "report-light.html").write_text("<html><body>all is well</body></html>")
+if "csv" in sys.argv:
+    (out / "csv").mkdir()
+    (out / "csv" / "layers.csv").write_text("task\\n")
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line that writes two files, and fails when asked for JSON."""
+    file = tmp_path / "stand_in.py"
+    file.write_text(STAND_IN)
+    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(file)))
+
+
+def test_the_page_compares_merged_with_the_calibration_and_shows_the_tables_numbers(
+    open_app: Open, root: Path
+) -> None:
+    app = open_app(root, "compare")
+    assert app.selectbox(key="before").value == "merged"
+    assert app.selectbox(key="after").value == "calibrated:featcal"
+    run = open_run(root / "full")
+    shown = app.dataframe[1].value.set_index("task")
+    for task in run.tasks:
+        before, after = (
+            run.value("drift_l2_mean", task=task, variant=name) for name in ("merged", "calibrated:featcal")
+        )
+        assert shown.loc[task, "drift_before"] == before and shown.loc[task, "drift_after"] == after
+        assert shown.loc[task, "drift_relative"] == pytest.approx(100 * (after / before - 1))
+    assert "Rescaling and calibration" in said(app)
+
+
+def test_the_curve_is_after_minus_before(root: Path) -> None:
+    run = open_run(root / "full")
+    drawn = change_curves(compare(run, before="merged", after="base"), dark=False)
+    first, second = (run.layers("cars", name)["drift_l2_mean"] for name in ("merged", "base"))
+    assert list(drawn.figure.data[0].y) == (second - first).tolist()
+
+
+def test_the_interval_is_that_of_the_unpaired_change_unless_all_test_samples_are_known(root: Path) -> None:
+    rows = compare(root / "full", before="merged", after="calibrated:featcal").tasks
+    row = rows.iloc[0]
+    wanted = f"{100 * row['accuracy_ci_low']:+.1f} to {100 * row['accuracy_ci_high']:+.1f}"
+    assert row["paired_split"] != "test" and readable(rows)["interval"].iloc[0] == wanted
+    paired = rows.assign(paired_split="test", paired_ci_low=0.01, paired_ci_high=0.05)
+    assert set(readable(paired)["interval"]) == {"+1.0 to +5.0"}
+
+
+def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(
+    open_app: Open, root: Path
+) -> None:
+    write_full_run(root / "other", name="other", size=Size(samples=12))
+    app = open_app(root, "compare", run=open_run(root / "full").id)
+    app.selectbox(key="with").set_value(open_run(root / "other").id).run()
+    (warning,) = app.warning
+    assert "diagnosis samples of cars, mnist, dtd" in warning.value.replace("\\", "")
+    assert not app.error and app.get("plotly_chart")
+
+
+def test_a_run_with_one_model_points_to_calibration(open_app: Open, tmp_path: Path) -> None:
+    write_full_run(tmp_path / "single", variants=("merged",))
+    app = open_app(tmp_path, "compare")
+    assert "one model only" in said(app) and not app.error
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_format_that_fails_says_why_and_the_others_are_offered(open_app: Open, root: Path) -> None:
+    app = open_app(root, "report")
+    app.multiselect(key="formats").set_value(["html-light", "json", "csv"])
+    app.button[0].click().run()
+    (error,) = app.error
+    assert "a table is *damaged*" in error.value.replace("\\", "") and r"\*damaged" in error.value
+    assert "reading" in app.code[0].value
+    labels = [button.proto.label.replace("\\", "") for button in app.get("download_button")]
+    assert [label.partition(" (")[0] for label in labels] == [
+        "HTML without scripts, for mail",
+        "CSV, a file per table",
+    ]
+    assert "Preview" in said(app)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_was_built_of_a_run_is_not_offered_once_the_run_has_changed(open_app: Open, root: Path) -> None:
+    app = open_app(root, "report")
+    app.button[0].click().run()
+    assert app.get("download_button")
+    manifest = root / "full" / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    app.run()
+    assert not app.get("download_button") and not app.error
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_building_collects_every_file_and_leaves_none_behind(tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    built = build("csv", ("report", "RUN", "--format", "csv"), tmp_path)
+    assert set(built.files) == {"report-light.html", "csv/layers.csv"} and not built.problem
+    assert built.file_name == "csv.zip"
+    with zipfile.ZipFile(io.BytesIO(built.download())) as archive:
+        assert archive.read("csv/layers.csv") == b"task\n"
+    broken = build("x", ("report", "broken"), tmp_path)
+    assert broken.problem.startswith("a table is *damaged*") and not broken.files and "reading" in broken.log
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_single_file_is_handed_out_as_it_is() -> None:
+    built = Built("json", {"report.json": b"{}"})
+    assert (built.file_name, built.download()) == ("report.json", b"{}")
+    assert zipped({"a": b"1"}) == zipped({"a": b"1"})
+
+
+def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Path) -> None:
+    app = open_app(root, "report")
+    app.button_group(key="export").set_value("Checks").run()
+    from driftlens.records.checks import run_self_checks
+
+    report = run_self_checks(open_run(root / "full"))
+    rows: pd.DataFrame = app.dataframe[0].value
+    assert rows["result"].tolist() == [result.status for result in report.results]
+    assert not errors(app)

@@ -1,0 +1,162 @@
+"""Features and Output: samples in tables, their pictures and stories, and layouts that a job computes."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from driftlens.errors import LayerNotFoundError, SpecError
+from driftlens.projection import project
+from driftlens.records.run import open_run
+from driftlens.records.thumbs import SIDE, save_thumbs, thumbs_file
+from driftlens_app.jobs.requests import project_request
+from driftlens_app.pictures import pictures
+from driftlens_app.sample_story import decisions
+from driftlens_app.views.features import _selected, sample_rows
+from driftlens_app.views.output import flipped
+from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.sample_curves import sample_curves
+from tests.app.conftest import Open
+from tests.app.test_pages import errors, said
+from tests.records.full_run import Size, write_full_run
+
+
+def test_samples_are_listed_by_falling_drift_with_the_numbers_of_the_table(
+    open_app: Open, root: Path
+) -> None:
+    run = open_run(root / "full")
+    app = open_app(root, "features", task="mnist")
+    rows = app.dataframe[-1].value
+    table = run.samples("mnist", "merged", "final").set_index("sample_id")["drift_l2"]
+    assert rows["drift, merged"].tolist() == sorted(table, reverse=True)
+    assert rows["drift, merged"].tolist() == table[rows["sample_id"]].tolist()
+    assert "Samples of mnist" in said(app)
+
+
+def test_a_class_filter_leaves_other_classes_out_of_chart_and_table(root: Path) -> None:
+    run = open_run(root / "full")
+    label = str(run.samples("cars")["label"].iloc[0])
+    options = ChartOptions(tasks=("cars",), classes=(label,))
+    drawn = charts["scatter"].draw(run, options)
+    everything = charts["scatter"].draw(run, ChartOptions(tasks=("cars",))).data
+    assert set(drawn.data["label"]) == set(sample_rows(run, "cars", options)["class"]) == {label}
+    kept = everything[everything["label"] == label].reset_index(drop=True)
+    pd.testing.assert_frame_equal(
+        drawn.data[["sample_id", "variant", "x", "y"]], kept[["sample_id", "variant", "x", "y"]]
+    )
+
+
+def test_points_of_the_chart_carry_the_ids_by_which_they_are_selected(root: Path) -> None:
+    drawn = charts["scatter"].draw(open_run(root / "full"), ChartOptions(tasks=("cars",)))
+    trace = drawn.figure.data[0]
+    point = {"x": trace.x[3], "y": trace.y[3], "customdata": trace.customdata[3]}
+    rows = drawn.data[(drawn.data["x"] == point["x"]) & (drawn.data["y"] == point["y"])]
+    event = {"selection": {"points": [point, point]}}
+    assert _selected(event) == [rows["sample_id"].iloc[0]]
+    assert _selected(None) == []
+
+
+def test_few_samples_are_drawn_by_pca_only_and_the_page_says_why(open_app: Open, tmp_path: Path) -> None:
+    write_full_run(tmp_path / "few", size=Size(samples=6))
+    app = open_app(tmp_path, "features")
+    assert app.selectbox(key="method").options == ["PCA"]
+    assert "need 15 samples" in said(app) and not app.error
+
+
+@pytest.mark.parametrize("read_only", [False, True], ids=["writable", "read_only"])
+def test_a_layout_that_is_not_there_is_offered_as_a_job(open_app: Open, root: Path, read_only: bool) -> None:
+    app = open_app(root, "features", read_only=read_only)
+    app.selectbox(key="method").set_value("tsne").run()
+    assert not app.error and "driftlens project RUN" in said(app)
+    assert ["Compute this layout"] * (not read_only) == [button.label for button in app.button]
+
+
+def test_a_stored_layout_is_drawn_with_its_seed(open_app: Open, root: Path) -> None:
+    stored = project(root / "full", "cars", method="tsne", seed=3)
+    app = open_app(root, "features", task="cars")
+    app.selectbox(key="method").set_value("tsne").run()
+    app.number_input(key="seed").set_value(3).run()
+    assert not app.button
+    (data,) = [entry.dataframe[0].value for entry in app.expander if entry.label == "Show data"]
+    assert data["x"].tolist() == stored.frame["x"].tolist()
+
+
+def test_the_request_for_a_layout_names_task_layer_method_and_seed(root: Path) -> None:
+    run = open_run(root / "full")
+    request = project_request(run, "cars", 2, "umap", 7)
+    expected = ("--task", "cars", "--layer", "2", "--method", "umap", "--seed", "7")
+    assert request.arguments == ("project", str(run.path), *expected)
+    with pytest.raises(SpecError):
+        project_request(run, "cars", 2, "umap --force", 0)
+    with pytest.raises(LayerNotFoundError):
+        project_request(run, "cars", 99, "umap", 0)
+
+
+def test_a_story_begins_with_the_expert_and_has_every_models_decision(root: Path) -> None:
+    run = open_run(root / "full")
+    rows = run.outputs("dtd")
+    sample = str(rows["sample_id"].iloc[5])
+    own = rows[rows["sample_id"] == sample].set_index("variant")
+    found = decisions(run, "dtd", sample).set_index("model")
+    assert found.index[0] == "expert" and found.loc["expert", "pred"] == own["expert_pred"].iloc[0]
+    assert found.loc["featcal", "pred"] == own.loc["calibrated:featcal", "pred"]
+    assert found.loc["merged", "score_bound"] == own.loc["merged", "score_bound"]
+    assert found.loc["expert", "margin"] == own["margin"].iloc[0]
+
+
+def test_a_storys_curves_are_the_samples_rows(root: Path) -> None:
+    run = open_run(root / "full")
+    sample = run.sample_ids("cars")[4]
+    drawn = sample_curves(run, "cars", sample, ChartOptions())
+    rows = run.samples("cars", "merged")
+    rows = rows[rows["sample_id"] == sample].sort_values("layer")
+    assert list(drawn.figure.data[0].y) == rows["drift_l2"].tolist()
+    shares = drawn.data[drawn.data["variant"] == "merged"]["share of final drift"]
+    np.testing.assert_array_equal(shares, rows["final_share"])
+
+
+def test_flipped_decisions_are_those_that_differ_from_the_experts(root: Path) -> None:
+    run = open_run(root / "full")
+    found = flipped(run, ChartOptions(variants=("merged",)))
+    rows = run.outputs(variant="merged")
+    wanted = rows[rows["pred"] != rows["expert_pred"]]
+    assert len(wanted) and sorted(zip(found["task"], found["sample_id"], strict=True)) == sorted(
+        zip(wanted["task"], wanted["sample_id"], strict=True)
+    )
+    assert found["margin"].is_monotonic_decreasing
+
+
+def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Open, tmp_path: Path) -> None:
+    write_full_run(tmp_path / "full", has_labels=False)
+    from tests.records.factory import write_run
+
+    write_run(tmp_path / "bare", has_labels=False, name="bare")
+    app = open_app(tmp_path, "output", run=open_run(tmp_path / "bare").id)
+    assert not app.error and "names a head" in said(app)
+
+
+def test_pictures_belong_to_their_samples(root: Path) -> None:
+    run = open_run(root / "full")
+    assert pictures(run, "cars", run.sample_ids("cars")[:2]) == [None, None]
+    stored = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((3, SIDE, SIDE, 3), np.uint8)
+    (run.path / "thumbs").mkdir()
+    save_thumbs(run.path / thumbs_file("cars"), stored)
+    ids = run.sample_ids("cars")
+    second, unknown, late = pictures(run, "cars", [ids[1], "nosuch", ids[10]])
+    assert unknown is None and late is None and second is not None
+    pixels = Image.open(io.BytesIO(base64.b64decode(second.partition(",")[2])))
+    np.testing.assert_array_equal(np.asarray(pixels), stored[1])
+
+
+def test_a_damaged_file_of_pictures_is_an_error_in_its_place(open_app: Open, root: Path) -> None:
+    file = root / "full" / thumbs_file("cars")
+    file.parent.mkdir()
+    file.write_bytes(b"PK no archive")
+    app = open_app(root, "features", task="cars")
+    assert "cars.npz" in errors(app) and app.get("plotly_chart")

@@ -1,0 +1,66 @@
+"""Pictures of every page of the dashboard, in both themes and in a narrow window, to be looked at.
+
+    python -m tests.browser.screenshots RUN_OR_FOLDER OUT [PAGE ...]
+
+Writes `OUT/<page>-<theme>.png`, and `OUT/<page>-narrow.png` for a window as wide as a telephone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from driftlens_app.pages import pages
+from tests.browser.reading import settled
+from tests.browser.server import serving
+
+_CHROMIUM = os.environ.get("DRIFTLENS_CHROMIUM", "/usr/bin/chromium")
+_SHOTS = {
+    "light": {"viewport": {"width": 1400, "height": 1000}, "color_scheme": "light"},
+    "dark": {"viewport": {"width": 1400, "height": 1000}, "color_scheme": "dark"},
+    "narrow": {"viewport": {"width": 420, "height": 900}, "color_scheme": "light"},
+}
+_TALLEST = 6000
+
+
+def main(root: str, out: str, *wanted: str) -> None:
+    """Write the pictures of the pages `wanted`, all of them without any."""
+    from playwright.sync_api import sync_playwright
+
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = wanted or tuple(Path(path).stem for path in pages())
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        serving(Path(root), Path(scratch) / "log") as address,
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(
+            executable_path=_CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        for kind, settings in _SHOTS.items():
+            context = browser.new_context(**settings)
+            for name in names:
+                _shoot(context.new_page(), f"{address}/{name}", folder / f"{name}-{kind}.png")
+            context.close()
+        browser.close()
+
+
+def _shoot(page: Any, address: str, file: Path) -> None:
+    """The whole page: Streamlit scrolls inside, so the window is made as tall as what it holds."""
+    page.goto(address)
+    page.get_by_role("heading", level=1).first.wait_for(timeout=60_000)
+    settled(page)
+    height = page.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+    page.set_viewport_size({"width": page.viewport_size["width"], "height": min(height, _TALLEST)})
+    page.wait_for_timeout(500)
+    settled(page)
+    page.screenshot(path=str(file))
+    page.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,100 @@
+"""Reports in a real browser: charts are drawn from the tables' numbers, quietly, without any request, and print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driftlens_reports.build import Report
+from tests.records.full_run import Size, write_full_run
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("report")
+    written = write_full_run(
+        folder / "run", name="<b>full</b>", size=Size(blocks=2, samples=6, width=4, classes=2, tests=40)
+    )
+    made = Report(written)
+    made.save(folder, ["html", "html-light"])
+    return made
+
+
+class Opened:
+    """A report in a browser, with what the browser complained about and asked for."""
+
+    def __init__(self, page: Any, path: Path) -> None:
+        self.page = page
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        page.on("console", lambda message: self.said.append(message.text))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.goto(path.as_uri())
+
+
+@pytest.fixture(params=["light", "dark"])
+def context(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    opened = browser.new_context(viewport={"width": 1100, "height": 900}, color_scheme=request.param)
+    yield opened
+    opened.close()
+
+
+def drawn(report: Report, context: Any) -> Opened:
+    opened = Opened(context.new_page(), report.run.path.parent / "report.html")
+    opened.page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
+    return opened
+
+
+def test_the_interactive_report_draws_every_chart_and_asks_for_nothing(report: Report, context: Any) -> None:
+    opened = drawn(report, context)
+    assert opened.said == []
+    assert opened.asked == [(report.run.path.parent / "report.html").as_uri()]
+    figures = [figure for figure in report.content.figures if not figure.missing]
+    assert (
+        opened.page.locator(".plot .main-svg").count() >= len(figures) == opened.page.locator(".plot").count()
+    )
+
+
+def test_what_is_drawn_are_the_numbers_of_the_table(report: Report, context: Any) -> None:
+    page = drawn(report, context).page
+    lines = page.evaluate(
+        """() => document.querySelector('[data-figure=plot-layer-drift]').data
+             .filter(trace => trace.mode?.includes('lines') && !trace.fill)
+             .map(trace => Array.from(trace.y))"""
+    )
+    wanted = [
+        report.run.layers(task, variant)["drift_l2_mean"].tolist()
+        for task in report.run.tasks
+        for variant in report.run.variants
+        if variant != "base"
+    ]
+    assert all(any(line == pytest.approx(values) for line in lines) for values in wanted)
+
+
+def test_charts_fit_a_narrow_window_and_a_sheet_of_paper(report: Report, context: Any) -> None:
+    page = drawn(report, context).page
+    page.set_viewport_size({"width": 420, "height": 900})
+    page.wait_for_function("document.querySelector('.plot .main-svg').clientWidth <= 420", timeout=10_000)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.plot .main-svg')].map(drawing => drawing.clientWidth)"
+    )
+    assert set(widths) == {680}
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    page.wait_for_function("document.querySelector('.plot .main-svg').clientWidth <= 420", timeout=10_000)
+
+
+def test_the_light_report_is_quiet_and_follows_the_colour_scheme(report: Report, context: Any) -> None:
+    path = report.run.path.parent / "report-light.html"
+    opened = Opened(context.new_page(), path)
+    assert opened.said == [] and opened.asked == [path.as_uri()]
+    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    is_dark = opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert background == ("rgb(22, 22, 22)" if is_dark else "rgb(255, 255, 255)")
+    assert opened.page.locator("h1").inner_text() == "<b>full</b>"
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")

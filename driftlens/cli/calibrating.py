@@ -63,6 +63,12 @@ def calibrate(
     top_layers: Annotated[
         int | None, typer.Option(help="Only so many layers: those that most of the final drift comes from.")
     ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto", help="Choose lam, rho and alpha from the calibration samples, starting from these."
+        ),
+    ] = False,
     save_weights: Annotated[
         Path | None,
         typer.Option(help="A .safetensors file, or a folder the original library loads, with model card."),
@@ -81,6 +87,7 @@ def calibrate(
     as_json: JsonFlag = False,
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
+    from driftlens.pipeline.automatic import choose_settings
     from driftlens.pipeline.calibrate import calibrate as run_calibration
     from driftlens.pipeline.calibration_dry_run import rehearse
     from driftlens.pipeline.calibration_request import CalibrationRequest
@@ -98,6 +105,8 @@ def calibrate(
         top_layers=top_layers,
     )
     if dry_run:
+        if auto:
+            note("--auto would first calibrate candidates; the estimate leaves them out")
         found = rehearse(
             run,
             request,
@@ -117,6 +126,7 @@ def calibrate(
             resume=resume,
             replace=replace,
             save_weights=save_weights,
+            choose=choose_settings if auto else None,
             device=device,
             offline=offline,
             trust=trust,

@@ -12,7 +12,17 @@ from typing import Any
 
 import typer
 
-from driftlens.cli import calibrating, dashboard, exporting, judging, looking, projecting, reporting, running, sweeping
+from driftlens.cli import (
+    calibrating,
+    dashboard,
+    exporting,
+    judging,
+    looking,
+    projecting,
+    reporting,
+    running,
+    sweeping,
+)
 from driftlens.cli.app import app, manner
 from driftlens.errors import Cancelled, DriftLensError, SpecError
 

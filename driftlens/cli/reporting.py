@@ -14,7 +14,8 @@ from driftlens.cli.app import JsonFlag, app, say, say_json
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     formats: Annotated[
-        str, typer.Option("--format", help="html, html-light, json, md, csv, latex; several joined by commas.")
+        str,
+        typer.Option("--format", help="html, html-light, json, md, csv, latex; several joined by commas."),
     ] = "html",
     out: Annotated[
         Path | None, typer.Option(help="Folder for the files; the run's own `reports` if left out.")

@@ -9,6 +9,7 @@ from typing import Any
 from driftlens.calibration.calibrator import calibrators
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
+from driftlens.pipeline.automatic import choose_settings, require_choice
 from driftlens.pipeline.calibrated_variants import (
     export_variant,
     require_target,
@@ -82,6 +83,8 @@ def calibrate(
     terms.require(plan, opened)
     if save_weights is not None:
         require_target(opened.models, save_weights)
+    if choose is choose_settings:
+        require_choice(plan.calibrator, plan.counts, has_base=opened.study.has_base)
     require_same_samples(opened.manifest, opened.study)
     require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel))
     with RunWriter.resume(folder) as writer:
@@ -109,7 +112,8 @@ def calibrate_with(path: PathLike, calibrator: Configured, *, name: str, **optio
         path: the run directory.
         calibrator: of a registered class, for example a `FeatCal`.
         name: of the calibration.
-        **options: samples, layers, sites and top_layers as in `CalibrationRequest`; the rest as for `calibrate`.
+        **options: samples, layers, sites and top_layers as in `CalibrationRequest`; `auto` lets lam, rho and alpha be
+            chosen from the calibration samples, starting from the calibrator's; the rest as for `calibrate`.
 
     Raises:
         SpecError: the calibrator's class is not registered.
@@ -122,6 +126,8 @@ def calibrate_with(path: PathLike, calibrator: Configured, *, name: str, **optio
             hint=f"There are {', '.join(calibrators)}.",
         )
     asked = {key: options.pop(key) for key in ("samples", "layers", "sites", "top_layers") if key in options}
+    if options.pop("auto", False):
+        options["choose"] = choose_settings
     request = CalibrationRequest(name, method=method, parameters=calibrator.get_params(), **asked)
     return calibrate(path, request, **options)
 

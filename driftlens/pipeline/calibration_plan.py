@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from driftlens.data.samples import SampleSet
@@ -22,8 +22,13 @@ from driftlens.records.variants import calibrated, control_of
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
 
-Choice = Callable[[Study, Configured, Reporter], Configured]
-"""Chooses hyperparameters for a study, starting from a calibrator; it sees calibration samples and nothing else."""
+Choice = Callable[
+    [Study, Configured, Mapping[int, Sequence[str]], Reporter], tuple[Configured, Mapping[str, Any]]
+]
+"""(study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and how they were.
+
+It sees calibration samples and nothing else.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class CalibrationPlan:
         samples: calibration samples by task.
         control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
         automatic: whether the hyperparameters were chosen from the calibration samples.
+        selection: how they were chosen, as plain values.
     """
 
     name: str
@@ -47,6 +53,7 @@ class CalibrationPlan:
     samples: Mapping[str, SampleSet]
     control: str
     automatic: bool = False
+    selection: Mapping[str, Any] = field(default_factory=dict)
 
     def settled(self, calibrator: Configured, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
@@ -60,9 +67,11 @@ class CalibrationPlan:
             SpecError: it chose what can't be.
             Cancelled: somebody asked to stop.
         """
-        calibrator = choose(_with_samples(study, self.samples), self.calibrator, reporter)
+        calibrator, selection = choose(
+            _with_samples(study, self.samples), self.calibrator, self.sites, reporter
+        )
         calibrator.check(has_base=study.has_base)
-        return dataclasses.replace(self.settled(calibrator, study), automatic=True)
+        return dataclasses.replace(self.settled(calibrator, study), automatic=True, selection=selection)
 
     @property
     def variant(self) -> str:

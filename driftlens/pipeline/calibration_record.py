@@ -54,6 +54,7 @@ def record_solution(
         "variant": plan.variant,
         "control": plan.control or None,
         "automatic": plan.automatic,
+        "selection": dict(plan.selection) or None,
         **identity,
         "num_samples": plan.counts,
         "seconds": round(info.seconds, 3),

@@ -262,8 +262,9 @@ class DriftRun:
         Args:
             calibrator: its settings.
             name: of the calibration.
-            **options: samples, layers, sites, top_layers, resume, replace, save_weights, device, offline, trust,
-                on_progress, cancel: as `driftlens.pipeline.calibrate` has them.
+            **options: auto=True lets lam, rho and alpha be chosen from the calibration samples, starting from these;
+                samples, layers, sites, top_layers, resume, replace, save_weights, device, offline, trust, on_progress,
+                cancel: as `driftlens.pipeline.calibrate` has them.
 
         Raises:
             DriftLensError: see the tree in `driftlens.errors`.

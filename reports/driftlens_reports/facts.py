@@ -10,6 +10,8 @@ import pandas as pd
 
 from driftlens.records.listing import current_state
 from driftlens.records.run import DriftRun
+from driftlens.records.self_checks import SelfCheck as SelfCheck  # facts like the others
+from driftlens.records.self_checks import self_checks as self_checks
 
 NOT_MEASURED = "not measured"
 
@@ -55,30 +57,6 @@ class Origins:
     variant: str
     measure: str
     layers: tuple[Origin, ...]
-
-
-@dataclass(frozen=True)
-class SelfCheck:
-    """The largest error of one exact claim over all rows; NaN when it was not measured.
-
-    Attributes:
-        name: short name.
-        claim: what is exact in theory.
-        largest: the largest error found.
-        limit: up to which the claim counts as holding; beyond what rounding and quadrature explain, it does not.
-        where: the row with the largest error.
-    """
-
-    name: str
-    claim: str
-    largest: float
-    limit: float
-    where: str
-
-    @property
-    def holds(self) -> bool:
-        """Whether the claim was checked and holds."""
-        return self.largest <= self.limit  # false for NaN
 
 
 def final_drift(run: DriftRun) -> list[FinalDrift]:
@@ -127,39 +105,13 @@ def origins(run: DriftRun) -> list[Origins]:
     return [_origins(run.layers(task, variant), task, variant) for task in run.tasks]
 
 
-def self_checks(run: DriftRun) -> list[SelfCheck]:
-    """The largest error of each claim that a run checks about itself."""
-    layers, outputs = run.layers(), run.outputs()
-    sums = _share_sums(layers)
-    return [
-        _largest(layers, "closure_error", 1e-4, "closure", "drift equals that of ordinary forward passes"),
-        _largest(
-            layers, "jacobian_error", 1e-2, "Jacobian", "propagation equals Jacobian times incoming drift"
-        ),
-        _largest(sums, "remainder", 1e-2, "contributions", "shares of the final drift sum to 1"),
-        _largest(sums, "prefix", 1e-4, "prefix swaps", "their shares sum to 1"),
-        _largest(
-            outputs, "softmax_integral_error", 1e-9, "softmax", "its change is the integral of its Jacobian"
-        ),
-        _largest(
-            outputs, "ce_integral_error", 1e-6, "cross-entropy", "its change is the integral of its gradient"
-        ),
-    ]
-
-
-def _share_sums(layers: pd.DataFrame) -> pd.DataFrame:
-    """How far the shares of each task and variant are from their exact sum, at the head's row."""
-    groups = layers.groupby(["task", "variant"], sort=False)
-    last = groups.tail(1)[["task", "variant", "layer", "remainder_share"]].reset_index(drop=True)
-    prefix = groups["prefix_share"].sum(min_count=1).to_numpy(dtype=float)
-    return last.assign(remainder=last["remainder_share"].astype(float).abs(), prefix=abs(prefix - 1))
-
-
 def stamps(run: DriftRun) -> list[str]:
     """What a reader must know before any number, in sentences."""
     said = [_SYNTHETIC] if run.manifest.synthetic else []
     state = current_state(run)
-    if state != "done":
+    if state != "done" and run.manifest.finished:
+        said.append(f"The last work on this run is {state}; everything below was finished before it began.")
+    elif state != "done":
         said.append(f"This run is {state}; what is missing may still come.")
     return said + [f"Warning: {text}" for text in run.manifest.warnings]
 
@@ -177,13 +129,3 @@ def _origins(rows: pd.DataFrame, task: str, variant: str) -> Origins:
             layers = tuple(Origin(int(layer), str(path), float(amount)) for layer, path, amount in values)
             return Origins(task, variant, measure, layers)
     return Origins(task, variant, "", ())
-
-
-def _largest(rows: pd.DataFrame, column: str, limit: float, name: str, claim: str) -> SelfCheck:
-    measured = rows[rows[column].notna()].to_dict("records")
-    if not measured:
-        return SelfCheck(name, claim, math.nan, limit, "")
-    worst = max(measured, key=lambda row: float(row[column]))
-    place = f"layer {worst['layer']}" if "layer" in worst else f"sample {worst['sample_id']}"
-    where = f"task {worst['task']}, {worst['variant']}, {place}"
-    return SelfCheck(name, claim, float(worst[column]), limit, where)

@@ -49,6 +49,15 @@ def drawn(report: Report, context: Any) -> Opened:
     return opened
 
 
+def eventually(page: Any, condition: str) -> None:
+    """Wait until a JavaScript condition holds; the browser's own waiting would need `eval`, which the page forbids."""
+    for _ in range(100):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(100)
+    pytest.fail(f"never became true: {condition}")
+
+
 def test_the_interactive_report_draws_every_chart_and_asks_for_nothing(report: Report, context: Any) -> None:
     opened = drawn(report, context)
     assert opened.said == []
@@ -75,10 +84,20 @@ def test_what_is_drawn_are_the_numbers_of_the_table(report: Report, context: Any
     assert all(any(line == pytest.approx(values) for line in lines) for values in wanted)
 
 
+def test_the_pages_style_leaves_the_charts_colours_alone(report: Report, context: Any) -> None:
+    page = drawn(report, context).page
+    fills = page.evaluate(
+        """() => [...document.querySelectorAll('[data-figure=plot-accuracy] pattern rect')]
+             .map(part => getComputedStyle(part).fill)"""
+    )
+    merged = "rgb(107, 107, 107)"
+    assert merged in fills and "rgb(0, 0, 0)" not in fills
+
+
 def test_charts_fit_a_narrow_window_and_a_sheet_of_paper(report: Report, context: Any) -> None:
     page = drawn(report, context).page
     page.set_viewport_size({"width": 420, "height": 900})
-    page.wait_for_function("document.querySelector('.plot .main-svg').clientWidth <= 420", timeout=10_000)
+    eventually(page, "document.querySelector('.plot .main-svg').clientWidth <= 420")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     widths = page.evaluate(
@@ -86,7 +105,7 @@ def test_charts_fit_a_narrow_window_and_a_sheet_of_paper(report: Report, context
     )
     assert set(widths) == {680}
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
-    page.wait_for_function("document.querySelector('.plot .main-svg').clientWidth <= 420", timeout=10_000)
+    eventually(page, "document.querySelector('.plot .main-svg').clientWidth <= 420")
 
 
 def test_the_light_report_is_quiet_and_follows_the_colour_scheme(report: Report, context: Any) -> None:

@@ -76,7 +76,7 @@ def test_steps_change_one_setting_and_stay_in_range() -> None:
 
 
 def test_the_search_goes_where_scores_are_lower() -> None:
-    best = Candidate(0.05 * LAM_FACTORS[0], 3.0, 0.5)
+    best = Candidate(0.01, 3.0, 0.5)
 
     def score(at: Candidate) -> float:
         return (math.log(at.lam / best.lam)) ** 2 + (at.rho - best.rho) ** 2 + (at.alpha - best.alpha) ** 2
@@ -95,7 +95,7 @@ def test_the_start_stays_where_nothing_is_better() -> None:
 def test_no_candidate_is_calibrated_twice_on_one_fold() -> None:
     found = choose(START, judge(lambda at: abs(at.alpha - 0.5)))
     tried = [(trial.candidate, trial.fold) for trial in found.trials]
-    assert len(tried) == len(set(tried)) <= 11
+    assert len(tried) == len(set(tried)) <= 9
 
 
 def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:

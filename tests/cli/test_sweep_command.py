@@ -59,7 +59,7 @@ def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(
         (("--param", "alpha=2"), 2, "alpha is 2"),
         (("--param", "n=1000"), 4, "1000 calibration samples asked for"),
         (("--param", "lam=1", "--preset", "paper-klip"), 2, "Did you mean 'paper-clip'?"),
-        (("--param", "lam=1", "--seeds", 0), 2, "0 is not in the range"),
+        (("--param", "lam=1", "--seeds", 0), 2, "'--seeds'"),
         ((), 2, "Missing option '--param'"),
     ],
     ids=["unknown", "no values", "words", "no share", "too many samples", "preset", "no seed", "nothing"],

@@ -107,11 +107,11 @@ def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
 def test_a_chooser_sees_calibration_samples_and_no_label(folder: pathlib.Path, light: DriftRun) -> None:
     seen: list[Study] = []
 
-    def choose(study: Study, start: Any, reporter: Reporter) -> Any:
+    def choose(study: Study, start: Any, sites: Any, reporter: Reporter) -> Any:
         seen.append(study)
         reporter.step("choose", 1, 1)
         assert open_run(folder).status.phase == "choose", "whoever watches the run sees it"
-        return type(start)(**start.get_params() | {"lam": 7.0, "rho": 1.0})
+        return type(start)(**start.get_params() | {"lam": 7.0, "rho": 1.0}), {"tried": list(sites)}
 
     run = calibrate(folder, request(samples=3), choose=choose)
     assert (

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.build import Report
 from tests.records.factory import write_run
+from tests.records.full_run import Size, write_full_run
 
+SMALL = Size(blocks=2, samples=8, width=4, classes=3, tests=50)
 HOSTILE = "<script>alert('drift')</script>"
 
 
@@ -29,3 +32,21 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     """A run without labels: no accuracy, no shares, no self-checks."""
     folder = tmp_path_factory.mktemp("runs")
     return open_run(write_run(folder / "run", has_labels=False))
+
+
+@pytest.fixture(scope="session")
+def full(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run with everything in it: calibrated, with a control, labels and scores."""
+    return open_run(write_full_run(tmp_path_factory.mktemp("runs") / "full", size=SMALL))
+
+
+@pytest.fixture(scope="session")
+def standard(full: DriftRun) -> Report:
+    """The standard report on the run with everything in it; its content is put together once."""
+    return Report(full)
+
+
+@pytest.fixture(scope="session")
+def everything(full: DriftRun) -> Report:
+    """The report with every section, chart and sample."""
+    return Report(full, "full", raw=True)

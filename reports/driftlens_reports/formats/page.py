@@ -1,0 +1,146 @@
+"""The page that both HTML formats share: its template, its style sheet, and the policy that closes it off."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from driftlens.records.variants import title
+from driftlens_reports.charts.theme import Palette, look, palette, readable, shade
+from driftlens_reports.content import ReportContent, written
+from driftlens_reports.formats.drawing import WIDTH, Drawing, mark
+from driftlens_reports.formats.heat_drawing import STEPS
+from driftlens_reports.formats.light_figures import styles_of
+from driftlens_reports.sections.verdict_words import signed
+
+if TYPE_CHECKING:
+    import jinja2
+
+_DASHES = {
+    "solid": "",
+    "dot": "2 3",
+    "dash": "7 4",
+    "longdash": "12 4",
+    "dashdot": "8 3 2 3",
+    "longdashdot": "12 3 2 3",
+}
+"""Plotly's names of dashes as SVG has them."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What one HTML format adds to the page.
+
+    Attributes:
+        dark: whether the page follows a reader's wish for dark colours.
+        drawn: drawings by name of the figure.
+        shown_data: figures whose numbers stand below them.
+        plots: JSON by name of the figure, escaped for a script element.
+        scripts: JavaScript, in the order in which it runs.
+        policy: the part of the security policy about scripts and what they need; empty without scripts.
+    """
+
+    dark: bool
+    drawn: Mapping[str, Sequence[Drawing]]
+    shown_data: frozenset[str]
+    plots: Mapping[str, str] = field(default_factory=dict)
+    scripts: Sequence[str] = ()
+    policy: str = ""
+
+
+def render(content: ReportContent, extras: Extras) -> bytes:
+    """The page; everything that came with the run is escaped."""
+    from markupsafe import Markup
+
+    environment = _environment()
+    style = environment.get_template("report.css.jinja").render(
+        light=_theme(content, dark=False), dark=_theme(content, dark=True) if extras.dark else None
+    )
+    policy = extras.policy or f"style-src '{digest(style)}'"
+    text = environment.get_template("report.html.jinja").render(
+        content=content,
+        # Ours, not the run's: the style sheet and scripts stand as they are.
+        style=Markup(style),
+        scripts=[Markup(source) for source in extras.scripts],
+        plots={name: Markup(source) for name, source in extras.plots.items()},
+        policy=f"default-src 'none'; {policy}; base-uri 'none'; form-action 'none'",
+        drawn=extras.drawn,
+        shown_data=extras.shown_data,
+        styles=styles_of(content),
+        width=WIDTH,
+    )
+    return text.encode()
+
+
+def digest(source: str) -> str:
+    """The hash by which a policy allows one inline style sheet or script."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+
+
+def template_text(name: str) -> str:
+    """The text of a packaged file of this folder."""
+    return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(template_text),
+        autoescape=lambda name: not (name or "").endswith(".css.jinja"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(zip=zip)
+    environment.filters.update(
+        anchor=_anchor, signed=signed, mark=lambda symbol: mark(symbol, 21, 7), title=title, written=written
+    )
+    return environment
+
+
+def _anchor(name: str) -> str:
+    """A name as an id of an element."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", name)
+
+
+def _theme(content: ReportContent, *, dark: bool) -> dict[str, Any]:
+    """What the style sheet needs of one theme."""
+    colours = palette(dark)
+    looks = {
+        style.look: look(content.run.variants, variant, dark=dark)
+        for variant, style in styles_of(content).items()
+    }
+    return {
+        "palette": colours,
+        "soft": "#1E1E1E" if dark else "#F7F7F5",
+        "stamp": "#3D3212" if dark else "#FFF3D6",
+        "bad": "#FF9A8A" if dark else "#B3261E",
+        "series": [
+            {
+                "look": name,
+                "colour": entry.colour,
+                "dash": _DASHES.get(entry.dash, entry.dash.replace("px", "").replace(",", " ")),
+            }
+            for name, entry in looks.items()
+        ],
+        "shades": _shades(colours),
+    }
+
+
+def _shades(colours: Palette) -> dict[str, list[dict[str, str]]]:
+    scales = {"q": colours.sequential, "d": colours.diverging}
+    return {
+        family: [
+            {"colour": colour, "ink": readable(colour)}
+            for colour in (shade(scale, at / (STEPS - 1)) for at in range(STEPS))
+        ]
+        for family, scale in scales.items()
+    }

@@ -1,0 +1,119 @@
+"""Calibration: settings, before and after, and how much of each gain is rescaling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from driftlens.records.before_after import credit_sentences, outcomes
+from driftlens.records.gains import gains
+from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import part_of, title
+from driftlens_reports.content import Table
+from driftlens_reports.sections.tabulate import table
+
+_LACKING = "The run has no calibrated variant; `driftlens calibrate RUN --name NAME` adds one."
+
+_GAINS = (
+    *("quantity", "value_before", "value_control", "value_after"),
+    *("rescaling_share", "calibration_share"),
+)
+"""Columns of the gains that a reader sees."""
+
+
+def calibration_sentences(run: DriftRun) -> list[str]:
+    """What each calibration was, and what its gains are made of; that there is none is said."""
+    found = run.manifest.calibrations
+    if not found and not any(part_of(name) == "calibrated" for name in run.variants):
+        return [_LACKING]
+    return [sentence for name, info in found.items() for sentence in _of_calibration(run, name, info)]
+
+
+def calibration_tables(run: DriftRun) -> list[Table]:
+    """Settings, before and after of every calibration, and the gains split by its control."""
+    names = list(run.manifest.calibrations)
+    tables = [_settings(run.manifest.calibrations), *(_outcomes(run, name) for name in names), _split(run)]
+    return [entry for entry in tables if entry.rows]
+
+
+def _of_calibration(run: DriftRun, name: str, info: CalibrationInfo) -> Iterator[str]:
+    count = sum(info.samples.values())
+    yield (
+        f"{name}: {info.method} on {count} samples of {len(info.samples)} tasks, "
+        f"{len(info.layers)} layers calibrated in {info.seconds:.3g} s."
+    )
+    yield from (f"{name}: {sentence}" for sentence in credit_sentences(run, name))
+    yield from (f"{name}: {notice}." for notice in info.notices)
+
+
+def _settings(found: Mapping[str, CalibrationInfo]) -> Table:
+    rows = [
+        (name, setting, _text(value))
+        for name, info in found.items()
+        for setting, value in info.settings.items()
+    ]
+    return table(
+        "calibration-settings",
+        "Settings",
+        {"calibration": "text", "setting": "text", "value": "text"},
+        rows,
+    )
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _outcomes(run: DriftRun, name: str) -> Table:
+    rows = [
+        (
+            entry.task,
+            title(entry.variant),
+            *(entry.drift, entry.relative, entry.cosine, entry.accuracy, entry.low, entry.high),
+            entry.n or None,
+        )
+        for entry in outcomes(run, name)
+    ]
+    return table(
+        f"before-after-{name}",
+        f"{name}: before and after",
+        {
+            "task": "text",
+            "model": "text",
+            "L2 drift": "number",
+            "relative drift": "share",
+            "cosine": "number",
+            "accuracy": "share",
+            "95 % low": "share",
+            "95 % high": "share",
+            "test samples": "count",
+        },
+        rows,
+        note="The expert has an accuracy only: its own drift is zero by definition.",
+    )
+
+
+def _split(run: DriftRun) -> Table:
+    is_there = "merged" in run.variants
+    pairs = [("merged", name) for name in run.variants if is_there and part_of(name) == "calibrated"]
+    rows = gains(run, run, run.tasks, pairs)
+    return table(
+        "gain-split",
+        "What rescaling and calibration each change",
+        {
+            "task": "text",
+            "model": "text",
+            "quantity": "text",
+            "merged": "number",
+            "anchor only": "number",
+            "calibrated": "number",
+            "by rescaling": "share",
+            "by calibration": "share",
+        },
+        [
+            (row["task"], title(row["after"]), *(row[name] for name in _GAINS))
+            for row in rows.to_dict("records")
+        ],
+        note="Shares of the change from merged to calibrated; they sum to 100 % and are negative where one works "
+        "against the other.",
+    )

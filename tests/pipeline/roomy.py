@@ -1,0 +1,23 @@
+"""A run with enough calibration samples to hold some out."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import driftlens as dl
+from driftlens.records.run import DriftRun
+from tests.pipeline.world import CLASSES, TASKS, World, write_images
+
+COUNT = 16
+"""Calibration samples of every task."""
+
+
+def roomy_run(world: World, folder: pathlib.Path) -> DriftRun:
+    """A finished run of the world's models on images of its own, without Jacobians."""
+    data: dict[str, Any] = {"defaults": {"n": COUNT, "n_diagnosis": 5, "batch_size": 8}}
+    for seed, task in enumerate(TASKS):
+        write_images(folder / f"{task}.npz", CLASSES[task], seed, train=COUNT)
+        data[task] = {"kind": "npz", "file": str(folder / f"{task}.npz")}
+    spec = world.spec(data=data, metrics={"jacobian": False})
+    return dl.analyze(spec, out=folder / "run", progress="none")

@@ -1,0 +1,228 @@
+"""Settings chosen from calibration samples: what is looked at, what is kept, what is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import driftlens as dl
+from driftlens.calibration.automatic import Candidate
+from driftlens.calibration.featcal import FeatCal
+from driftlens.data.samples import SampleSet
+from driftlens.engine.lanes import Lane
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import DataError, SingularGramError, SpecError
+from driftlens.models.heads import Head
+from driftlens.pipeline import automatic
+from driftlens.pipeline.automatic import choose_settings, score
+from driftlens.pipeline.calibrate import calibrate
+from driftlens.pipeline.final_features import FinalDrift
+from driftlens.pipeline.lane_models import LANE
+from driftlens.pipeline.reopening import reopened
+from driftlens.pipeline.study import Study, TaskSamples
+from driftlens.progress import Reporter
+from driftlens.records.run import DriftRun
+from driftlens.spec.yaml_text import from_yaml
+from tests.pipeline.calibrating import NAME, copied, request
+from tests.pipeline.roomy import COUNT, roomy_run
+from tests.pipeline.world import CLASSES, TASKS, World, write_images
+
+
+@pytest.fixture(scope="module")
+def roomy(world: World, tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    return roomy_run(world, tmp_path_factory.mktemp("roomy"))
+
+
+@pytest.fixture
+def study(roomy: DriftRun) -> Study:
+    return reopened(roomy.path)[0]
+
+
+def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[str, Any]]:
+    found, record = choose_settings(
+        study, start or FeatCal(), select_sites(study.pool.chain, layers=[2]), Reporter()
+    )
+    assert isinstance(found, FeatCal)
+    return found, record
+
+
+class Untouchable(tuple[str, ...]):
+    """Labels that nobody may look at."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("a label was read")
+
+    __getitem__ = __iter__  # type: ignore[assignment]
+
+
+def guarded(task: str, at: TaskSamples) -> TaskSamples:
+    """The same task, whose labels, diagnosis and test samples raise when they are touched."""
+
+    def refuse(positions: Sequence[int]) -> NoReturn:
+        raise AssertionError("a sample was read that is not for calibration")
+
+    forbidden = SampleSet(task, "test", ("x",) * 20, Untouchable(("y",) * 20), refuse)
+    assert at.calibration is not None
+    labelled = dataclasses.replace(at.calibration, labels=Untouchable(at.calibration.labels or ()))
+    return dataclasses.replace(at, diagnosis=forbidden, test=forbidden, calibration=labelled)
+
+
+def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
+    found, record = chosen(study)
+    tasks = {task: guarded(task, at) for task, at in study.tasks.items()}
+    blind, again = chosen(dataclasses.replace(study, tasks=tasks))
+    assert blind.get_params() == found.get_params()
+    assert again["candidates"] == record["candidates"]
+
+
+def test_no_candidate_is_scored_on_a_sample_that_it_was_calibrated_on(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+    held: list[set[str]] = []
+    solve, read = automatic.solved_lanes, automatic.final_features
+
+    def spied_solve(
+        at: Study, parts: Any, lanes: Sequence[Lane], *rest: Any, **options: Any
+    ) -> Iterator[tuple[int, float]]:
+        for index, seconds in solve(at, parts, lanes, *rest, **options):
+            used = [parts[task][part].ids for task in parts for part in lanes[index].parts]
+            seen.append({sample for ids in used for sample in ids})
+            yield index, seconds
+
+    def spied_read(pool: Any, model: str, task: str, samples: SampleSet, pooling: Any) -> torch.Tensor:
+        if model == LANE:
+            held.append(set(samples.ids))
+            assert seen[-1].isdisjoint(samples.ids)
+        return read(pool, model, task, samples, pooling)
+
+    monkeypatch.setattr(automatic, "solved_lanes", spied_solve)
+    monkeypatch.setattr(automatic, "final_features", spied_read)
+    # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
+    task = TASKS[0]
+    _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}))
+    assert len(seen) == record["num_calibrations"]
+    assert {len(ids) for ids in seen} == {COUNT * 3 // 4} and {len(ids) for ids in held} == {COUNT // 4}
+
+
+def test_a_model_that_is_its_expert_keeps_the_start(world: World, tmp_path: pathlib.Path) -> None:
+    data = {
+        "defaults": {"n": 6, "n_diagnosis": 5},
+        TASKS[0]: {"kind": "npz", "file": str(tmp_path / "x.npz")},
+    }
+    data["defaults"]["n"] = 8
+    write_images(tmp_path / "x.npz", CLASSES[TASKS[0]], train=8)
+    merge = {"method": "task_arithmetic", "scaling": 1.0}
+    spec = world.one_task(merge=merge, data=data, metrics={"jacobian": False})
+    dl.analyze(spec, out=tmp_path / "run", progress="none")
+    start = FeatCal(lam=0.1, rho=1.0, alpha=0.4)
+    found, record = chosen(reopened(tmp_path / "run")[0], start)
+    assert found is start and record["is_start_kept"]
+    assert record["chosen"] == record["start"] == {"lam": 0.1, "rho": 1.0, "alpha": 0.4}
+
+
+def test_the_run_says_how_its_settings_were_chosen(roomy: DriftRun, tmp_path: pathlib.Path) -> None:
+    folder = copied(roomy, tmp_path / "run")
+    run = dl.open_run(folder).calibrate(FeatCal(lam=3.0), name=NAME, auto=True, layers=[2])
+    config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
+    selection = config["selection"]
+    assert config["automatic"] and run.manifest.calibrations[NAME].automatic
+    assert selection["start"] == {"lam": 3.0, "rho": 2.0, "alpha": 0.3}
+    assert selection["chosen"] == {name: config["settings"][name] for name in ("lam", "rho", "alpha")}
+    assert selection["num_calibrations"] == len(selection["candidates"]) <= 9 and selection["seconds"] > 0
+    assert selection["cost_in_calibrations"] == 0.75 * selection["num_calibrations"]
+    assert selection["num_held_out"] == dict.fromkeys(TASKS, COUNT // 4)
+    first = selection["candidates"][0]
+    assert first["lam"] == 3.0 and first["fold"] == 0 and first["score"] > 0
+    assert run.manifest.phases[f"calibrate:{NAME}:choose"].state == "done"
+    asked = request(parameters=selection["chosen"], layers=[2])
+    plain = calibrate(copied(roomy, tmp_path / "plain"), asked)
+    weights = [load_file(at.path / f"calibrations/{NAME}/weights.safetensors") for at in (run, plain)]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+
+
+def test_plain_settings_say_that_nothing_was_chosen(roomy: DriftRun, tmp_path: pathlib.Path) -> None:
+    folder = copied(roomy, tmp_path / "run")
+    calibrate(folder, request(layers=[2]))
+    config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
+    assert config["selection"] is None and not config["automatic"]
+
+
+def test_a_start_that_can_be_improved_is_left(study: Study) -> None:
+    """With a ridge this large the solution is the anchor, far beyond the merged model."""
+    found, record = chosen(study, FeatCal(lam=50.0, rho=4.0))
+    assert not record["is_start_kept"] and record["advantage"] > 1.96 * record["standard_error"]
+    assert found.rho < 4.0 or found.lam < 50.0
+
+
+def test_a_candidate_that_can_not_be_solved_for_is_out_and_the_others_stay(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve = automatic.solved_lanes
+
+    def fragile(at: Study, parts: Any, lanes: Sequence[Lane], *rest: Any, **options: Any) -> Iterator[Any]:
+        if any(lane.calibrator.get_params()["lam"] < 0.02 for lane in lanes):  # type: ignore[attr-defined]
+            raise SingularGramError("singular", hint="raise lam")
+        return solve(at, parts, lanes, *rest, **options)
+
+    monkeypatch.setattr(automatic, "solved_lanes", fragile)
+    _, record = chosen(study)
+    scores = {(entry["lam"], entry["fold"]): entry["score"] for entry in record["candidates"]}
+    assert scores[0.01, 0] is None and scores[0.05, 0] is not None and scores[0.25, 0] is not None
+    with pytest.raises(SingularGramError):
+        chosen(study, FeatCal(lam=0.004))
+
+
+def test_without_a_base_the_anchor_stays_where_it_is(study: Study) -> None:
+    bare = dataclasses.replace(study, variants=("merged",))
+    _, record = chosen(bare, FeatCal(rho=1.0))
+    assert {entry["rho"] for entry in record["candidates"]} == {1.0}
+    _, record = chosen(study, FeatCal(anchor="none"))
+    assert {(entry["lam"], entry["rho"]) for entry in record["candidates"]} == {(0.05, 2.0)}
+
+
+def test_too_few_samples_and_unknown_settings_are_refused(study: Study, light: DriftRun) -> None:
+    with pytest.raises(DataError, match="has 4 calibration samples"):
+        chosen(reopened(light.path)[0])
+
+    class Stubborn(FeatCal):
+        def get_params(self, deep: bool = True) -> dict[str, Any]:
+            return {"eps": self.eps}
+
+    with pytest.raises(SpecError, match="Stubborn has no lam, rho, alpha to choose"):
+        chosen(study, Stubborn())
+
+
+def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expert, found = torch.randn(2, 7, 5, generator=generator)
+    rows = F.normalize(torch.randn(3, 5, generator=generator), dim=1)
+    head = Head(("a", "b", "c"), rows, 10.0)
+    probabilities, others = (
+        torch.softmax(10.0 * F.normalize(x.double(), dim=1) @ rows.double().T, dim=1) for x in (expert, found)
+    )
+    expected = (probabilities * (probabilities / others).log()).sum(dim=1)
+    torch.testing.assert_close(score(found, expert, head), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(score(2 * expert, expert, head), torch.zeros(7).double(), rtol=0, atol=1e-6)
+
+
+def test_without_a_head_the_score_is_the_relative_drift() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expert, found = torch.randn(2, 7, 5, generator=generator)
+    assert float(score(found, expert, None).mean()) == pytest.approx(
+        FinalDrift.between(found, expert).drift_rel, rel=1e-6
+    )
+
+
+def test_candidates_keep_every_other_setting(study: Study) -> None:
+    start = FeatCal(lam=50.0, rho=4.0, update=("linear",), solve_dtype="float64", eps=1e-6)
+    found, _ = chosen(study, start)
+    assert Candidate(found.lam, found.rho, found.alpha) != Candidate(50.0, 4.0, 0.3)
+    assert found.update == ("linear",) and found.eps == 1e-6

@@ -1,0 +1,298 @@
+"""Sweeps: every point is a plain calibration, whatever it is computed beside; rows append, replace and resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import driftlens as dl
+from driftlens.calibration.featcal import FeatCal
+from driftlens.engine.forward_order import calibrate as calibrate_layers
+from driftlens.engine.lanes import Lane
+from driftlens.engine.side_by_side import calibrate_side_by_side
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import Cancelled, DataError, SpecError
+from driftlens.pipeline.calibrate import calibrate
+from driftlens.pipeline.lane_models import solved_lanes
+from driftlens.pipeline.reopening import reopened
+from driftlens.pipeline.sample_parts import part_of
+from driftlens.pipeline.study import Study
+from driftlens.pipeline.sweep import SweepRequest, sweep
+from driftlens.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.verify import verify
+from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
+from tests.pipeline.world import TASKS, World
+
+MEASURES = ("drift_l2_mean", "drift_rel", "cos_mean")
+LAM = {"lam": [0.01, 0.3]}
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
+    return copied(light, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def study(light: DriftRun) -> Study:
+    """The light run reopened; tests only add models of their own to its pool."""
+    return reopened(light.path)[0]
+
+
+def rows_of(run: DriftRun, name: str, **wanted: Any) -> pd.DataFrame:
+    rows = run.sweeps()
+    keep = rows["sweep"] == name
+    for column, value in wanted.items():
+        keep &= rows[column] == value
+    return rows[keep].sort_values(["point", "seed", "task"]).reset_index(drop=True)
+
+
+LANES = {
+    "preset": (FeatCal(), {0, 1}),
+    "ridge": (FeatCal(lam=1.0), {0, 1}),
+    "rescaled": (FeatCal(rho=1.2), {0, 1}),
+    "another target": (FeatCal(alpha=0.9), {0, 1}),
+    "fewer samples": (FeatCal(), {0}),
+    "the other samples": (FeatCal(alpha=0.9), {1}),
+}
+
+
+@pytest.mark.parametrize("layers", [None, [3], [2, 4]], ids=["all blocks", "one block", "a gap"])
+def test_lanes_that_walk_together_solve_what_each_solves_alone(
+    study: Study, layers: list[int] | None
+) -> None:
+    sites = select_sites(study.pool.chain, layers=layers)
+    samples = {task: at.calibration for task, at in study.tasks.items()}
+    parts = {
+        task: [part_of(drawn, [0]), part_of(drawn, [1, 2, 3])] for task, drawn in samples.items() if drawn
+    }
+    lanes = [Lane(calibrator, frozenset(read)) for calibrator, read in LANES.values()]
+    together = calibrate_side_by_side(study.pool, parts, lanes, sites=sites)
+    positions = {0: [0], 1: [1, 2, 3]}
+    for found, (calibrator, read) in zip(together, LANES.values(), strict=True):
+        chosen = [position for part in sorted(read) for position in positions[part]]
+        alone = {
+            (layer.layer, name): value
+            for layer in calibrate_layers(
+                study.pool,
+                {task: part_of(drawn, chosen).batches for task, drawn in samples.items() if drawn},
+                calibrator,
+                sites=sites,
+            )
+            for name, value in layer.updates.items()
+        }
+        assert found.updates.keys() == alone.keys() and found.seconds > 0
+        for key, value in alone.items():
+            torch.testing.assert_close(found.updates[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_features_beyond_the_budget_go_to_disk_and_change_nothing(
+    study: Study, tmp_path: pathlib.Path
+) -> None:
+    sites = select_sites(study.pool.chain)
+    parts = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
+    lanes = [Lane(FeatCal(lam=lam), frozenset({0})) for lam in (0.01, 1.0)]
+    inside = calibrate_side_by_side(study.pool, parts, lanes, sites=sites)
+    outside = calibrate_side_by_side(
+        study.pool, parts, lanes, sites=sites, feature_budget=0, spill=tmp_path / "spill"
+    )
+    for kept, spilled in zip(inside, outside, strict=True):
+        for key, value in kept.updates.items():
+            assert torch.equal(value, spilled.updates[key])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) -> None:
+    parts = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
+    lanes = [Lane(FeatCal(lam=lam), frozenset({0})) for lam in (0.01, 0.1, 1.0)]
+    sites = select_sites(study.pool.chain)
+    layer = study.pool.chain.blocks[0]
+
+    def models(budget: int) -> tuple[list[torch.Tensor], int]:
+        events: list[ProgressEvent] = []
+        settings = dataclasses.replace(study.settings, feature_budget=budget)
+        found = [
+            study.pool.parameters("lane", layer)["mlp.c_fc.weight"]
+            for _ in solved_lanes(
+                dataclasses.replace(study, settings=settings),
+                parts,
+                lanes,
+                sites,
+                Reporter(events.append),
+                phase="sweep",
+            )
+        ]
+        done = [event.done for event in events]
+        assert done == sorted(done) and events[-1].done == events[-1].total, "progress only goes forward"
+        return found, sum(event.label.startswith("layer 1 ") for event in events)
+
+    (together, once), (apart, thrice) = models(1 << 30), models(1)
+    assert thrice == 3 * once
+    for left, right in zip(together, apart, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("lam", 0.01), ("rho", 1.3), ("alpha", 0.8), ("n", 3)], ids=str
+)
+def test_a_point_equals_a_plain_calibration_of_the_same_settings(
+    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, setting: str, value: float
+) -> None:
+    found = sweep(folder, SweepRequest({setting: [value], "lam": [0.01, 0.2]}))
+    asked = {"samples": int(value)} if setting == "n" else {"parameters": {setting: value}}
+    plain = calibrate(copied(light, tmp_path / "plain"), request(**asked))
+    for row in rows_of(found, setting, **{setting: value}).itertuples():
+        final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
+        score = plain.accuracy(task=row.task, variant=VARIANT).iloc[0]
+        assert (row.accuracy, row.n_test) == (score["value"], score["n"])
+        for measure in MEASURES:
+            assert getattr(row, measure) == pytest.approx(final[measure], rel=1e-5)
+        assert row.n == plain.manifest.calibrations[NAME].samples[row.task]
+
+
+def test_one_factor_at_a_time_or_all_combinations(folder: pathlib.Path) -> None:
+    values = {"lam": [0.01, 0.05], "alpha": [0.0, 0.3, 1.0]}
+    run = sweep(folder, SweepRequest(values, accuracy=False))
+    one = run.sweeps()
+    assert set(one["sweep"]) == {"lam", "alpha"} and one["accuracy"].isna().all()
+    lam, alpha = rows_of(run, "lam", task=TASKS[0]), rows_of(run, "alpha", task=TASKS[0])
+    assert lam["lam"].tolist() == [0.01, 0.05] and set(lam["alpha"]) == {0.3}
+    assert alpha["alpha"].tolist() == [0.0, 0.3, 1.0] and set(alpha["lam"]) == {0.05}
+    assert lam["drift_l2_mean"][1] == alpha["drift_l2_mean"][1], "one calibration serves both sweeps"
+    run = sweep(folder, SweepRequest(values, grid=True, accuracy=False))
+    both = rows_of(run, "lam+alpha", task=TASKS[0])
+    assert list(zip(both["lam"], both["alpha"], strict=True)) == [
+        (lam, alpha) for lam in values["lam"] for alpha in values["alpha"]
+    ]
+    assert both["point"].tolist() == list(range(6))
+    pd.testing.assert_frame_equal(
+        run.sweeps()[lambda rows: rows["sweep"] != "lam+alpha"].reset_index(drop=True), one
+    )
+
+
+def test_everything_else_of_the_run_stays_as_it_is(folder: pathlib.Path, light: DriftRun) -> None:
+    run = sweep(folder, SweepRequest(LAM))
+    same_rows(run, light)
+    assert run.variants == light.variants and verify(folder).ok
+    changed = {name for name, data in files_of(folder).items() if files_of(light.path).get(name) != data}
+    allowed = {"manifest.json", "status.json", "events.jsonl", "run.lock", "run.lock.guard"}
+    assert changed - allowed == {"tables/sweeps.parquet", "tables/resources.parquet"}
+
+
+def test_a_known_setting_keeps_its_number_and_a_new_one_gets_the_next(folder: pathlib.Path) -> None:
+    sweep(folder, SweepRequest({"lam": [0.3, 0.01]}, accuracy=False))
+    run = sweep(folder, SweepRequest({"lam": [0.1, 0.3]}, accuracy=False))
+    points = rows_of(run, "lam", task=TASKS[0]).set_index("lam")["point"].to_dict()
+    assert points == {0.3: 0, 0.01: 1, 0.1: 2}
+
+
+def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder: pathlib.Path) -> None:
+    sweep(folder, SweepRequest(LAM | {"rho": [1.0]}, accuracy=False))
+    before = files_of(folder)
+    with pytest.raises(SpecError, match=r"with rho 2; now rho is 2\.2") as caught:
+        sweep(folder, SweepRequest(LAM, preset="demo-clip", accuracy=False))
+    assert "--replace" in caught.value.hint and files_of(folder) == before
+    run = sweep(folder, SweepRequest({"lam": [0.7]}, preset="demo-clip", accuracy=False), replace=True)
+    assert set(rows_of(run, "lam")["lam"]) == {0.7} and set(rows_of(run, "rho")["rho"]) == {1.0}
+
+
+def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
+    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    asked = SweepRequest({"lam": [0.01, 0.1, 1.0], "n": [2, 4]}, seeds=2)
+    token, labels = CancelToken(), []
+
+    def watch(event: ProgressEvent) -> None:
+        labels.append(event.label)
+        if event.label.startswith("calibration 3"):
+            token.cancel()
+
+    with pytest.raises(Cancelled):
+        sweep(folder, asked, on_progress=watch, cancel=token)
+    kept = open_run(folder).sweeps()
+    assert 0 < len(kept) < 20 and not (folder / "scratch" / "sweep").exists()
+    run = sweep(folder, asked, resume=True, on_progress=lambda event: labels.append(event.label))
+    again = run.sweeps().merge(kept, on=[*kept.columns])
+    assert len(again) == len(kept), "finished points keep their very values, seconds included"
+    straight = sweep(copied(light, tmp_path / "straight"), asked)
+    for name in ("lam", "n"):
+        left, right = rows_of(run, name), rows_of(straight, name)
+        pd.testing.assert_frame_equal(left.drop(columns="seconds"), right.drop(columns="seconds"))
+    labels.clear()
+    sweep(folder, asked, resume=True, on_progress=lambda event: labels.append(event.label))
+    assert not [label for label in labels if "calibration" in label or "layer" in label]
+
+
+def test_resuming_scores_points_that_have_no_accuracy_yet(folder: pathlib.Path) -> None:
+    sweep(folder, SweepRequest(LAM, accuracy=False))
+    assert sweep(folder, SweepRequest(LAM), resume=True).sweeps()["accuracy"].notna().all()
+
+
+def test_seeds_differ_in_the_samples_drawn_and_in_nothing_else(folder: pathlib.Path) -> None:
+    run = sweep(folder, SweepRequest({"n": [2, 6]}, seeds=3))
+    few, all_there = (rows_of(run, "n", n=count, task=TASKS[0]) for count in (2, 6))
+    assert few["seed"].tolist() == [0, 1, 2] and few["drift_l2_mean"].nunique() == 3
+    # All six samples there are, in another order: the same calibration on the same diagnosis samples.
+    assert np.ptp(all_there["drift_l2_mean"]) < 1e-5 * all_there["drift_l2_mean"][0]
+    assert few["n_test"].nunique() == 1
+
+
+def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path: pathlib.Path) -> None:
+    shared = {
+        task: {"kind": "npz", "file": str(world.data(task)), "calibration": {"x": "x_test", "y": "y_test"}}
+        for task in TASKS
+    }
+    data = {"defaults": {"n": 2, "n_diagnosis": 4, "batch_size": 3}, **shared}
+    spec = world.spec(data=data, metrics={"jacobian": False})
+    dl.analyze(spec, out=tmp_path / "run", progress="none")
+    first = sweep(tmp_path / "run", SweepRequest({"lam": [0.1]}))
+    assert set(first.sweeps()["n_test"]) == {7}
+    run = sweep(tmp_path / "run", SweepRequest({"lam": [0.1]}, seeds=2), replace=True)
+    assert set(run.sweeps()["n_test"]) <= {5, 6, 7} and set(run.sweeps()["n_test"]) != {7}
+    with pytest.raises(DataError, match="none is left to measure with"):
+        sweep(tmp_path / "run", SweepRequest({"lam": [0.1]}, seeds=12))
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "hint"),
+    [
+        ({"lamda": [1.0]}, "can't vary 'lamda'; it varies lam, rho, alpha, n", "Did you mean 'lam'?"),
+        ({}, "something to vary", "--param"),
+        ({"lam": [-1.0]}, "lam is -1", ""),
+        ({"alpha": [0.1, 1.5]}, "alpha is 1.5", ""),
+        ({"n": [2.5]}, "n is 2.5, expected a whole number", ""),
+        ({"n": [0]}, "n is 0, expected a whole number", ""),
+        ({"lam": [float("nan")]}, "lam is nan", ""),
+    ],
+    ids=["unknown", "nothing", "negative", "no share", "half a sample", "no sample", "nan"],
+)
+def test_what_can_not_be_is_refused_before_anything_is_written(
+    folder: pathlib.Path, values: dict[str, list[float]], words: str, hint: str
+) -> None:
+    before = files_of(folder)
+    with pytest.raises(SpecError) as caught:
+        sweep(folder, SweepRequest(values))
+    assert words in caught.value.message and hint in caught.value.hint
+    assert files_of(folder) == before
+
+
+def test_more_samples_than_there_are_is_refused_with_the_count(folder: pathlib.Path) -> None:
+    with pytest.raises(DataError, match=r"7 calibration samples asked for.*holds 6"):
+        sweep(folder, SweepRequest({"n": [2, 7]}))
+
+
+def test_no_seed_at_all_is_refused(folder: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="seeds is 0"):
+        sweep(folder, SweepRequest(LAM, seeds=0))
+
+
+def test_tables_of_the_run_know_nothing_of_the_models_tried(folder: pathlib.Path) -> None:
+    run = sweep(folder, SweepRequest(LAM))
+    for table in TABLES:
+        assert not getattr(run, table)()["variant"].astype(str).str.contains("lane").any()

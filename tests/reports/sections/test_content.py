@@ -1,0 +1,134 @@
+"""What a report consists of: sections in order, figures with their numbers, stamps, checks, and what is missing."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pandas as pd
+import pytest
+
+from driftlens.errors import SpecError
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from driftlens_reports.build import Report
+from driftlens_reports.charts.chart import charts
+from driftlens_reports.content import ReportContent, Table
+from driftlens_reports.sections.outline import PER_SAMPLE, PRESETS, TITLES, outline
+from tests.records.full_run import write_full_run
+from tests.reports.conftest import SMALL
+from tests.reports.paper.figure_runs import figure_run
+
+ORDER = [
+    *("verdict", "setup", "layers", "decomposition", "origins", "cosine", "parameters"),
+    *("outputs", "calibration", "checks", "caveats", "glossary", "environment"),
+]
+
+
+def frame(table: Table) -> pd.DataFrame:
+    return pd.DataFrame(list(table.rows), columns=[column.name for column in table.columns])
+
+
+def sentences(content: ReportContent, section: str) -> list[str]:
+    return [text for entry in content.sections if entry.name == section for text in entry.sentences]
+
+
+def test_sections_come_in_the_order_of_the_design(standard: Report) -> None:
+    assert list(TITLES) == [section.name for section in standard.content.sections] == ORDER
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_sections_and_charts_exist(name: str) -> None:
+    preset = PRESETS[name]
+    assert set(preset.sections) <= set(ORDER)
+    assert set(preset.charts or ()) <= set(charts)
+
+
+def test_a_figures_data_is_what_its_chart_plots(full: DriftRun, standard: Report) -> None:
+    for figure in standard.content.figures:
+        plotted = charts[figure.name].draw(full).data
+        assert figure.data is not None
+        assert list(plotted.columns) == [column.name for column in figure.data.columns]
+        expected = [
+            [None if pd.isna(cell) else cell for cell in row] for row in plotted.to_numpy(dtype=object)
+        ]
+        assert [list(row) for row in figure.data.rows] == expected
+
+
+def test_every_chart_is_in_the_full_report_and_single_samples_only_in_a_raw_one(everything: Report) -> None:
+    assert {figure.name for figure in everything.content.figures} == set(charts)
+    tame = {chart.name for section in ORDER for chart in outline("full").charts_of(section)}
+    assert tame == set(charts) - PER_SAMPLE
+
+
+def test_a_figure_that_can_not_be_drawn_names_the_command_that_helps(bare: DriftRun) -> None:
+    content = Report(bare).content
+    accuracy = next(figure for figure in content.figures if figure.name == "accuracy")
+    assert accuracy.data is None and "driftlens evaluate" in accuracy.missing
+    assert accuracy.title in " ".join(sentences(content, "caveats"))
+
+
+def test_synthetic_runs_and_shared_samples_are_stamped(tmp_path: pathlib.Path) -> None:
+    folder = write_full_run(tmp_path / "run", synthetic=True, size=SMALL)
+    with RunWriter.resume(folder) as writer:
+        writer.notice("task cars: calibration and diagnosis draw from the same 8 samples")
+    stamps = Report(open_run(folder), sections=["verdict"]).content.stamps
+    assert any(text.startswith("Synthetic demo") for text in stamps)
+    assert any("calibration and diagnosis draw from the same" in text for text in stamps)
+
+
+def test_neither_stamp_is_on_an_ordinary_run(standard: Report) -> None:
+    assert standard.content.stamps == ()
+
+
+def test_the_users_checks_stand_beside_the_self_checks(full: DriftRun) -> None:
+    checks = {"checks": [{"metric": "cos_mean", "where": {"layer": "final"}, "gte": 2, "name": "too much"}]}
+    content = Report(full, "summary", checks=checks).content
+    section = next(section for section in content.sections if section.name == "checks")
+    own = {table.name: frame(table) for table in section.tables}
+    assert list(own["checks"]["status"]) == ["fail"]
+    assert set(own) == {"self-checks", "checks"}
+    assert section.sentences[-1] == "0 of 1 checks holds; 1 failed."
+
+
+def test_a_calibration_on_record_has_its_settings_and_its_before_and_after(tmp_path: pathlib.Path) -> None:
+    run = figure_run(tmp_path / "run", size=SMALL)
+    content = Report(run, "calibration").content
+    tables = {table.name: frame(table) for table in content.tables}
+    assert dict(
+        zip(*(tables["calibration-settings"][name] for name in ("setting", "value")), strict=True)
+    ) == {**{"lam": "0.05", "rho": "2.0", "alpha": "0.3"}}
+    rows = tables["before-after-featcal"]
+    merged = rows[(rows["task"] == "cars") & (rows["model"] == "merged")]
+    assert merged["L2 drift"].item() == run.value("drift_l2_mean", task="cars")
+    assert any("come from the anchor alone" in text for text in sentences(content, "calibration"))
+
+
+def test_shares_of_the_gains_sum_to_one(standard: Report) -> None:
+    rows = frame(next(table for table in standard.content.tables if table.name == "gain-split"))
+    assert len(rows) == 9
+    assert (rows["by rescaling"] + rows["by calibration"]).to_numpy() == pytest.approx(1.0)
+
+
+def test_a_remainder_is_a_caveat_with_its_size(standard: Report) -> None:
+    assert "Up to 2.0 %" in " ".join(sentences(standard.content, "caveats"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "standart"}, "no preset 'standart'"),
+        ({"sections": ["layer"]}, "no section 'layer'"),
+        ({"sections": []}, "no section is chosen"),
+    ],
+    ids=["preset", "section", "none"],
+)
+def test_what_does_not_exist_is_refused_before_anything_is_read(
+    options: dict[str, object], message: str, full: DriftRun
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        Report(full, **options)  # type: ignore[arg-type]
+
+
+def test_sections_are_chosen_in_reading_order_whatever_the_order_asked_for(full: DriftRun) -> None:
+    content = Report(full, sections=["checks", "layers"]).content
+    assert [section.name for section in content.sections] == ["layers", "checks"]

@@ -52,6 +52,8 @@ class Suite:
             "merge": {"method": "task_arithmetic", "scaling": SCALING},
             "experts": {task: {"weights": str(folder / expert_file(task))} for task in self.tasks},
             "heads": self.record()["heads"],
+            # Jacobians are the dear part; a demo is about the way there, not about the third digit.
+            "metrics": {"jacobian": {"samples": 8}},
             "data": {
                 "defaults": {"n": 64, "n_diagnosis": 128, "n_test": "all"},
                 **{task: {"kind": "npz", "file": str(folder / data_file(task))} for task in self.tasks},

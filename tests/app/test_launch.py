@@ -141,13 +141,19 @@ def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str
 
 WITHOUT_TORCH = """
 import sys
-sys.modules["torch"] = None  # importing it raises
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch is blocked")
+
+sys.meta_path.insert(0, Blocked())
 from streamlit.testing.v1 import AppTest
 app = AppTest.from_file(sys.argv[1], default_timeout=60).run()
 for view in sys.argv[2:]:
     app.switch_page(view).run()
     assert app.title and not app.exception and not app.error, (view, app.exception, app.error)
-assert not [name for name in sys.modules if name.split(".")[0] in ("transformers", "open_clip", "torchvision")]
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "transformers", "open_clip", "torchvision")]
 """
 
 

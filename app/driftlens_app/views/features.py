@@ -95,7 +95,7 @@ def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str
     if sample is None and len(selected) == 1:
         sample = selected[0]
     if sample is None:
-        st.caption("Select a row, or a point above, to see the sample and how it drifts.")
+        st.caption("Select a row to see the sample and how it drifts.")
         return
     show_story(run, task, sample, options)
 

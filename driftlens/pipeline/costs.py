@@ -20,6 +20,7 @@ from driftlens.models.chain import Layer, Pool, pooled
 from driftlens.pipeline.evaluation import CHUNK_BYTES
 from driftlens.pipeline.sensitivity import BATCH
 from driftlens.pipeline.study import Settings
+from driftlens.records.thumbs import MOST, SIDE
 from driftlens.spec import RunSpec
 
 FIXED_DISK = 80_000
@@ -51,11 +52,19 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class TaskLoad:
-    """How many samples of one task are looked at; `ids` counts all that the manifest names."""
+    """How many samples of one task are looked at.
+
+    Attributes:
+        diagnosis: samples whose drift is measured.
+        test: samples that are scored.
+        ids: all samples that the manifest names.
+        thumbs: pictures that the run keeps for viewers.
+    """
 
     diagnosis: int
     test: int
     ids: int
+    thumbs: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,9 @@ def workload(
     for task, opened in data.items():
         splits = opened.calibration(), opened.diagnosis(), opened.test()
         is_scored = task in spec.heads and opened.test().labels is not None
-        tasks[task] = TaskLoad(len(splits[1]), len(splits[2]) if is_scored else 0, sum(map(len, splits)))
+        thumbs = min(len(splits[1]), MOST) if opened.has_pictures else 0
+        tested = len(splits[2]) if is_scored else 0
+        tasks[task] = TaskLoad(len(splits[1]), tested, sum(map(len, splits)), thumbs)
     explained = 1 + len(spec.baselines)
     return Workload(
         layers=layers,
@@ -158,6 +169,8 @@ def disk_bytes(work: Workload) -> int:
         rows = work.variants * task.diagnosis
         total += models * sum(task.diagnosis * width * 2 + 128 for width in stored)
         total += rows * (len(stored) * SAMPLE_ROW + OUTPUT_ROW) + task.ids * SAMPLE_ID
+        # Pictures hardly compress: an upper bound, reached by noise.
+        total += task.thumbs * SIDE * SIDE * 3
     return total
 
 

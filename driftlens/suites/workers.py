@@ -40,6 +40,7 @@ class _Team:
     stop: Event
     barrier: Barrier
     gradients: Tensor
+    told: int = 0
 
 
 _teams: list[_Team] = []
@@ -83,33 +84,46 @@ class Workers:
             RunError: a worker died.
             Exception: what a job or `on_news` raised.
         """
-        futures = [self._pool.submit(function, job) for job in jobs]
+        futures = [self._pool.submit(_counting, function, job) for job in jobs]
+        heard = 0
         try:
             while not _settled(futures):
-                self._listen(on_news, _POLL_SECONDS)
+                heard += self._listen(on_news, _POLL_SECONDS)
             results = [future.result() for future in futures]
-            self._listen(on_news, 0.0)
-            return results
+            # News travel apart from results and may come later than these.
+            while heard < sum(told for _, told in results):
+                heard += self._listen(on_news, _POLL_SECONDS)
+            return [result for result, _ in results]
         except BrokenProcessPool as error:
             raise RunError(
                 "a process that was building the embedded suite ended unexpectedly",
                 hint="It may have run out of memory; the same command begins anew.",
             ) from error
 
-    def _listen(self, on_news: Callable[..., None], seconds: float) -> None:
-        """Hand on all news; wait at most `seconds` for the first."""
-        try:
-            while True:
-                on_news(*self._news.get(timeout=seconds))
-                seconds = 0.0
-        except queue.Empty:
-            return
+    def _listen(self, on_news: Callable[..., None], seconds: float) -> int:
+        """Hand on all news and count them; wait at most `seconds` for the first."""
+        heard = 0
+        while True:
+            try:
+                news = self._news.get(timeout=0.0 if heard else seconds)
+            except queue.Empty:
+                return heard
+            on_news(*news)
+            heard += 1
 
 
 def _settled(futures: Sequence[Future[Any]]) -> bool:
     """Whether all are done, or one has failed, which the others may be waiting for."""
     failed = any(future.done() and future.exception() is not None for future in futures)
     return failed or all(future.done() for future in futures)
+
+
+def _counting(function: Callable[[Job], Result], job: Job) -> tuple[Result, int]:
+    """In a worker: do one job, and count what it tells."""
+    team = _teams[0]
+    before = team.told
+    result = function(job)
+    return result, team.told - before
 
 
 def _join_team(news: multiprocessing.Queue[News], stop: Event, barrier: Barrier, shared: Any) -> None:
@@ -128,6 +142,7 @@ def tell(*news: Any) -> None:
     if team.stop.is_set():
         raise Cancelled("cancelled")
     team.news.put(news)
+    team.told += 1
 
 
 @dataclass

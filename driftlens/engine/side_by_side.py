@@ -19,13 +19,11 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.finite import FiniteWatch
 from driftlens.engine.lanes import Branch, Lane, LaneSolution, moments_key
+from driftlens.engine.layer_solve import solve_layer
 from driftlens.engine.pool import ModelPool, expert_of
-from driftlens.engine.problems import Calibrator, NormProblem, Problem
 from driftlens.engine.site_inputs import inputs_and_output, inputs_only
-from driftlens.engine.site_selection import site_path
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import on_device
-from driftlens.errors import NumericsError
 from driftlens.models.chain import Layer, Parameters
 
 Parts = Mapping[str, Sequence[SampleSet]]
@@ -160,6 +158,7 @@ class _Walk:
     def _solve(self, layer: Layer, merged: Parameters) -> dict[int, dict[str, Tensor]]:
         """New parameters of the layer, by lane."""
         base = None if self.base is None else self.pool.parameters(self.base, layer)
+        stored_as = self.merged if self.base is None else self.base
         found: dict[int, dict[str, Tensor]] = {}
         for branch in self.branches:
             with self._shared(branch.lanes):
@@ -167,21 +166,12 @@ class _Walk:
             branch.sums = {}
             for index, lane in branch.lanes.items():
                 with self._shared([index]):
-                    found[index] = self._solved(layer, lane.calibrator, problems[moments_key(lane)])
+                    found[index], _ = solve_layer(
+                        self.pool, layer, problems[moments_key(lane)], lane.calibrator, stored_as=stored_as
+                    )
         for index, updates in found.items():
             self.solutions[index].updates |= {(layer.index, name): value for name, value in updates.items()}
         return found
-
-    def _solved(self, layer: Layer, calibrator: Calibrator, problems: Sequence[Problem]) -> dict[str, Tensor]:
-        updates: dict[str, Tensor] = {}
-        source = self.pool.source(self.merged if self.base is None else self.base)
-        for problem in problems:
-            for update in _named(layer, calibrator, problem):
-                for name, value in update.items():
-                    # As the checkpoint will hold it, so that later layers see what will be deployed.
-                    stored = source.headers[layer.parameters[name].key].dtype
-                    updates[name] = value.to(stored).to(self.pool.device, self.pool.dtype)
-        return updates
 
     def _split(self) -> None:
         """From here on every lane is on its own."""
@@ -244,16 +234,3 @@ class _Walk:
         share = (time.perf_counter() - started) / len(lanes)
         for index in lanes:
             self.solutions[index].seconds += share
-
-
-def _named(layer: Layer, calibrator: Calibrator, problem: Problem) -> Iterator[Mapping[str, Tensor]]:
-    """New parameters of a problem's sites; errors say which sites they are about."""
-    try:
-        for update in calibrator.solve(problem):
-            yield update.parameters
-    except NumericsError as error:
-        sites = [problem.site] if isinstance(problem, NormProblem) else problem.sites
-        named = ", ".join(site_path(layer, site) for site in sites)
-        raise type(error)(
-            f"layer {layer.index}, {named}: {error.message}", hint=error.hint, **error.context
-        ) from error

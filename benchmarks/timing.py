@@ -22,3 +22,13 @@ def best_of(
             if turn:
                 best[name] = min(best[name], time.perf_counter() - started)
     return best
+
+
+def seconds_of(run: Callable[[], object], times: int = 1) -> float:
+    """Mean seconds of `times` runs: for what is too long to be repeated until it had a quiet moment."""
+    started = time.perf_counter()
+    for _ in range(times):
+        run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / times

@@ -201,6 +201,15 @@ def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> objec
     return inputs
 
 
+def input_bytes(inputs: object) -> int:
+    """Bytes of raw inputs, as `on_device` takes them."""
+    if isinstance(inputs, Tensor):
+        return inputs.nbytes
+    if isinstance(inputs, dict):
+        return sum(input_bytes(value) for value in inputs.values())
+    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
+
+
 def _layer_function(layer: Layer, parameters: Parameters, side: SideInputs) -> Callable[[State], State]:
     return lambda state: layer.call(parameters, state, side)
 

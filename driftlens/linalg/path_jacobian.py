@@ -16,9 +16,12 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.linalg.linear_map import FixedWeights
+from driftlens.linalg.fixed_weights import FixedWeights
 from driftlens.linalg.quadrature import gauss_legendre
 from driftlens.linalg.state import State, floating, relative_error, subtract
+
+TOGETHER = 4 << 20
+"""Bytes of vectors, over all nodes, up to which one pass takes all nodes: in small layers calls cost more than sums."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,9 @@ class PathJacobian:
         """A v for several vectors at once, stacked along a new first axis; they share every undifferentiated pass."""
         total: State = {}
         with forward_mode_attention(), FixedWeights():
-            for t, weight in gauss_legendre(self.nodes):
-                point, call = self._at(t)
-
-                def push(v: State, point: State = point, call: Callable[[State], State] = call) -> State:
-                    return jvp(call, (point,), (v,))[1]
-
-                _add(total, vmap(push)(vectors), weight)
+            weights = (weight for _, weight in gauss_legendre(self.nodes))
+            for pushed, weight in zip(self._pushed(vectors), weights, strict=True):
+                _add(total, pushed, weight)
         return total
 
     def vjp(self, covector: State) -> State:
@@ -64,8 +63,7 @@ class PathJacobian:
         total: State = {}
         with forward_mode_attention(), FixedWeights():
             for t, weight in gauss_legendre(self.nodes):
-                point, call = self._at(t)
-                pull = vjp(call, point)[1]
+                pull = vjp(self._call, self._point(t))[1]
                 _add(total, pull(covector)[0], weight)
         return total
 
@@ -78,16 +76,27 @@ class PathJacobian:
         found = self.jvp(subtract(self.end, self.start))
         return relative_error(found, exact)
 
-    def _at(self, t: float) -> tuple[State, Callable[[State], State]]:
-        """The point at t on the segment, and the layer as a function of floating leaves alone."""
-        fixed = {name: leaf for name, leaf in self.start.items() if not leaf.is_floating_point()}
+    def _pushed(self, vectors: State) -> Iterator[State]:
+        """J v at every node, for several vectors."""
+        points = (self._point(t) for t, _ in gauss_legendre(self.nodes))
+        if sum(leaf.nbytes for leaf in vectors.values()) * self.nodes > TOGETHER:
+            yield from (self._push(point, vectors) for point in points)
+            return
+        pushed = vmap(self._push, in_dims=(0, None))(_stacked(list(points)), vectors)
+        yield from ({name: leaf[index] for name, leaf in pushed.items()} for index in range(self.nodes))
+
+    def _push(self, point: State, vectors: State) -> State:
+        return vmap(lambda v: jvp(self._call, (point,), (v,))[1])(vectors)
+
+    def _point(self, t: float) -> State:
+        """The point at t on the segment, floating leaves alone."""
         start, end = floating(self.start), floating(self.end)
-        point = {name: torch.lerp(start[name], end[name], t) for name in start}
+        return {name: torch.lerp(start[name], end[name], t) for name in start}
 
-        def call(state: State) -> State:
-            return floating(self.layer_call({**fixed, **state}))
-
-        return point, call
+    def _call(self, state: State) -> State:
+        """The layer as a function of floating leaves alone."""
+        fixed = {name: leaf for name, leaf in self.start.items() if not leaf.is_floating_point()}
+        return floating(self.layer_call({**fixed, **state}))
 
 
 @contextmanager
@@ -99,6 +108,10 @@ def forward_mode_attention() -> Iterator[None]:
         yield
 
 
+def _stacked(states: list[State]) -> State:
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+
 def _add(total: State, part: State, weight: float) -> None:
     for name, leaf in part.items():
-        total[name] = total[name] + weight * leaf if name in total else weight * leaf
+        total[name] = total[name].add_(leaf, alpha=weight) if name in total else weight * leaf

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
-from driftlens.models.loading import StateSource, open_checkpoint
+from driftlens.models.loading import open_checkpoint
 
 if TYPE_CHECKING:
-    from driftlens.models.architecture import Architecture
+    from driftlens.models.architecture import TextTower
 
 ClassNames = Sequence[str] | str | os.PathLike[str]
 """Class names in the order of the rows, or the path of a JSON file that holds such a list."""
@@ -108,22 +108,19 @@ def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, cla
     return Head(names, embeddings, logit_scale)
 
 
-def text_head(
-    architecture: Architecture, base: StateSource, classes: ClassNames, templates: Sequence[str]
-) -> Head:
+def text_head(tower: TextTower, classes: ClassNames, templates: Sequence[str]) -> Head:
     """The zero-shot head of the base: every class named in every template, read by the base's text tower.
 
     A class embedding is the mean over templates of unit-norm prompt embeddings, normalised again; the logit
     scale is exp(`logit_scale`) of the base.
 
     Args:
-        architecture: knows the text tower and the tokenizer.
-        base: weights of the whole base CLIP in its own key names, text tower included.
+        tower: the base's (`Architecture.text_tower`).
         classes: names of the rows.
         templates: prompts in which `{}` stands for the class name.
 
     Raises:
-        SpecError: the base has no text tower, a template has no `{}`, or there are no templates.
+        SpecError: a template has no `{}`, or there are no templates.
         DataError: class names repeat or can't be read.
     """
     names = class_names(classes)
@@ -135,7 +132,6 @@ def text_head(
             else "no templates given",
             hint='Write {} where the class name goes, for example "a photo of a {}."',
         )
-    tower = architecture.text_tower(base)
     rows = []
     for name in names:
         # Not str.format: other braces in a template are text.

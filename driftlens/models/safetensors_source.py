@@ -33,6 +33,9 @@ DTYPES = {
 }
 """The names of number types in the file format."""
 
+KEPT_OPEN = 16 << 20
+"""Bytes up to which a file stays open: opening a small one takes longer than reading a tensor of it."""
+
 
 class SafetensorsSource:
     """One `.safetensors` file. The header is read at once, a tensor when it is asked for.
@@ -54,6 +57,7 @@ class SafetensorsSource:
             raise CheckpointError(
                 f"{path} holds no tensors", hint="Save the model again; this file is empty."
             )
+        self._kept = _open(path) if path.stat().st_size <= KEPT_OPEN else None
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor, or rows [start, stop) of it; only its own bytes are read.
@@ -62,11 +66,17 @@ class SafetensorsSource:
             CheckpointError: there is no such key, or the file can't be read any more.
         """
         require_key(self, key)
+        if self._kept is not None:
+            return _piece(self._kept, key, rows).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
         # memory is what is in use, and a tensor somebody wrote to does not come back changed.
         with _opened(self._path) as file:
-            tensor: Tensor = file.get_tensor(key) if rows is None else file.get_slice(key)[slice(*rows)]
-        return tensor
+            return _piece(file, key, rows)
+
+
+def _piece(file: Any, key: str, rows: tuple[int, int] | None) -> Tensor:
+    tensor: Tensor = file.get_tensor(key) if rows is None else file.get_slice(key)[slice(*rows)]
+    return tensor
 
 
 def _header(name: str, key: str, piece: Any) -> TensorHeader:
@@ -83,10 +93,10 @@ def _header(name: str, key: str, piece: Any) -> TensorHeader:
 
 @contextlib.contextmanager
 def _opened(path: pathlib.Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt") as file:
+        with _open(path) as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -94,3 +104,9 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
             hint="Copy or download it again; it was cut short or changed on the way.",
             source=str(path),
         ) from error
+
+
+def _open(path: pathlib.Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import Batch, SampleSet
 from driftlens.diagnostics.output import class_rows
 from driftlens.engine.pool import expert_of
-from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.models.heads import Head
 from driftlens.pipeline.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.intervals import wilson
 
 CHUNK_BYTES = 256 << 20
-"""Features that wait at a boundary while accuracy is measured; small enough to stay out of everything's way."""
+"""Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
 
 
 @torch.no_grad()
@@ -30,40 +30,58 @@ def accuracy_rows(
     at_hand = study.tasks[task]
     if at_hand.test is None or at_hand.head is None or at_hand.test.labels is None:
         return []
-    rows: list[dict[str, object]] = []
-    tasks = list(study.tasks)
-    for number, variant in enumerate(variants, start=tasks.index(task) * len(variants)):
-        reporter.step("evaluate", number, len(tasks) * len(variants), f"task {task}: {variant}")
-        model = expert_of(task) if variant == "expert" else variant
-        hits = _hits(study, model, task, at_hand.test, at_hand.head)
-        low, high = wilson(hits, len(at_hand.test))
-        rows.append(
-            {
-                "task": task,
-                "variant": variant,
-                "metric": "accuracy",
-                "value": hits / len(at_hand.test),
-                "n": len(at_hand.test),
-                "ci_low": low,
-                "ci_high": high,
-                "seed": study.seed,
-            }
-        )
-    reporter.step(
-        "evaluate", (tasks.index(task) + 1) * len(variants), len(tasks) * len(variants), f"task {task}"
-    )
-    return rows
+    hits = _hits(study, task, variants, at_hand.test, at_hand.head, reporter)
+    count = len(at_hand.test)
+    return [
+        {
+            "task": task,
+            "variant": variant,
+            "metric": "accuracy",
+            "value": right / count,
+            "n": count,
+            "ci_low": low,
+            "ci_high": high,
+            "seed": study.seed,
+        }
+        for variant, right in hits.items()
+        for low, high in [wilson(right, count)]
+    ]
 
 
-def _hits(study: Study, model: str, task: str, samples: SampleSet, head: Head) -> int:
+def _hits(
+    study: Study, task: str, variants: list[str], samples: SampleSet, head: Head, reporter: Reporter
+) -> dict[str, int]:
+    """Samples that each variant gets right; a sample is read once for all of them."""
     assert samples.labels is not None
     wanted = class_rows(head, samples.labels)
-    per_sample = waiting_bytes(study.pool, model, samples.load([0]))
+    one = samples.load([0])
+    per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
-    hits = 0
+    hits = dict.fromkeys(variants, 0)
+    step = _Steps(study, task, len(variants), reporter)
     for first in range(0, len(samples), length):
-        chunk = samples.batches(first, min(first + length, len(samples)))
-        for start, features in forward(study.pool, model, chunk, task=task):
-            predicted = head.scores(features).argmax(dim=1).cpu()
-            hits += int((predicted == wanted[start : start + len(predicted)]).sum())
+        chunk = list(samples.batches(first, min(first + length, len(samples))))
+        for variant in variants:
+            step(f"task {task}: {variant}", chunk)
+            model = expert_of(task) if variant == "expert" else variant
+            for start, features in forward(study.pool, model, chunk, task=task):
+                predicted = head.scores(features).argmax(dim=1).cpu()
+                hits[variant] += int((predicted == wanted[start : start + len(predicted)]).sum())
+    step(f"task {task}", [])
     return hits
+
+
+class _Steps:
+    """Progress in samples times variants, over all tasks."""
+
+    def __init__(self, study: Study, task: str, variants: int, reporter: Reporter) -> None:
+        sizes = {name: len(at.test) if at.test is not None else 0 for name, at in study.tasks.items()}
+        before = list(sizes)[: list(sizes).index(task)]
+        self._done = variants * sum(sizes[name] for name in before)
+        self._total = variants * sum(sizes.values())
+        self._reporter = reporter
+
+    def __call__(self, label: str, coming: list[Batch]) -> None:
+        """Say what is at hand; `coming` counts as done with the next call."""
+        self._reporter.step("evaluate", self._done, self._total, label)
+        self._done += sum(batch.stop - batch.start for batch in coming)

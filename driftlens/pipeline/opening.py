@@ -15,7 +15,7 @@ from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool, expert_of
 from driftlens.errors import SpecError
 from driftlens.layers import select_layers
-from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.architecture import Architecture, TextTower, load_architecture
 from driftlens.models.heads import Head, class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.pipeline.study import Settings, Study, TaskSamples
@@ -120,9 +120,15 @@ def open_heads(
         SpecError: nobody names the classes, or prompts are given and there is no text tower.
         DataError: names repeat, or their number is not that of the rows.
     """
+    tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads = {}
     for task, entry in spec.heads.items():
-        heads[task] = _head(entry, classes_of(task, entry, data.get(task)), models, task)
+        classes = classes_of(task, entry, data.get(task))
+        if isinstance(entry, FileHead):
+            heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
+        else:
+            tower = tower or _text_tower(models, task)
+            heads[task] = text_head(tower, classes, entry.templates)
     return heads
 
 
@@ -142,15 +148,13 @@ def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | N
     return class_names(names)
 
 
-def _head(entry: FileHead | TextHead, classes: tuple[str, ...], models: OpenModels, task: str) -> Head:
-    if isinstance(entry, FileHead):
-        return file_head(entry.file, entry.tensor, entry.logit_scale, classes)
+def _text_tower(models: OpenModels, task: str) -> TextTower:
     if models.base is None:
         raise SpecError(
             f"heads.{task}: templates are read by the base's text tower, and there is no base",
             hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
         )
-    return text_head(models.architecture, models.base, classes, entry.templates)
+    return models.architecture.text_tower(models.base)
 
 
 def open_study(

@@ -180,7 +180,7 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
     Raises:
         RunError: the folder can't be written to, or the disk is full.
     """
-    record = dataclasses.asdict(manifest)
+    record = _as_record(manifest)
     write_json_atomic(folder / MANIFEST, {**record, "digest": _digest(record)})
 
 
@@ -213,6 +213,15 @@ def manifest_is_intact(folder: pathlib.Path) -> bool:
 def ids_digest(ids: Sequence[str]) -> str:
     """Digest of sample ids in their order, in hexadecimal."""
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
+
+
+def _as_record(manifest: Manifest) -> dict[str, Any]:
+    # Not `dataclasses.asdict`, which copies every sample id, and a run is written a hundred times.
+    record = dict(vars(manifest))
+    record["layers"] = [vars(layer) for layer in manifest.layers]
+    for name in _ENTRIES:
+        record[name] = {key: dict(vars(entry)) for key, entry in record[name].items()}
+    return record
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, DriftLensError, ShapeError, SpecError
-from driftlens.models.architecture import load_architecture
+from driftlens.models.architecture import TextTower, load_architecture
 from driftlens.models.heads import Head, class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.models.sources import TensorsSource
@@ -125,15 +125,17 @@ def test_unusable_files_are_refused(
     assert words in refusal.value.message
 
 
+def tower_of(folder: pathlib.Path) -> TextTower:
+    return load_architecture("open-clip", str(folder)).text_tower(open_checkpoint(folder))
+
+
 def test_prompts_give_open_clips_own_zero_shot_classifier(open_clip: pathlib.Path) -> None:
     from open_clip import build_zero_shot_classifier, create_model, get_tokenizer
 
     model, tokenizer = create_model(f"local-dir:{open_clip}").eval(), get_tokenizer(f"local-dir:{open_clip}")
     templates = [lambda name, t=template: t.replace("{}", name) for template in TEMPLATES]
     expected = build_zero_shot_classifier(model, tokenizer, CLASSES, templates).T
-    head = text_head(
-        load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip), CLASSES, TEMPLATES
-    )
+    head = text_head(tower_of(open_clip), CLASSES, TEMPLATES)
     torch.testing.assert_close(head.embeddings, expected, rtol=0, atol=1e-6)
     assert head.classes == tuple(CLASSES)
     assert head.logit_scale == pytest.approx(model.logit_scale.exp().item())
@@ -149,7 +151,9 @@ def test_prompts_give_the_text_features_of_transformers(hf: pathlib.Path) -> Non
         with torch.no_grad():
             features = [model.get_text_features(**token).pooler_output[0] for token in tokens]
         rows.append(sum(feature / feature.norm() for feature in features))
-    head = text_head(load_architecture("hf-clip", str(hf)), open_checkpoint(hf), CLASSES, TEMPLATES)
+    head = text_head(
+        load_architecture("hf-clip", str(hf)).text_tower(open_checkpoint(hf)), CLASSES, TEMPLATES
+    )
     torch.testing.assert_close(
         head.embeddings, torch.stack([row / row.norm() for row in rows]), rtol=0, atol=1e-5
     )
@@ -158,15 +162,17 @@ def test_prompts_give_the_text_features_of_transformers(hf: pathlib.Path) -> Non
 
 def test_other_braces_in_a_template_are_text(open_clip: pathlib.Path) -> None:
     architecture, base = load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip)
-    (row,) = text_head(architecture, base, ["cat"], ["{0} {} {x!r}"]).embeddings
-    (expected,) = text_head(architecture, base, ["{0} cat {x!r}"], ["{}"]).embeddings
+    (row,) = text_head(architecture.text_tower(base), ["cat"], ["{0} {} {x!r}"]).embeddings
+    (expected,) = text_head(architecture.text_tower(base), ["{0} cat {x!r}"], ["{}"]).embeddings
     torch.testing.assert_close(row, expected)
 
 
 def test_a_wrapped_base_has_its_text_tower_all_the_same(open_clip: pathlib.Path) -> None:
     architecture, base = load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip)
     wrapped = TensorsSource("base", {f"module.{key}": base.read(key) for key in base.headers})
-    first, second = (text_head(architecture, source, CLASSES, TEMPLATES) for source in (base, wrapped))
+    first, second = (
+        text_head(architecture.text_tower(source), CLASSES, TEMPLATES) for source in (base, wrapped)
+    )
     assert torch.equal(first.embeddings, second.embeddings)
 
 
@@ -182,7 +188,7 @@ def test_a_base_without_text_tower_is_refused_with_both_remedies(
     for loader, folder, tower in (("hf-clip", hf, "vision_model."), ("open-clip", open_clip, "visual.")):
         architecture = load_architecture(loader, str(folder))
         with pytest.raises(SpecError, match="the base has no text tower") as refusal:
-            text_head(architecture, only(open_checkpoint(folder), tower), CLASSES, TEMPLATES)
+            architecture.text_tower(only(open_checkpoint(folder), tower))
         assert "whole CLIP" in refusal.value.hint and "heads.<task>.file" in refusal.value.hint
 
 
@@ -195,7 +201,7 @@ def test_a_folder_without_tokenizer_is_refused(
     (tmp_path / "config.json").write_bytes((hf / "config.json").read_bytes())
     architecture = load_architecture("hf-clip", str(tmp_path))
     with pytest.raises(SpecError, match="no tokenizer that fits"):
-        text_head(architecture, open_checkpoint(hf), CLASSES, TEMPLATES)
+        architecture.text_tower(open_checkpoint(hf))
 
 
 @pytest.mark.parametrize("option", ["hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs"])
@@ -207,12 +213,10 @@ def test_text_towers_that_need_more_than_open_clip_are_refused(
     (tmp_path / "model_config.json").write_text(json.dumps(config))
     architecture = load_architecture("open-clip", str(tmp_path / "model_config.json"))
     with pytest.raises(SpecError, match=option):
-        text_head(architecture, open_checkpoint(open_clip), CLASSES, TEMPLATES)
+        architecture.text_tower(open_checkpoint(open_clip))
 
 
 @pytest.mark.parametrize("templates", [[], ["a photo."]], ids=["none", "no_place"])
 def test_unusable_templates_are_refused(open_clip: pathlib.Path, templates: list[str]) -> None:
     with pytest.raises(SpecError):
-        text_head(
-            load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip), CLASSES, templates
-        )
+        text_head(tower_of(open_clip), CLASSES, templates)

@@ -64,7 +64,7 @@ def test_real_class_embeddings_are_made_from_the_names_and_templates(real: pathl
     architecture, base = FORMS["open_clip"](real, "base")
     for task in ("sign_digits", "clothing10"):
         names = np.load(real / "data" / f"{task}.npz")["class_names"].tolist()
-        made = text_head(architecture, base, names, stated["templates"])
+        made = text_head(architecture.text_tower(base), names, stated["templates"])
         kept = file_head(real / "heads.safetensors", task, stated["logit_scale"], names)
         torch.testing.assert_close(made.embeddings, kept.embeddings, rtol=0, atol=2e-4)  # the base is float16
         assert made.logit_scale == pytest.approx(kept.logit_scale, rel=1e-3)
@@ -122,8 +122,10 @@ def test_transformers_reads_the_real_text_tower_too(real: pathlib.Path, tmp_path
         np.load(real / "data" / "clothing10.npz")["class_names"].tolist(),
         suite(real)["templates"],
     )
-    made = text_head(load_architecture("hf-clip", str(tmp_path)), open_checkpoint(tmp_path), names, templates)
-    expected = text_head(*FORMS["open_clip"](real, "base"), names, templates)
+    tower = load_architecture("hf-clip", str(tmp_path)).text_tower(open_checkpoint(tmp_path))
+    made = text_head(tower, names, templates)
+    architecture, base = FORMS["open_clip"](real, "base")
+    expected = text_head(architecture.text_tower(base), names, templates)
     torch.testing.assert_close(made.embeddings, expected.embeddings, rtol=0, atol=1e-5)
     torch.testing.assert_close(F.normalize(made.embeddings), made.embeddings)
 

@@ -1,4 +1,4 @@
-"""Derivatives through linear maps with fixed weights, against torch's own rules."""
+"""Derivatives through layers with fixed weights, against torch's own rules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from torch import Tensor, nn
 from torch.func import jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from driftlens.linalg.linear_map import FixedWeights
+from driftlens.linalg.fixed_weights import FixedWeights
 
 # torch.func.jvp scripts its decompositions on first use and warns that scripting is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 
 
 def layer(generator: torch.Generator) -> nn.Module:
-    hidden = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3, bias=False)).double()
+    hidden = nn.Sequential(
+        nn.LayerNorm(4, eps=0.1),
+        nn.Linear(4, 6),
+        nn.GELU(),
+        nn.LayerNorm(6, elementwise_affine=False),
+        nn.Linear(6, 2, bias=False),
+        nn.GELU(approximate="tanh"),
+        nn.Linear(2, 3),
+    ).double()
     for parameter in hidden.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return hidden.requires_grad_(False)

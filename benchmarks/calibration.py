@@ -23,7 +23,7 @@ from driftlens.models.chain import Layer
 from driftlens.models.registry import adapters
 from driftlens.models.sources import module_source
 
-BLOCKS = 3  # of ViT-B/32's twelve: every block costs the same, and both sides skip the last one's second pass
+BLOCKS = 12
 BATCH = 32  # the default of a spec
 CASES = ((8, 16), (2, 64))  # tasks, samples of each
 

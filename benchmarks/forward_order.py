@@ -1,0 +1,79 @@
+"""What forward order is worth on a finished run: `python -m benchmarks.forward_order RUN [preset ...]`.
+
+Beside the schedule of Algorithm 1 stands the one without it: every layer is calibrated on features of the merged model
+as it was (Sec. 4.3). Drift is on the run's diagnosis samples, accuracy on its test samples; calibration sees neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.presets import preset as preset_of
+from driftlens.engine.forward_order import calibrate
+from driftlens.engine.pool import expert_of
+from driftlens.engine.site_selection import select_sites
+from driftlens.pipeline.calibrated_weights import with_parameters
+from driftlens.pipeline.evaluation import accuracy_rows
+from driftlens.pipeline.final_features import FinalDrift, final_features
+from driftlens.pipeline.reopening import reopened
+from driftlens.pipeline.study import Study
+from driftlens.progress import Reporter
+
+Updates = dict[tuple[int, str], Tensor]
+
+
+def main() -> None:
+    """Print relative final drift and mean test accuracy of the merged model and of both schedules."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", help="a finished run")
+    parser.add_argument("presets", nargs="*", default=["paper-clip"])
+    arguments = parser.parse_args()
+    study, _ = reopened(arguments.run, with_calibrations=False)
+    print(f"merged: {_measured(study, 'merged')}")
+    for preset in arguments.presets:
+        calibrator = FeatCal(**preset_of(preset))
+        chosen = select_sites(study.pool.chain, update=calibrator.update)
+        schedules: dict[str, list[Mapping[int, Collection[str]]]] = {
+            "forward order": [chosen],
+            "stale features": [{index: names} for index, names in chosen.items()],
+        }
+        for schedule, walks in schedules.items():
+            found: Updates = {}
+            for sites in walks:
+                found |= _calibrated(study, calibrator, sites)
+            print(f"{preset}, {schedule}: {_measured(study, _added(study, f'{preset} {schedule}', found))}")
+
+
+def _calibrated(study: Study, calibrator: FeatCal, sites: Mapping[int, Collection[str]]) -> Updates:
+    samples = {task: at.calibration.batches for task, at in study.tasks.items() if at.calibration}
+    with torch.no_grad():
+        layers = calibrate(study.pool, samples, calibrator, sites=sites)
+        return {(found.layer, name): value for found in layers for name, value in found.updates.items()}
+
+
+def _added(study: Study, name: str, found: Updates) -> str:
+    pool = study.pool
+    study.pool.add(name, with_parameters(pool.chain, pool.source("merged"), pool.source("base"), found))
+    return name
+
+
+def _measured(study: Study, model: str) -> str:
+    drifts, accuracies = [], []
+    for task, at in study.tasks.items():
+        features = (
+            final_features(study.pool, name, task, at.diagnosis, study.settings.pool)
+            for name in (model, expert_of(task))
+        )
+        drifts.append(FinalDrift.between(*features).drift_rel)
+        accuracies += [float(str(row["value"])) for row in accuracy_rows(study, task, [model], Reporter())]
+    mean = [sum(values) / len(values) for values in (drifts, accuracies)]
+    return f"relative final drift {mean[0]:.3f}, accuracy {mean[1]:.1%}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A first visitor: no run yet, one button, progress, and the Overview of the demo run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from driftlens.records.run import open_run
+from driftlens.suites.embedded import embedded_suite
+from driftlens.suites.folder import RECORD
+from driftlens.suites.recipe import Recipe
+from driftlens_reports.wording import number
+from tests.browser.reading import metric, settled
+from tests.browser.server import serving
+from tests.suites.conftest import TINY
+
+
+@pytest.fixture(scope="module")
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which a suite that took seconds to make stands where the one that takes minutes would."""
+    folder = tmp_path_factory.mktemp("cache")
+    recipe = dataclasses.replace(TINY, num_train=80, num_test=140)
+    made = embedded_suite(cache=folder / "driftlens", recipe=recipe)
+    digest = Recipe().digest(0)
+    record = made.folder / RECORD
+    record.write_text(json.dumps({**json.loads(record.read_text()), "digest": digest}))
+    made.folder.rename(made.folder.with_name(f"embedded-{digest[:12]}"))
+    return folder
+
+
+def test_one_button_makes_the_demo_run_and_leads_to_its_overview(
+    page: Any, browser: Any, user_cache: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    with serving(root, tmp_path / "log", environment={"XDG_CACHE_HOME": str(user_cache)}) as address:
+        page.goto(address)
+        settled(page)
+        expect(page.get_by_role("heading", level=1)).to_contain_text("Welcome")
+        button = page.get_by_role("button", name="Make the demo run")
+        button.click()
+        expect(page.get_by_role("progressbar").first).to_be_visible(timeout=60_000)
+        expect(button).to_be_disabled(timeout=60_000)
+        page.wait_for_url("**/overview*", timeout=300_000)
+        settled(page)
+        run = open_run(root / "driftlens-demo")
+        assert f"run={run.id}" in page.url
+        assert run.variants == ("base", "merged", "baseline:featcal-anchor", "calibrated:featcal")
+        drift = [run.value("drift_l2_mean", task=task, variant="calibrated:featcal") for task in run.tasks]
+        assert metric(page, "Final drift") == number(sum(drift) / len(drift))

@@ -25,12 +25,13 @@ from driftlens.models.sources import module_source
 
 BLOCKS = 12
 BATCH = 32  # the default of a spec
-CASES = ((8, 16), (2, 64))  # tasks, samples of each
+CASES = {"cpu": ((8, 16), (2, 64)), "cuda": ((8, 256),)}  # tasks, samples of each, features already decoded
 
 
 def run(device: str) -> str:
     """One line per case: ratios to the reference and to the floor, and how far the weights are apart."""
-    return "\n".join(_case(tasks, samples, torch.device(device)) for tasks, samples in CASES)
+    where = torch.device(device)
+    return "\n".join(_case(tasks, samples, where) for tasks, samples in CASES[where.type])
 
 
 def _case(tasks: int, samples: int, device: torch.device) -> str:

@@ -7,7 +7,7 @@ import importlib
 
 import torch
 
-NAMES = ("decomposition", "attribution", "memory", "calibration", "calibration_memory")
+NAMES = ("decomposition", "attribution", "memory", "calibration", "calibration_memory", "report")
 
 
 def main() -> None:

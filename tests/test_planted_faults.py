@@ -18,7 +18,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift, output, task_vectors
 from driftlens.engine import forward_order, layer_sums, library, linear_sums, walk
 from driftlens.engine.pool import ModelPool
-from driftlens.linalg import gram, path_jacobian, quadrature, state
+from driftlens.linalg import fixed_weights, gram, path_jacobian, quadrature, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import vit
 from driftlens.models.registry import adapters
@@ -232,6 +232,21 @@ def quadrature_on_the_wrong_interval(patch: Patch) -> None:
     )
 
 
+def one_point_for_all_nodes(patch: Patch) -> None:
+    patch.setattr(
+        path_jacobian,
+        "_stacked",
+        lambda points, original=path_jacobian._stacked: original(points[:1] * len(points)),
+    )
+
+
+def mean_left_in_the_norms_derivative(patch: Patch) -> None:
+    def careless(vector, z):  # type: ignore[no-untyped-def]
+        return vector - z * (z * vector).mean(dim=-1, keepdim=True)
+
+    patch.setattr(fixed_weights, "_without_moments", careless)
+
+
 def mismatch_not_carried_on(patch: Patch) -> None:
     """The path ends at the expert's input: no drift to average over."""
     original = attribution.PathJacobian
@@ -414,6 +429,8 @@ PLANTED: list[tuple[Fault, Check]] = [
     (swapped_queries_and_keys, agrees_with_the_library),
     (crossed_output_of_the_wrong_model, jacobian_reproduces_propagation),
     (quadrature_on_the_wrong_interval, jacobian_reproduces_propagation),
+    (one_point_for_all_nodes, jacobian_reproduces_propagation),
+    (mean_left_in_the_norms_derivative, jacobian_reproduces_propagation),
     (mismatch_not_carried_on, jacobian_reproduces_propagation),
     (crossed_output_on_the_wrong_input, columns_agree_with_the_slow_reference),
     (mismatch_and_propagation_swapped, columns_agree_with_the_slow_reference),

@@ -16,9 +16,11 @@ from driftlens_app.settings import Settings
 from driftlens_app.texts import plain
 from driftlens_app.trouble import show_error, shown_errors
 
+BAD_ENDS = ("failed", "stopped", "cancelled")
+"""States of jobs that have ended without success."""
+
 _SECONDS = 1.0
 _LOG_LINES = 40
-_BAD_ENDS = ("failed", "stopped", "cancelled")
 _WORDS = {
     "starting": "Starting: loading libraries and models",
     "running": "Running",
@@ -50,7 +52,7 @@ def show_new_runs(settings: Settings) -> bool:
     jobs = jobs_beside(settings.root)
     live = [job for job in jobs if show_live(job.run, read_only=settings.read_only)]
     newest = watch(jobs[0].run) if jobs else None
-    if newest is not None and newest.state in _BAD_ENDS:
+    if newest is not None and newest.state in BAD_ENDS:
         show_ended(newest)
     return bool(live)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,11 +26,12 @@ def choose_sample(
         task: the task.
         rows: a row per sample, the most telling first, with the column `sample_id`; the first ones are shown.
         columns: how columns look.
-        key: of the table.
+        key: of the table; its rows are added, for Streamlit keeps the number of a selected row when the rows change.
         alt: what the table shows.
     """
     shown = rows.head(MOST_ROWS)
-    images = pictures(run, task, shown["sample_id"].tolist())
+    ids = shown["sample_id"].tolist()
+    images = pictures(run, task, ids)
     if any(image is not None for image in images):
         shown = shown.assign(picture=images)[["picture", *shown.columns]]
     chosen = st.dataframe(
@@ -43,7 +45,7 @@ def choose_sample(
         on_select="rerun",
         selection_mode="single-row",
         placeholder="–",
-        key=key,
+        key=f"{key}-{zlib.crc32(repr((run.id, task, ids)).encode())}",
         alt=alt,
     )
     if len(rows) > len(shown):

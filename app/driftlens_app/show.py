@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -86,7 +87,10 @@ def show_table(rows: pd.DataFrame, name: str, *, key: str) -> None:
 
 @st.cache_data(max_entries=64, show_spinner="Drawing")
 def _drawn(name: str, run_id: str, run_stamp: Stamp, options: ChartOptions, _run: DriftRun) -> Drawn:
-    return charts[name].draw(_run, options)
+    drawn = charts[name].draw(_run, options)
+    # Streamlit knows a chart that is selected in by its JSON, and a copy from the cache writes its settings in another
+    # order than a figure just drawn. Rebuilt, both are the same: else the first selection would be lost.
+    return replace(drawn, figure=type(drawn.figure)(drawn.figure.to_dict()))
 
 
 def _csv(rows: pd.DataFrame) -> bytes:

@@ -26,6 +26,7 @@ from driftlens.cli.running import RunFolder
 if TYPE_CHECKING:
     from driftlens.records.run import DriftRun
 
+Method = Annotated[str | None, typer.Option(help="A registered calibrator.", show_default="featcal")]
 Hyperparameters = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="name=value", help="Another hyperparameter of the method; repeatable."),
@@ -44,9 +45,7 @@ Sites = Annotated[
 def calibrate(
     run: RunFolder,
     name: Annotated[str, typer.Option(help="Its variant will be called calibrated:NAME.")],
-    method: Annotated[
-        str | None, typer.Option(help="A registered calibrator.", show_default="featcal")
-    ] = None,
+    method: Method = None,
     preset: Annotated[
         str | None,
         typer.Option(help="Published settings: paper-clip, demo-clip, flan-t5, llama-3b, llama-8b."),

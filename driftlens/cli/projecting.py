@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import JsonFlag, app, note, say, say_json
+from driftlens.cli.app import JsonFlag, ProgressMode, app, note, say, say_json, watched
 
 if TYPE_CHECKING:
     from driftlens.projection import Projection
@@ -26,6 +27,7 @@ def project(
         str, typer.Option(help="all, or expert for a layout that variants added later don't move.")
     ] = "all",
     max_points: Annotated[int, typer.Option(help="Most points of one layout, all variants together.")] = 2000,
+    progress: ProgressMode = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Lay the final features of expert and variants out on a plane, and keep the layout in the run."""
@@ -35,9 +37,10 @@ def project(
     from driftlens_reports.verdicts import projections_text
 
     opened = open_run(run)
+    methods = dict.fromkeys(part.strip() for part in method.split(","))
     found = []
-    for name in task or opened.tasks:
-        for chosen in dict.fromkeys(part.strip() for part in method.split(",")):
+    with watched(progress) as (sink, cancel):
+        for name, chosen in itertools.product(task or opened.tasks, methods):
             note(printable(f"{name}: {chosen}"))
             found.append(
                 lay_out(
@@ -48,6 +51,8 @@ def project(
                     seed=seed,
                     fit_on=fit_on,
                     max_points=max_points,
+                    on_progress=sink,
+                    cancel=cancel,
                 )
             )
     say_json([_document(entry) for entry in found]) if as_json else say(projections_text(found))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from driftlens.cli.app import Device, JsonFlag, Offline, ProgressMode, Trust, app, say, say_json, watched
+from driftlens.cli.calibrating import Method
 from driftlens.cli.running import RunFolder
 from driftlens.errors import SpecError
 
@@ -35,9 +36,7 @@ def sweep(
             "--grid/--one-factor", help="All combinations, or one factor at a time around the preset."
         ),
     ] = False,
-    method: Annotated[
-        str | None, typer.Option(help="A registered calibrator.", show_default="featcal")
-    ] = None,
+    method: Method = None,
     preset: Annotated[str | None, typer.Option(help="Published settings for what is not varied.")] = None,
     samples: Annotated[
         int | None,

@@ -58,6 +58,7 @@ class SafetensorsSource:
                 f"{path} holds no tensors", hint="Save the model again; this file is empty."
             )
         self._kept = _open(path) if path.stat().st_size <= KEPT_OPEN else None
+        self._stamp = _stamp(path)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """The tensor, or rows [start, stop) of it; only its own bytes are read.
@@ -66,12 +67,22 @@ class SafetensorsSource:
             CheckpointError: there is no such key, or the file can't be read any more.
         """
         require_key(self, key)
-        if self._kept is not None:
+        # Reading on from a file that was cut short meanwhile would kill the process.
+        if self._kept is not None and _stamp(self._path) == self._stamp:
             return _piece(self._kept, key, rows).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
         # memory is what is in use, and a tensor somebody wrote to does not come back changed.
         with _opened(self._path) as file:
             return _piece(file, key, rows)
+
+
+def _stamp(path: pathlib.Path) -> tuple[int, int] | None:
+    """What changes with a file; None where it is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _piece(file: Any, key: str, rows: tuple[int, int] | None) -> Tensor:

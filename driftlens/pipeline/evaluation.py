@@ -75,7 +75,8 @@ class _Steps:
     """Progress in samples times variants, over all tasks."""
 
     def __init__(self, study: Study, task: str, variants: int, reporter: Reporter) -> None:
-        sizes = {name: len(at.test) if at.test is not None else 0 for name, at in study.tasks.items()}
+        # As many rows as `accuracy_rows` makes: none without a test split or a head.
+        sizes = {name: len(at.test) if at.test and at.head else 0 for name, at in study.tasks.items()}
         before = list(sizes)[: list(sizes).index(task)]
         self._done = variants * sum(sizes[name] for name in before)
         self._total = variants * sum(sizes.values())

@@ -18,6 +18,7 @@ from driftlens.pipeline.opening import OpenModels, open_study, resolve_device, s
 from driftlens.pipeline.scoring import score_experts
 from driftlens.pipeline.suspicion import suspicions
 from driftlens.pipeline.task_checks import check_data, check_heads
+from driftlens.pipeline.ties import check_ties
 from driftlens.spec import RunSpec
 
 __all__ = ["Finding", "Preflight", "preflight"]
@@ -80,6 +81,7 @@ def _check_architecture(spec: RunSpec, collect: Collector, *, offline: bool) -> 
     )
     for text in found.notices:
         collect.notice("architecture", text)
+    check_ties(found.chain, collect)
     stored = collect.attempt("layers", lambda: select_layers(paths, spec.layers.select))
     if stored is not None:
         collect.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")

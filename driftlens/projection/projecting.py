@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
 
 from driftlens.files import PathLike
+from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.projection import store
 from driftlens.projection.layouts import lay_out
 from driftlens.projection.points import Array, Points, load_points
@@ -23,6 +24,11 @@ from driftlens.projection.settings import (
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.tables import conform
 
+_STEPS = ("reading features", "laying out", "comparing neighbours")
+
+Enter = Callable[[int], None]
+"""Told the number of the step that begins, or that of all steps when they are over."""
+
 
 def project(
     run: DriftRun | PathLike,
@@ -35,6 +41,8 @@ def project(
     fit_on: str = "all",
     max_points: int = 2000,
     store_it: bool = True,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
 ) -> Projection:
     """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
 
@@ -53,8 +61,11 @@ def project(
         fit_on: "all", or "expert" for a layout that variants added later don't move.
         max_points: most points, over expert and variants together; samples beyond are left out, evenly over classes.
         store_it: whether to keep a new layout in the run; a viewer that may not write says no.
+        on_progress: told of every step; most time goes into one of them, which can't say how far it has come.
+        cancel: polled between the steps.
 
     Raises:
+        Cancelled: somebody asked to stop.
         SpecError: no such method, or settings that contradict each other.
         DataError: no such task or variant, or its features of this layer are not stored.
         LayerNotFoundError: no such layer.
@@ -75,12 +86,14 @@ def project(
     )
     features, versions = feature_digests(opened, settings), library_versions(settings.method)
     digest = content_key(settings, features, versions)
-    stored = store.read(opened, digest)
-    if stored is not None:
-        return stored
-    found = _computed(load_points(opened, settings), settings, versions, digest)
-    if store_it:
-        store.write(opened, found, features)
+    enter = _steps(Reporter(on_progress, cancel), settings)
+    found = store.read(opened, digest)
+    if found is None:
+        enter(0)
+        found = _computed(load_points(opened, settings), settings, versions, digest, enter)
+        if store_it:
+            store.write(opened, found, features)
+    enter(len(_STEPS))
     return found
 
 
@@ -116,18 +129,31 @@ def stored_projection(
     return store.read(opened, digest) or store.read_like(opened, settings, features)
 
 
-def _computed(points: Points, settings: Settings, versions: dict[str, str | None], digest: str) -> Projection:
+def _steps(reporter: Reporter, settings: Settings) -> Enter:
+    def enter(number: int) -> None:
+        doing = f": {_STEPS[number]}" if number < len(_STEPS) else ""
+        reporter.step("layout", number, len(_STEPS), f"{settings.method} of {settings.task}{doing}")
+
+    return enter
+
+
+def _computed(
+    points: Points, settings: Settings, versions: dict[str, str | None], digest: str, enter: Enter
+) -> Projection:
     rows = np.concatenate([points.directions[role] for role in settings.roles])
     is_fitted = np.full(len(rows), True)
     if settings.fit_on == "expert":
         is_fitted[len(points.sample_ids) :] = False
+    enter(1)
     layout = lay_out(rows, is_fitted, settings.method, settings.seed)
     places = dict(zip(settings.roles, np.split(layout.coordinates, len(settings.roles)), strict=True))
+    enter(2)
+    measured = quality(points, places)
     return Projection(
         settings=settings,
         method=layout.method,
         frame=_frame(points, settings, layout.coordinates),
-        quality=quality(points, places),
+        quality=measured,
         explained_variance=layout.explained_variance,
         parameters=layout.parameters,
         versions=versions,

@@ -7,7 +7,7 @@ from driftlens_reports.facts import NOT_MEASURED, Origins, SelfCheck, is_measure
 
 def number(value: float) -> str:
     """Four significant digits."""
-    return f"{value:#.4g}" if is_measured(value) else NOT_MEASURED
+    return f"{value:#.4g}".removesuffix(".") if is_measured(value) else NOT_MEASURED
 
 
 def error(value: float) -> str:
@@ -17,7 +17,8 @@ def error(value: float) -> str:
 
 def percent(value: float) -> str:
     """A fraction as a percentage with one decimal."""
-    return f"{100 * value:.1f} %" if is_measured(value) else NOT_MEASURED
+    # Adding zero takes the sign off a zero that was rounded from below.
+    return f"{round(100 * value, 1) + 0.0:.1f} %" if is_measured(value) else NOT_MEASURED
 
 
 def origin_sentence(origins: Origins) -> str:

@@ -90,7 +90,7 @@ def test_a_stored_layout_is_drawn_with_its_seed(open_app: Open, root: Path) -> N
 def test_the_request_for_a_layout_names_task_layer_method_and_seed(root: Path) -> None:
     run = open_run(root / "full")
     request = project_request(run, "cars", 2, "umap", 7)
-    expected = ("--task", "cars", "--layer", "2", "--method", "umap", "--seed", "7")
+    expected = ("--task", "cars", "--layer", "2", "--method", "umap", "--seed", "7", "--progress", "jsonl")
     assert request.arguments == ("project", str(run.path), *expected)
     with pytest.raises(SpecError):
         project_request(run, "cars", 2, "umap --force", 0)

@@ -32,7 +32,8 @@ def main(root: str, out: str, *wanted: str) -> None:
 
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    names = wanted or tuple(Path(path).stem for path in pages())
+    every = [Path(path).stem for path in pages()]
+    names = wanted or every
     with (
         tempfile.TemporaryDirectory() as scratch,
         serving(Path(root), Path(scratch) / "log") as address,
@@ -44,7 +45,9 @@ def main(root: str, out: str, *wanted: str) -> None:
         for kind, settings in _SHOTS.items():
             context = browser.new_context(**settings)
             for name in names:
-                _shoot(context.new_page(), f"{address}/{name}", folder / f"{name}-{kind}.png")
+                # The first page is the app's main page and has no address of its own.
+                where = address if name == every[0] else f"{address}/{name}"
+                _shoot(context.new_page(), where, folder / f"{name}-{kind}.png")
             context.close()
         browser.close()
 

@@ -48,6 +48,7 @@ def solved(spy: FeatCal, problem: Problem) -> dict[str, Tensor]:
 def test_every_weight_is_stationary_and_no_objective_rises(name: str) -> None:
     spy = Spy()
     layers = layers_of(subject(name), spy)
+    assert len(spy.problems) >= len(layers) > 0
     for problem in spy.problems:
         anchor = spy.anchor_of(problem.merged, problem.base)
         new = solved(spy, problem)

@@ -144,16 +144,17 @@ def test_taps_see_each_site_once_in_order_and_change_nothing(subject: Subject) -
         state = after
 
 
-def test_token_weights_fit_the_sites_they_are_named_by(subject: Subject) -> None:
+def test_token_weights_are_known_by_name_and_fit_their_sites(subject: Subject) -> None:
     weights = subject.module.state_dict()
     state, side = subject.chain.start(subject.inputs)
     for layer in subject.chain.layers:
         seen: dict[str, Tensor] = {}
         after = layer.call(parameters(layer, weights), state, side, seen.__setitem__)
         for site in layer.sites:
+            assert site.token_weights in {"uniform", *subject.chain.token_weights}
             if site.token_weights in subject.chain.token_weights:
-                rule = subject.chain.token_weights[site.token_weights]
-                assert rule(state, side).shape == seen[site.name].shape[:-1]
+                weight = subject.chain.token_weights[site.token_weights](state, side)
+                assert weight.shape == seen[site.name].shape[:-1] and bool((weight >= 0).all())
         state = after
 
 

@@ -14,7 +14,7 @@ def differing(data: list[str], head: list[str], *, all_of_head: bool = True) -> 
     return caught.value
 
 
-def test_order_plays_no_part() -> None:
+def test_the_same_names_in_another_order_are_accepted() -> None:
     require_same_classes(["b", "花", "a"], ["a", "b", "花"], where="task cars")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,22 @@ from driftlens.linalg.fixed_weights import FixedWeights
 
 # torch.func.jvp scripts its decompositions on first use and warns that scripting is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+
+
+WIDE, TALL, SHIFT, SCALE = (
+    torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for seed, shape in enumerate([(3, 4), (4, 4), (4,), (4,)])
+)
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, WIDE),
+    "linear with bias by name": lambda x: F.linear(input=x, weight=TALL, bias=SHIFT),
+    "norm": lambda x: F.layer_norm(x, (4,)),
+    "norm with scale alone": lambda x: F.layer_norm(x, [4], weight=SCALE, eps=0.1),
+    "norm with shift alone": lambda x: F.layer_norm(x, (4,), bias=SHIFT),
+    "norm over two axes": lambda x: F.layer_norm(x, (2, 4), torch.outer(SHIFT[:2], SCALE)),
+    "gelu": lambda x: F.gelu(x),
+    "tanh gelu": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 def layer(generator: torch.Generator) -> nn.Module:
@@ -34,7 +52,7 @@ def push(call: nn.Module, x: Tensor, vectors: Tensor) -> Tensor:
     return vmap(lambda v: jvp(call, (x,), (v,))[1])(vectors)
 
 
-def test_products_and_values_are_those_of_torch_itself(generator: torch.Generator):
+def test_products_and_values_are_those_of_torch_itself(generator: torch.Generator) -> None:
     call = layer(generator)
     x = torch.randn(5, 2, 4, generator=generator, dtype=torch.float64)
     vectors = torch.randn(7, 5, 2, 4, generator=generator, dtype=torch.float64)
@@ -46,7 +64,7 @@ def test_products_and_values_are_those_of_torch_itself(generator: torch.Generato
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_derivatives_of_derivatives_pass_through(generator: torch.Generator):
+def test_derivatives_of_derivatives_pass_through(generator: torch.Generator) -> None:
     call = layer(generator)
     x, v = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
 
@@ -71,7 +89,9 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_linear_map_costs_one_product_for_the_point_and_one_for_all_vectors(generator: torch.Generator):
+def test_a_linear_map_costs_one_product_for_the_point_and_one_for_all_vectors(
+    generator: torch.Generator,
+) -> None:
     weight = torch.randn(3, 4, generator=generator)
     x, vectors = torch.randn(5, 4, generator=generator), torch.randn(7, 5, 4, generator=generator)
     with FixedWeights(), Products() as products:
@@ -79,9 +99,29 @@ def test_a_linear_map_costs_one_product_for_the_point_and_one_for_all_vectors(ge
     assert products.count == 2
 
 
-def test_afterwards_weights_move_again(generator: torch.Generator):
+def test_afterwards_weights_move_again(generator: torch.Generator) -> None:
     weight = torch.randn(3, 4, generator=generator, requires_grad=True)
     with FixedWeights():
         F.linear(torch.ones(4), weight)
     F.linear(torch.ones(4), weight).sum().backward()
     assert weight.grad is not None and torch.equal(weight.grad, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3], ids=["small", "usual", "large"])
+def test_each_rule_has_the_dense_jacobian_of_torch_on_both_sides(
+    name: str, scale: float, generator: torch.Generator
+) -> None:
+    call, x = CALLS[name], scale * torch.randn(2, 4, generator=generator, dtype=torch.float64)
+    dense = torch.autograd.functional.jacobian(call, x).flatten(-2)
+    with FixedWeights():
+        value = call(x)
+        columns = vmap(lambda v: jvp(call, (x,), (v,))[1])(torch.eye(8, dtype=x.dtype).view(8, 2, 4))
+        pull = vjp(call, x)[1]
+        rows = vmap(lambda u: pull(u)[0])(
+            torch.eye(dense[..., 0].numel(), dtype=x.dtype).view(-1, *dense.shape[:-1])
+        )
+    assert torch.equal(value, call(x))
+    tolerance = 1e-12 * float(dense.abs().max())
+    torch.testing.assert_close(columns.movedim(0, -1), dense, rtol=0, atol=tolerance)
+    torch.testing.assert_close(rows.flatten(1), dense.flatten(0, -2), rtol=0, atol=tolerance)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from driftlens.linalg import path_jacobian
 from driftlens.linalg.path_jacobian import PathJacobian
 from driftlens.linalg.quadrature import gauss_legendre
 from driftlens.linalg.state import State, inner, norm, subtract
@@ -160,3 +161,34 @@ def test_weights_of_the_quadrature_sum_to_one() -> None:
         assert sum(weight for _, weight in gauss_legendre(nodes)) == pytest.approx(1, abs=1e-14)
     with pytest.raises(ValueError, match="at least one node"):
         gauss_legendre(0)
+
+
+@pytest.mark.parametrize(("limit", "calls"), [(1 << 30, 1), (0, 5)], ids=["small state", "large state"])
+def test_small_states_take_all_nodes_in_one_pass_and_large_ones_one_each(
+    monkeypatch: pytest.MonkeyPatch, limit: int, calls: int
+) -> None:
+    monkeypatch.setattr(path_jacobian, "TOGETHER", limit)
+    seen: list[State] = []
+
+    def counted(state: State) -> State:
+        seen.append(state)
+        return smooth(state)
+
+    operator = PathJacobian(counted, *pair(smooth), nodes=5)
+    operator.jvps(vectors(operator, 2))
+    assert len(seen) == calls
+
+
+def test_the_limit_counts_the_vectors_of_all_nodes(
+    operator: PathJacobian, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit the nodes go together, one byte below they don't; products are the same to rounding."""
+    both = vectors(operator, 2)
+    size = operator.nodes * sum(leaf.nbytes for leaf in both.values())
+    found = []
+    for limit in (size, size - 1):
+        monkeypatch.setattr(path_jacobian, "TOGETHER", limit)
+        found.append((operator.jvps(both), operator.closure()))
+    for name, leaf in found[0][0].items():
+        torch.testing.assert_close(leaf, found[1][0][name], rtol=1e-12, atol=1e-14)
+    assert max(float(closure) for _, closure in found) <= 1e-12

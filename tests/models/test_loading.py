@@ -314,13 +314,6 @@ def test_a_missing_file_is_refused(tmp_path: pathlib.Path) -> None:
         open_checkpoint(tmp_path / "none.safetensors")
 
 
-def test_a_file_that_vanishes_is_reported_when_it_is_read(tmp_path: pathlib.Path, weights: Weights) -> None:
-    source = open_checkpoint(write_safetensors(tmp_path, weights))
-    (tmp_path / "w.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"w\.safetensors"):
-        source.read("embed.weight")
-
-
 @pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
 def test_a_git_lfs_pointer_is_refused_with_the_remedy(name: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
@@ -513,7 +506,7 @@ def test_what_is_not_finite_is_counted_and_named(value: float, dtype: torch.dtyp
     check_finite("expert.safetensors", "w", tensor[::2])
 
 
-def test_integers_are_finite() -> None:
+def test_integers_are_accepted_as_finite() -> None:
     check_finite("expert.safetensors", "ids", torch.tensor([1, 2]))
 
 

@@ -150,7 +150,9 @@ def test_settings_that_open_clip_cannot_follow_are_refused() -> None:
 
 
 def test_real_images_give_equal_pixels(real: pathlib.Path) -> None:
-    for file in sorted((real / "data").glob("*.npz")):
+    files = sorted((real / "data").glob("*.npz"))
+    assert files
+    for file in files:
         images = np.load(file)["x_test"][:50]
         first, second = (preprocess(list(images)) for preprocess in both())
         torch.testing.assert_close(first, second, rtol=0, atol=1e-6)

@@ -147,7 +147,9 @@ def test_a_point_equals_a_plain_calibration_of_the_same_settings(
     found = sweep(folder, SweepRequest({setting: [value], "lam": [0.01, 0.2]}))
     asked = {"samples": int(value)} if setting == "n" else {"parameters": {setting: value}}
     plain = calibrate(copied(light, tmp_path / "plain"), request(**asked))
-    for row in rows_of(found, setting, **{setting: value}).itertuples():
+    rows = rows_of(found, setting, **{setting: value})
+    assert tuple(rows["task"]) == TASKS
+    for row in rows.itertuples():
         final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
         score = plain.accuracy(task=row.task, variant=VARIANT).iloc[0]
         assert (row.accuracy, row.n_test) == (score["value"], score["n"])

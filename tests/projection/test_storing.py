@@ -100,8 +100,8 @@ def test_names_with_markup_are_kept_as_they_are(tmp_path: pathlib.Path) -> None:
     assert stored is not None and stored.frame.equals(found.frame)
 
 
-def _run_without(modules: tuple[str, ...], code: str, path: pathlib.Path) -> None:
-    """Run `code` in a process where importing any of `modules` fails."""
+def _printed_without(modules: tuple[str, ...], code: str, path: pathlib.Path) -> str:
+    """What `code` prints in a process where importing any of `modules` fails."""
     block = (
         "import sys\n"
         "class Block:\n"
@@ -109,22 +109,28 @@ def _run_without(modules: tuple[str, ...], code: str, path: pathlib.Path) -> Non
         f"        if name.partition('.')[0] in {modules}: raise ImportError(name + ' is blocked')\n"
         "sys.meta_path.insert(0, Block())\n"
     )
-    subprocess.run([sys.executable, "-c", block + code, str(path)], check=True)
+    command = [sys.executable, "-c", block + code, str(path)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
+    digests = [dl.project(run, "cars", method=method, store_it=False).digest for method in ("pca", "tsne")]
     code = (
-        "import driftlens as dl; run = dl.open_run(sys.argv[1]); dl.project(run, 'cars'); "
-        "dl.project(run, 'cars', method='tsne'); dl.check(run, {'checks': [{'metric': 'cos', 'gte': 0}]}); "
-        "dl.compare(run)"
+        "import driftlens as dl; run = dl.open_run(sys.argv[1])\n"
+        "print(*(dl.project(run, 'cars', method=method).digest for method in ('pca', 'tsne')))\n"
+        "print(dl.check(run, {'checks': [{'metric': 'cos', 'gte': -1}]}).count('pass'))\n"
+        "print(*dl.compare(run).pairs)"
     )
-    _run_without(("torch",), code, run.path)
+    expected = [" ".join(digests), "1", "('merged', 'calibrated:featcal')"]
+    assert _printed_without(("torch",), code, run.path).splitlines() == expected
 
 
 def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
-    run.project("cars")
+    stored = run.project("cars")
     code = (
         "from driftlens.projection import stored_projection\n"
-        "assert stored_projection(sys.argv[1], 'cars') is not None"
+        "found = stored_projection(sys.argv[1], 'cars')\n"
+        "print(found.digest, found.frame['x'].sum())"
     )
-    _run_without(("torch", "sklearn", "umap", "scipy"), code, run.path)
+    printed = _printed_without(("torch", "sklearn", "umap", "scipy"), code, run.path)
+    assert printed == f"{stored.digest} {stored.frame['x'].sum()}\n"

@@ -1,4 +1,4 @@
-"""Saved runs: one that tests only read, and one of their own."""
+"""Saved runs, small ones and full ones: for reading, and for a test to spoil."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from driftlens.records.run import DriftRun, open_run
 from tests.records.factory import write_run
+from tests.records.full_run import write_full_run
+from tests.records.judged import SIZE
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,20 @@ def run(saved: pathlib.Path) -> DriftRun:
 def own(saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
     """A finished run that the test may spoil."""
     return pathlib.Path(shutil.copytree(saved, tmp_path / "own"))
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A finished run with everything in it, for reading."""
+    return write_full_run(tmp_path_factory.mktemp("runs") / "full", size=SIZE)
+
+
+@pytest.fixture
+def full(written: pathlib.Path) -> DriftRun:
+    return open_run(written)
+
+
+@pytest.fixture
+def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A run with everything in it that the test may spoil."""
+    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))

@@ -1,4 +1,4 @@
-"""One check at a time."""
+"""What tests of judging share: the size of their full run, and one check at a time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 import driftlens as dl
 from driftlens.records.checks import CheckResult
 from driftlens.records.run import DriftRun
+from tests.records.full_run import Size
+
+SIZE = Size(blocks=2, samples=9, width=5, tests=200)
+CALIBRATED = "calibrated:featcal"
 
 
 def judge(run: DriftRun | pathlib.Path, **entry: Any) -> list[CheckResult]:

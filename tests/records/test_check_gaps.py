@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import math
 import pathlib
-import shutil
 
 import pytest
 
 import driftlens as dl
 from driftlens.errors import RunError
 from driftlens.records.run import DriftRun, open_run
-from tests.records.full_run import Size, write_full_run
-from tests.records.judged import judge, only
+from tests.records.full_run import write_full_run
+from tests.records.judged import CALIBRATED, SIZE, judge, only
 from tests.records.spoiling import spoil
-
-SIZE = Size(blocks=2, samples=8, width=5, tests=200)
-CALIBRATED = "calibrated:featcal"
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return write_full_run(tmp_path_factory.mktemp("checks") / "run", size=SIZE)
-
-
-@pytest.fixture
-def full(written: pathlib.Path) -> DriftRun:
-    return open_run(written)
-
-
-@pytest.fixture
-def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))
 
 
 def test_a_change_from_zero_is_skipped(copied: pathlib.Path) -> None:

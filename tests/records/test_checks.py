@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -14,29 +13,11 @@ from driftlens.errors import ChecksFailedError
 from driftlens.records.check_rows import CHECKED_TABLES
 from driftlens.records.checks import CheckReport
 from driftlens.records.junit import junit_xml
-from driftlens.records.run import DriftRun, open_run
+from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
 from driftlens.records.self_checks import self_checks
-from tests.records.full_run import Size, write_full_run
-from tests.records.judged import judge, only
-
-SIZE = Size(blocks=2, samples=8, width=5, tests=200)
-CALIBRATED = "calibrated:featcal"
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return write_full_run(tmp_path_factory.mktemp("checks") / "run", size=SIZE)
-
-
-@pytest.fixture
-def full(written: pathlib.Path) -> DriftRun:
-    return open_run(written)
-
-
-@pytest.fixture
-def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))
+from tests.records.full_run import REMAINDER, write_full_run
+from tests.records.judged import CALIBRATED, SIZE, judge, only
 
 
 def test_each_task_is_judged_by_its_own_final_cosine(full: DriftRun) -> None:
@@ -70,7 +51,7 @@ def test_without_an_aggregate_every_row_must_hold(full: DriftRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "status"),
+    ("bounds", "status"),  # of accuracies that are all measured on SIZE.tests samples
     [
         ({"gte": 200}, "pass"),
         ({"gt": 200}, "fail"),
@@ -116,7 +97,8 @@ def test_a_change_of_a_negative_number_keeps_its_sign(full: DriftRun) -> None:
 
 def test_truth_counts_as_one(full: DriftRun) -> None:
     result = only(full, metric="flipped", agg="mean", where={"variant": "base", "task": "cars"}, lte=1)
-    assert result.value == full.outputs("cars", "base")["flipped"].astype(float).mean() and result.n == 8
+    assert result.value == full.outputs("cars", "base")["flipped"].astype(float).mean()
+    assert result.n == SIZE.samples
 
 
 def test_a_calibration_is_found_by_its_variant(full: DriftRun) -> None:
@@ -166,7 +148,8 @@ def test_self_checks_are_verdicts_of_the_same_limits(full: DriftRun) -> None:
         assert result.status == ("pass" if check.largest <= check.limit else "fail")
         assert (result.n > 0) == (result.status != "skip")
     by_name = {result.metric: result for result in report.results}
-    assert by_name["contributions"].status == "fail"  # the made-up run leaves 2 % to no layer
+    contributions = by_name["contributions"]
+    assert (contributions.status, contributions.value) == ("fail", REMAINDER)
     assert by_name["closure"].n == len(full.layers())
 
 

@@ -16,24 +16,8 @@ from driftlens.records.compare import compare, paired_accuracy, unpaired_differe
 from driftlens.records.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.records.run import DriftRun, open_run
 from tests.records.full_run import Size, write_full_run
+from tests.records.judged import SIZE
 from tests.records.spoiling import spoil
-
-SIZE = Size(blocks=2, samples=9, width=5, tests=200)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return write_full_run(tmp_path_factory.mktemp("compare") / "run", size=SIZE)
-
-
-@pytest.fixture
-def full(written: pathlib.Path) -> DriftRun:
-    return open_run(written)
-
-
-@pytest.fixture
-def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))
 
 
 def test_a_change_is_after_minus_before_in_every_layer(full: DriftRun) -> None:
@@ -149,7 +133,7 @@ def test_two_runs_are_compared_in_every_variant_they_share(full: DriftRun, tmp_p
 
 
 def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: pathlib.Path) -> None:
-    other = write_full_run(tmp_path / "b", size=Size(blocks=2, samples=7, width=5, tests=200))
+    other = write_full_run(tmp_path / "b", size=dataclasses.replace(SIZE, samples=7))
     with pytest.raises(DataError, match="diagnosis samples of cars, mnist, dtd") as refused:
         compare(full, other)
     assert "test samples" not in refused.value.message and "--allow-mismatch" in refused.value.hint
@@ -162,8 +146,8 @@ def test_runs_of_other_samples_are_refused_by_name(full: DriftRun, tmp_path: pat
     ("spoilt", "field"),
     [
         ({"tasks": ("cars", "new")}, r"tasks \(cars, mnist, dtd against cars, new\)"),
-        ({"size": Size(blocks=3, samples=9, width=5, tests=200)}, r"layers \(4 layers.* against 5 layers"),
-        ({"size": Size(blocks=2, samples=9, width=5, tests=99)}, "test samples of cars, mnist, dtd"),
+        ({"size": dataclasses.replace(SIZE, blocks=3)}, r"layers \(4 layers.* against 5 layers"),
+        ({"size": dataclasses.replace(SIZE, tests=99)}, "test samples of cars, mnist, dtd"),
         ({"class_names": ("x", "y", "z")}, "class names of cars, mnist, dtd"),
     ],
     ids=["tasks", "layers", "test samples", "class names"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pathlib
-import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,25 +11,9 @@ import pytest
 from driftlens.records.equality import equality
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
-from tests.records.full_run import Size, write_full_run
+from tests.records.full_run import write_full_run
+from tests.records.judged import SIZE
 from tests.records.spoiling import spoil
-
-SIZE = Size(blocks=2, samples=9, width=5, tests=200)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return write_full_run(tmp_path_factory.mktemp("compare") / "run", size=SIZE)
-
-
-@pytest.fixture
-def full(written: pathlib.Path) -> DriftRun:
-    return open_run(written)
-
-
-@pytest.fixture
-def copied(written: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    return pathlib.Path(shutil.copytree(written, tmp_path / "copy"))
 
 
 def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: pathlib.Path) -> None:

@@ -96,12 +96,15 @@ def _restricted_share_lost(gained: int, lost: int, n: int, difference: float) ->
 
 
 def test_mcnemars_verdict_and_the_interval_agree_away_from_the_edge() -> None:
+    verdicts = set()
     for gained, lost in itertools.product(range(0, 30, 3), repeat=2):
         found = paired(gained, lost, 40, 20)
+        verdicts |= {found.p_value < 0.03, found.p_value <= 0.2}
         if found.p_value < 0.03:
             assert found.ci_low > 0 or found.ci_high < 0, (gained, lost)
         if found.p_value > 0.2:
             assert found.ci_low < 0 < found.ci_high, (gained, lost)
+    assert verdicts == {True, False}
 
 
 def test_wilson_covers_the_truth_about_95_times_in_100() -> None:

@@ -7,14 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from driftlens.files import write_json_atomic
 from driftlens.records.lock import Owner
 
 Kind = Literal["demo", "analyze", "calibrate", "project"]
 
-_RECORD = "job.json"
 _SIDE = ".driftlens"
 """Folder beside the runs for jobs that make one: a folder that is to become a run must be empty before."""
 
@@ -80,23 +79,29 @@ class Job:
 
 
 def write_job(job: Job) -> None:
-    """Replace the record of the run's job, whole or not at all."""
+    """Replace the record of the run's newest job of this kind, whole or not at all."""
     record = dataclasses.asdict(job)
     # Relative, so that a folder of runs may be moved.
     record |= {"run": job.run.name, "log": job.log.name, "settings": dict(job.settings)}
-    write_json_atomic(job.log.parent / _RECORD, record)
+    write_json_atomic(job.log.parent / _record(job.kind), record)
 
 
-def job_of(run: Path) -> Job | None:
-    """The newest job that wrote to the run directory `run`, which need not exist yet; None without one."""
-    found = [job for folder in (_within(run), _beside(run)) if (job := _read(folder, run)) is not None]
-    return max(found, key=lambda job: job.started, default=None)
+def job_of(run: Path, kind: Kind | None = None) -> Job | None:
+    """The newest job that wrote to the run directory `run`, which need not exist yet; None without one.
+
+    Args:
+        run: the run directory.
+        kind: only jobs of this kind; None is any.
+    """
+    found = [*_jobs(_within(run), run), *_jobs(_beside(run), run)]
+    wanted = [job for job in found if kind in (None, job.kind)]
+    return max(wanted, key=lambda job: job.started, default=None)
 
 
 def jobs_beside(root: Path) -> list[Job]:
     """The jobs that make runs inside `root`, the newest first."""
     folders = sorted((root / _SIDE).iterdir()) if (root / _SIDE).is_dir() else []
-    found = [job for folder in folders if (job := _read(folder, root / folder.name)) is not None]
+    found = [job for folder in folders for job in _jobs(folder, root / folder.name)]
     return sorted(found, key=lambda job: job.started, reverse=True)
 
 
@@ -108,12 +113,21 @@ def _beside(run: Path) -> Path:
     return run.parent / _SIDE / run.name
 
 
-def _read(folder: Path, run: Path) -> Job | None:
-    """The job in `folder`; one whose record is damaged counts as none, its log stays."""
+def _record(kind: Kind) -> str:
+    return f"{kind}-job.json"
+
+
+def _jobs(folder: Path, run: Path) -> list[Job]:
+    """The newest job of each kind in `folder`."""
+    return [job for kind in get_args(Kind) if (job := _read(folder / _record(kind), run)) is not None]
+
+
+def _read(file: Path, run: Path) -> Job | None:
+    """The job on record in `file`; one whose record is damaged counts as none, its log stays."""
     try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
         known = {entry.name: record[entry.name] for entry in dataclasses.fields(Job)}
-        log = folder / Path(known["log"]).name
+        log = file.parent / Path(known["log"]).name
         return Job(**{**known, "run": run, "log": log, "pid": int(known["pid"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -75,7 +75,9 @@ def project_request(run: DriftRun, task: str, layer: int | str, method: str, see
     if method not in METHODS:
         raise SpecError(f"no method {method!r}", hint=f"There are {', '.join(METHODS)}.")
     where = ("--task", task, "--layer", str(layer), "--method", method, "--seed", str(int(seed)))
-    return Request("project", f"{method} of {task}", run.path, ("project", str(run.path), *where))
+    arguments = ("project", str(run.path), *where, *_PROGRESS)
+    settings = {"task": task, "layer": layer, "method": method, "seed": int(seed)}
+    return Request("project", f"{method} of {task}", run.path, arguments, settings)
 
 
 def _is_run(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from driftlens.records.status import Failure, Status, read_status
 from driftlens_app.jobs.cancelling import insist
 from driftlens_app.jobs.log import last_progress, logged_failure
 from driftlens_app.jobs.processes import exit_code
-from driftlens_app.jobs.record import Job, job_of, write_job
+from driftlens_app.jobs.record import Job, Kind, job_of, write_job
 
 State = Literal["starting", "running", "cancelling", "cancelled", "failed", "stopped", "done"]
 
@@ -49,12 +49,16 @@ class View:
         return self.state in _LIVE
 
 
-def watch(run: Path) -> View | None:
+def watch(run: Path, kind: Kind | None = None) -> View | None:
     """Where the newest job of the run directory `run` stands, or None where there never was one.
 
     A job that was cancelled and does not stop is ended here once its grace period is over.
+
+    Args:
+        run: the run directory.
+        kind: only jobs of this kind; None is any.
     """
-    job = job_of(run)
+    job = job_of(run, kind)
     if job is None:
         return None
     job = _with_exit_code(job)

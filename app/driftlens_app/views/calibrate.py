@@ -16,7 +16,7 @@ from driftlens_app.jobs import View, start, watch
 from driftlens_app.jobs.ask import ask
 from driftlens_app.jobs.curve import running_drift
 from driftlens_app.jobs.requests import calibrate_request
-from driftlens_app.live import show_ended, show_live
+from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.pages import Page
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings
@@ -34,9 +34,8 @@ def show() -> None:
     """Draw the page."""
     run, settings = selection().run, Settings.from_environment()
     page_title("Calibrate", "Move the merged model's features back towards each expert's, layer by layer.")
-    view = watch(run.path)
-    job = None if view is None or view.job.kind != "calibrate" else view
-    is_live = view is not None and view.is_live
+    newest, job = watch(run.path), watch(run.path, "calibrate")
+    is_live = newest is not None and newest.is_live
     if settings.read_only:
         st.info("This dashboard is read-only: it starts no jobs.", icon=":material/lock:")
     left, right = st.columns([1, 2], gap="medium")
@@ -49,7 +48,7 @@ def show() -> None:
             _act(run, wanted, pressed)
     with right:
         show_live(run.path, read_only=settings.read_only, more=functools.partial(_curve, run))
-        if job is not None and job.state in ("failed", "stopped", "cancelled"):
+        if job is not None and job.state in BAD_ENDS:
             show_ended(job)
             if not settings.read_only:
                 _offer_to_continue(run, begin)
@@ -78,6 +77,8 @@ def _offer_to_continue(run: DriftRun, settings: CalibrationSettings) -> None:
 
 def _curve(run: DriftRun, view: View) -> None:
     """Mean drift behind each layer: the merged model's, and the calibrated one's as far as it has come."""
+    if view.job.kind != "calibrate":
+        return
     found = running_drift(view.job)
     if not found:
         st.caption("The drift of each layer appears here once it is calibrated.")

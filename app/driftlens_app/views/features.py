@@ -13,7 +13,7 @@ from driftlens.records.variants import title
 from driftlens_app.feature_options import feature_options
 from driftlens_app.jobs import start, watch
 from driftlens_app.jobs.requests import project_request
-from driftlens_app.live import show_ended, show_live
+from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.pages import Page
 from driftlens_app.sample_story import show_story
 from driftlens_app.sample_table import choose_sample
@@ -55,14 +55,15 @@ def _layout_job(run: DriftRun, task: str, options: ChartOptions) -> None:
     settings = Settings.from_environment()
     if options.method == "pca" or charts["scatter"].missing(run, options) is None:
         return
-    view = watch(run.path)
+    request = project_request(run, task, options.layer, options.method, options.seed)
     is_live = show_live(run.path, read_only=settings.read_only)
-    if view is not None and view.job.kind == "project" and view.state in ("failed", "stopped", "cancelled"):
-        show_ended(view)
+    last = watch(run.path, "project")
+    if last is not None and last.job.settings == request.settings and last.state in BAD_ENDS:
+        show_ended(last)
     if settings.read_only or is_live:
         return
     if st.button("Compute this layout", type="primary", icon=":material/play_arrow:", key="project"):
-        start(project_request(run, task, options.layer, options.method, options.seed))
+        start(request)
         st.rerun()
 
 

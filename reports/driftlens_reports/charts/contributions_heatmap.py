@@ -32,7 +32,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         low=-highest,
         high=highest,
         colours=palette(options.dark).diverging,
-        cell=lambda value: f"{value:.0%}",
+        cell=lambda value: f"{round(value, 2) + 0.0:.0%}",
         hover=SHARE,
     )
     figure = task_layer_heatmap(

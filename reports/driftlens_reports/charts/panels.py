@@ -65,6 +65,7 @@ def panel_grid(
     height: int = 190,
     share_y: bool = True,
     legend: Sequence[str] = (),
+    below: int = 0,
 ) -> Grid:
     """Empty panels with one x axis range for all.
 
@@ -78,12 +79,13 @@ def panel_grid(
         height: of a panel, in pixels.
         share_y: False gives every panel a y range of its own.
         legend: what the legend will say, so that there is room for it above the panels.
+        below: room for more lines below every panel, in pixels.
     """
     from plotly.subplots import make_subplots
 
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)
-    gap = _GAP + _TITLE
+    gap = _GAP + _TITLE + below
     inner = rows * height + (rows - 1) * gap
     figure = make_subplots(
         rows,
@@ -111,8 +113,8 @@ def panel_grid(
         **theme,
         **axes,
         "uirevision": key,
-        "height": inner + top + _BOTTOM,
-        "margin": {**theme["margin"], "t": top},
+        "height": inner + top + _BOTTOM + below,
+        "margin": {**theme["margin"], "t": top, "b": theme["margin"]["b"] + below},
         "annotations": [{**entry.to_plotly_json(), "font": font} for entry in figure.layout.annotations],
     }
     lay_out(figure, settings)

@@ -11,7 +11,7 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.gain import NO_RIVAL, against_baseline, extremes_in_words
 from driftlens_reports.charts.panels import Grid, panel_grid
 from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
-from driftlens_reports.charts.theme import NUMBER, SMALL, TICK_NUMBER, look, palette
+from driftlens_reports.charts.theme import NUMBER, SMALL, TICK_NUMBER, faded, look, palette
 from driftlens_reports.charts.words import data_key, label, literal, overlap_notes, ranged, shown
 
 
@@ -107,4 +107,5 @@ def _write_gains(grid: Grid, at: int, means: pd.DataFrame, *, dark: bool) -> Non
         align="right",
         showarrow=False,
         font={"size": SMALL, "color": palette(dark).ink},
+        bgcolor=faded(palette(dark).surface, 0.8),  # points may lie below it all the same
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -16,26 +15,27 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.panels import Grid, panel_grid
 from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants
 from driftlens_reports.charts.points import points, thinned_samples
-from driftlens_reports.charts.scatter_colours import class_legend, class_marks, class_notes, drift_axis
+from driftlens_reports.charts.scatter_colours import add_drift_bar, class_legend, class_marks, class_notes
+from driftlens_reports.charts.scatter_quality import (
+    INDICATIVE,
+    QUALITY,
+    quality_in_words,
+    write_quality,
+)
 from driftlens_reports.charts.theme import look, palette
-from driftlens_reports.charts.words import counted, data_key, joined, literal, overlap_notes, shown
+from driftlens_reports.charts.words import counted, data_key, label, literal, overlap_notes, shown
 from driftlens_reports.wording import number, percent
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_MOST_COLUMNS = 4
-_QUALITY = {
-    "mean_cosine": "mean cosine",
-    "mean_drift": "mean drift",
-    "knn_overlap": "shared neighbours",
-    "trustworthiness": "trustworthiness",
-}
-_INDICATIVE = (
-    "Distances on the plane are indicative only. The numbers below the panels come from the features: mean cosine to "
-    "the expert, mean drift, share of nearest neighbours in common with the expert's, and trust, how few neighbours on "
-    "the plane are none among the features (1 is best)."
-)
+_MOST_COLUMNS = 2
+"""Panels in a row: more would be too narrow for their words in a telephone's window."""
+_HEIGHT, _BELOW = 240, 30
+"""Pixels: of a panel, and of the lines below it that need more than the room of the ticks, which there are none of."""
+_TITLE = 22
+"""Letters of a panel's title."""
+_BARE = {"showticklabels": False, "ticks": ""}
 
 
 def shown_task(run: DriftRun, options: ChartOptions) -> str:
@@ -87,7 +87,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     missing=_missing,
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
-    """One row of panels with the same axes; lines show where chosen samples moved."""
+    """Panels with the same axes; lines show where chosen samples moved."""
     task, found = shown_task(run, options), _projection(run, options)
     assert found is not None  # `missing` says so before
     names = ["expert", *(name for name in chosen_variants(run, options) if name != "expert")]
@@ -96,30 +96,32 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _of_classes(rows, options)
     drawn, thinned = thinned_samples(rows, options, len(names))
     axes = _axis_titles(found)
+    legend = class_legend(drawn["label"], dark=options.dark) if options.colour == "class" else []
     grid = panel_grid(
-        [shown(variant) for variant in names],
+        [label(variants.title(variant), _TITLE) for variant in names],
         x_title=axes[0],
         y_titles=[axes[1]],
         dark=options.dark,
         key=data_key(run, "scatter", options),
-        columns=min(len(names), _MOST_COLUMNS),
-        height=230,
+        columns=_MOST_COLUMNS,
+        height=_HEIGHT,
+        legend=[entry.name for entry in legend],
+        below=_BELOW,
     )
     for at, variant in enumerate(names):
         part = drawn[drawn["variant"] == variant]
         _draw_panel(run, grid, at, part, drawn, options)
-        _write_quality(grid, at, found.quality, variant)
-    if options.colour == "class":
-        grid.figure.add_traces(class_legend(drawn["label"], dark=options.dark))
+        write_quality(grid, at, found.quality, variant)
+    grid.figure.add_traces(legend)
+    if options.colour == "drift" and drawn["drift"].notna().any():
+        add_drift_bar(grid.figure, drawn["drift"], dark=options.dark)
     lost = _draw_ways(run, grid, names, rows, options)
-    grid.figure.update_layout(height=grid.figure.layout.height + 28, margin_b=84)
-    grid.figure.update_xaxes(showticklabels=False, ticks="")
-    grid.figure.update_yaxes(showticklabels=False, ticks="")
-    grid.figure.update_layout(yaxis={"scaleanchor": "x", "constrain": "domain"})
-    quality = found.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
+    grid.set_axes(x=_BARE, y=_BARE)
+    grid.figure.update_layout(margin_l=48, yaxis={"scaleanchor": "x"})
+    quality = found.quality[["variant", *QUALITY]].rename(columns=QUALITY)
     return Drawn(
         grid.figure,
-        alt=f"{found.method} layout of the {layer_name(options)} on {task}. {_in_words(found.quality, names)}",
+        alt=f"{found.method} layout of the {layer_name(options)} on {task}. {quality_in_words(found.quality, names)}",
         data=drawn.merge(quality, on="variant", how="left"),
         notes=(*thinned, *_notes(run, options, task, found), *lost),
     )
@@ -168,7 +170,6 @@ def _draw_panel(
         trace.update(marker=class_marks(part["label"], drawn["label"], dark=options.dark))
     if options.colour == "drift" and part["drift"].notna().any():
         trace.update(marker={"color": part["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9})
-        grid.figure.update_layout(coloraxis=drift_axis(drawn["drift"], dark=options.dark))
     grid.figure.add_trace(trace, **grid.place(at))
 
 
@@ -179,25 +180,6 @@ def _hover(row: dict[str, Any]) -> str:
     if not pd.isna(row["drift"]):
         lines.append(f"drift {number(float(row['drift']))}")
     return "<br>".join(lines)
-
-
-def _write_quality(grid: Grid, at: int, quality: pd.DataFrame, variant: str) -> None:
-    """The panel's numbers below it; the expert has none but the layout's trustworthiness."""
-    row = quality[quality["variant"] == variant].iloc[0]
-    trust = f"trust {_short(row['trustworthiness'])}"
-    lines = [trust]
-    if variant != "expert":
-        lines = [
-            f"cosine {_short(row['mean_cosine'])}, drift {_short(row['mean_drift'])}",
-            f"neighbours {_short(row['knn_overlap'])}, {trust}",
-        ]
-    axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
-    # Panels of the lowest row have a title already.
-    axis.title.text = "<br>".join([*([axis.title.text] if axis.title.text else []), *lines])
-
-
-def _short(value: float) -> str:
-    return "not measured" if math.isnan(value) else f"{value:.3g}"
 
 
 def _draw_ways(
@@ -249,12 +231,4 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -
     if options.colour == "class":
         notes += class_notes(found.frame["label"])
     notes += [f"{text}." for text in found.notes]
-    return [*notes, _INDICATIVE, *overlap_notes(run)]
-
-
-def _in_words(quality: pd.DataFrame, names: list[str]) -> str:
-    rows = quality[quality["variant"].isin(names) & (quality["variant"] != "expert")]
-    parts = [
-        f"{variants.title(row['variant'])} {number(row['mean_cosine'])}" for row in rows.to_dict("records")
-    ]
-    return f"Mean cosine to the expert: {joined(parts)}."
+    return [*notes, INDICATIVE, *overlap_notes(run)]

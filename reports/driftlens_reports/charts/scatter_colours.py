@@ -17,7 +17,9 @@ _LIGHT = ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B
 _DARK = ("#56B4E9", "#E69F00", "#2FC79A", "#E08BC0", "#B08CFF", "#F0E442", "#EDEDED")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
 _MOST_NAMED = 10
-"""Classes that a legend can name in two lines."""
+"""Classes that a legend can name in a few lines."""
+_BAR = 24
+"""Pixels that the bar of drift colours needs beyond the room of a legend."""
 
 
 def class_marks(labels: pd.Series[Any], every: pd.Series[Any], *, dark: bool) -> dict[str, Any]:
@@ -76,17 +78,23 @@ def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
     }
 
 
-def drift_axis(drifts: pd.Series[Any], *, dark: bool) -> dict[str, Any]:
-    """One colour scale of drift for all panels, from zero to the largest one shown."""
+def add_drift_bar(figure: go.Figure, drifts: pd.Series[Any], *, dark: bool) -> None:
+    """Give `figure` one colour scale of drift for all panels, from zero to the largest one, and its bar above them."""
+    bar = {
+        "title": {"text": titled("drift", "samples", "drift_l2"), "side": "bottom"},
+        "tickformat": TICK_NUMBER,
+        "thickness": 10,
+        "outlinewidth": 0,
+        # Above the panels, for beside them it takes their room in a narrow window; and there in pixels of the figure,
+        # for in the panels' units it pushes them onto the lines below them.
+        **{"orientation": "h", "x": 0.5, "xpad": 0, "yref": "container", "y": 1, "yanchor": "top"},
+    }
     # The first colours are nearly the background's: points would vanish.
-    return {
+    axis = {
         "cmin": 0,
         "cmax": float(drifts.max()) or 1.0,
         "colorscale": scale(palette(dark).sequential[2:]),
-        "colorbar": {
-            "title": {"text": titled("drift", "samples", "drift_l2"), "side": "right"},
-            "thickness": 14,
-            "outlinewidth": 0,
-            "tickformat": TICK_NUMBER,
-        },
+        "colorbar": bar,
     }
+    layout = figure.layout
+    figure.update_layout(coloraxis=axis, height=layout.height + _BAR, margin_t=layout.margin.t + _BAR)

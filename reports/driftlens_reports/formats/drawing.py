@@ -85,10 +85,14 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
 
+_TINY = 1e-300
+"""Below this a step has no power of ten of its own: the numbers are as good as equal."""
+
+
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """About `count` round values that enclose `low` to `high`; the first and the last are the ends of an axis."""
-    if not high - low > 1e-9 * max(abs(low), abs(high)):
-        high = low + (abs(low) or 1.0)
+    if not high - low > max(1e-9 * max(abs(low), abs(high)), _TINY):
+        high = low + (abs(low) if abs(low) > _TINY else 1.0)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from driftlens.records.variants import title
@@ -30,12 +30,14 @@ class Heat:
         unit: of its values, in the reader's words.
         is_signed: whether the scale is centred on zero.
         rest: column whose number on the head's row has a cell of its own behind the layers; empty without.
+        write: a value as a cell shows it.
     """
 
     value: str
     unit: str = "ratio"
     is_signed: bool = False
     rest: str = ""
+    write: Callable[[float], str] = short
 
     @property
     def family(self) -> str:
@@ -113,14 +115,14 @@ def _cells(
         hint = f"{about}: {NO_VALUE if value is None else f'{value:.4g}'}"
         yield Box(look, x, y, round(width - 1, 1), _ROW - 1, hint)
         if value is not None and width >= _NARROW:
-            yield Words(f"cell {look}", round(x + width / 2, 1), y + 14, short(value), "middle")
+            yield Words(f"cell {look}", round(x + width / 2, 1), y + 14, shades.plan.write(value), "middle")
 
 
 def _key(shades: _Shades, top: float) -> Iterator[Box | Words]:
     y, plan = top + 10, shades.plan
-    yield Words("tick", _LEFT - 8, y + 11, short(shades.low), "end")
+    yield Words("tick", _LEFT - 8, y + 11, plan.write(shades.low), "end")
     for at in range(STEPS):
         yield Box(f"{plan.family}{at}", _LEFT + 22 * at, y, 22, 14, "")
     yield Words(
-        "tick", _LEFT + 22 * STEPS + 8, y + 11, f"{short(shades.high)}  {titled(plan.value, plan.unit)}"
+        "tick", _LEFT + 22 * STEPS + 8, y + 11, f"{plan.write(shades.high)}  {titled(plan.value, plan.unit)}"
     )

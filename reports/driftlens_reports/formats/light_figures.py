@@ -12,6 +12,7 @@ from driftlens_reports.formats.drawing import Drawing, Series
 from driftlens_reports.formats.heat_drawing import Heat, draw_heat
 from driftlens_reports.formats.line_drawing import Lines, draw_lines
 from driftlens_reports.formats.rows import Rows, rows_of
+from driftlens_reports.wording import percent
 
 Plan = Lines | Heat | Dots
 
@@ -33,7 +34,9 @@ _PLANS: Mapping[str, tuple[Plan, ...]] = MappingProxyType(
         ),
         "growth": (Lines("share that grows", "fraction of samples"),),
         "spectral": (Lines("spectral norm", reference=1.0),),
-        "contributions-heatmap": (Heat("share of final drift", _SHARE, is_signed=True, rest="remainder"),),
+        "contributions-heatmap": (
+            Heat("share of final drift", "", is_signed=True, rest="remainder", write=percent),
+        ),
         "splits": (
             Lines("carried share", _SHARE, reference=0.0),
             Lines("swapped share", _SHARE, reference=0.0),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.records.variants import title
 from driftlens_reports.charts.theme import Palette, look, palette, readable, shade
-from driftlens_reports.content import ReportContent, written
+from driftlens_reports.content import ReportContent, Table, written
 from driftlens_reports.formats.drawing import WIDTH, Drawing, mark
 from driftlens_reports.formats.heat_drawing import STEPS
 from driftlens_reports.formats.light_figures import styles_of
@@ -31,6 +31,8 @@ _DASHES = {
     "longdashdot": "12 3 2 3",
 }
 """Plotly's names of dashes as SVG has them."""
+_LONG = 24
+"""Letters beyond which a column's texts may break anywhere."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,12 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals.update(zip=zip)
     environment.filters.update(
-        anchor=_anchor, signed=signed, mark=lambda symbol: mark(symbol, 21, 7), title=title, written=written
+        anchor=_anchor,
+        looks=_looks,
+        signed=signed,
+        mark=lambda symbol: mark(symbol, 21, 7),
+        title=title,
+        written=written,
     )
     return environment
 
@@ -109,6 +116,15 @@ def _environment() -> jinja2.Environment:
 def _anchor(name: str) -> str:
     """A name as an id of an element."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name)
+
+
+def _looks(table: Table) -> list[str]:
+    """Style classes of each column; empty for numbers."""
+    longest = [max(map(len, column), default=0) for column in zip(*table.texts(), strict=True)]
+    return [
+        ("text long" if letters > _LONG else "text") if column.kind == "text" else ""
+        for column, letters in zip(table.columns, longest or [0] * len(table.columns), strict=True)
+    ]
 
 
 def _theme(content: ReportContent, *, dark: bool) -> dict[str, Any]:

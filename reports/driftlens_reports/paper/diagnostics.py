@@ -135,7 +135,8 @@ def _draw_gains(
     cosines = {variant: _final_cosines(run, tasks, variant) for variant in (baseline, calibrated)}
     there = [task for task in tasks if all(task in found for found in (*scores.values(), *cosines.values()))]
     if not there:
-        plate.note(axes, "(c) cosine gain against accuracy gain", NO_ACCURACY)
+        lacking = NO_ACCURACY if any(cosines.values()) else "no cosine was measured; `driftlens analyze` does"
+        plate.note(axes, "(c) cosine gain against accuracy gain", lacking)
         return []
     across = np.array([cosines[calibrated][task] - cosines[baseline][task] for task in there])
     along = 100 * np.array([scores[calibrated][task] - scores[baseline][task] for task in there])

@@ -88,21 +88,31 @@ class Column:
         digits: decimals; None for words, and for numbers that are shown with up to three significant digits.
         best: which numbers are best; None where there is no better or worse.
         has_gain: whether its gains over the block's plain line are shown.
+        wrap: width in em beyond which words go on in the next line; 0: as wide as its longest entry.
     """
 
     title: str
     digits: int | None = 1
     best: Best | None = "highest"
     has_gain: bool = False
+    wrap: float = 0.0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One tabular: `first` is the title of the column of labels; the source has a column of its own."""
+    """One tabular.
+
+    Attributes:
+        columns: those of numbers and words; the source has a column of its own.
+        blocks: its lines.
+        first: title of the column of labels.
+        wrap: width of that column, as a column's.
+    """
 
     columns: tuple[Column, ...]
     blocks: tuple[Block, ...]
     first: str = "Method"
+    wrap: float = 0.0
 
     @property
     def lines(self) -> tuple[Line, ...]:

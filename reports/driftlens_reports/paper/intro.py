@@ -81,6 +81,10 @@ def _draw_drift(
     plate: Plate, axes: Axes, run: DriftRun, task: str, shown: Sequence[str], calibrated: str | None
 ) -> str:
     """Draw panel (b); returns the final layer's change in words, empty where there is none."""
+    drift = run.layers(task)
+    if drift.loc[drift["variant"].isin(shown), "drift_l2_mean"].isna().all():
+        plate.note(axes, "(b) drift by layer", f"no drift of {task} was measured: `driftlens analyze` does")
+        return ""
     for variant in shown:
         rows, is_main = by_layer(run, task, variant), variant in ("merged", calibrated)
         if is_main:

@@ -44,6 +44,7 @@ _SPECIAL = {
     "×": r"$\times$",
     "−": "$-$",
     "≤": r"$\le$",
+    "≥": r"$\ge$",
     "…": r"\dots{}",
     "\ufffd": "?",
     "λ": r"$\lambda$",
@@ -52,9 +53,14 @@ _SPECIAL = {
 }
 _UNFAMILIAR = re.compile(r"[^\x00-\u017f\u2010-\u2027]")
 """Letters that pdfLaTeX has no fonts for without further packages."""
+_UNLABELLED = re.compile(r"[^A-Za-z0-9.:-]+")
+"""What a label can't hold."""
 _EMPTY = "--"
 _GAPS = ((8, 5.0), (12, 3.5), (math.inf, 2.0))
 """Columns up to which the space on each side of a column is so many points."""
+_PARAGRAPH = r">{{\raggedright\arraybackslash}}p{{{:g}em}}"
+_BREAKABLE = re.compile(r"([/.:=,]|\\_)(?=\w)")
+"""Where a word that is longer than its column may go on in the next line."""
 _DAGGER = r"\textsuperscript{\dag}"
 
 
@@ -67,12 +73,15 @@ class Setting:
         caption: a sentence or two above the table.
         notes: sentences below it.
         missing: parts that the runs can't fill, as framed notes.
+        part: 1 for the first table of a file, which brings the commands that all of them use; those after it say
+            that they continue it.
     """
 
     name: str
     caption: str
     notes: Sequence[str] = ()
     missing: Sequence[Panel] = ()
+    part: int = 1
 
 
 def escape(text: str) -> str:
@@ -93,7 +102,8 @@ def to_latex(grids: Sequence[Grid], setting: Setting) -> str:
     # Without a line of the paper's nobody can mistake a source; with one, every line says its own.
     has_sources = any(line.source == "paper" for grid in grids for line in grid.lines)
     text = _template().render(
-        name=setting.name,
+        label=_UNLABELLED.sub("-", setting.name) + (f"-{setting.part}" if setting.part > 1 else ""),
+        is_first=setting.part == 1,
         caption=prose(setting.caption),
         frames=[f"{escape(panel.name)}: {prose(panel.missing)}" for panel in setting.missing],
         tabulars=[_tabular(grid, has_sources=has_sources) for grid in grids],
@@ -132,12 +142,18 @@ def _template() -> jinja2.Template:
 
 def _tabular(grid: Grid, *, has_sources: bool) -> _Tabular:
     first = [escape(grid.first), "Source"] if has_sources else [escape(grid.first)]
-    sides = ["r" if _has_numbers(grid, column) else "l" for column in grid.columns]
+    sides = ["l" if _has_words(grid, column) else "r" for column in grid.columns]
+    labels = _PARAGRAPH.format(grid.wrap) if grid.wrap else "l"
+    widths = [
+        _PARAGRAPH.format(column.wrap) if column.wrap else side
+        for column, side in zip(grid.columns, sides, strict=True)
+    ]
     heads = [_head(grid, column, side) for column, side in zip(grid.columns, sides, strict=True)]
     span = len(first) + len(heads)
     blocks = tuple(_block(grid, block, span, has_sources) for block in grid.blocks if block.lines)
     gap = next(points for most, points in _GAPS if len(heads) <= most)
-    return _Tabular("l" * len(first) + "".join(sides), " & ".join([*first, *heads]), blocks, gap)
+    alignment = "".join([labels, *("l" for _ in first[1:]), *widths])
+    return _Tabular(alignment, " & ".join([*first, *heads]), blocks, gap)
 
 
 def _head(grid: Grid, column: Column, side: str) -> str:
@@ -145,8 +161,9 @@ def _head(grid: Grid, column: Column, side: str) -> str:
     return rf"\multicolumn{{1}}{{{'c' if shows_gains(grid, column) else side}}}{{{escape(column.title)}}}"
 
 
-def _has_numbers(grid: Grid, column: Column) -> bool:
-    return any(not math.isnan(line.number(column.title)) for line in grid.lines)
+def _has_words(grid: Grid, column: Column) -> bool:
+    cells = [line.cells[column.title].value for line in grid.lines if column.title in line.cells]
+    return any(isinstance(value, str) for value in cells) and all(isinstance(value, str) for value in cells)
 
 
 def _block(grid: Grid, block: Block, span: int, has_sources: bool) -> tuple[str, ...]:
@@ -159,8 +176,13 @@ def _line(grid: Grid, block: Block, line: Line, has_sources: bool) -> str:
     shade = r"\driftown " if line.role == "own" else ""
     indent = r"\quad " if line.role in ("other", "own") and _has_plain(block) else ""
     mark = _DAGGER if line.note else ""
-    first = [f"{shade}{indent}{escape(line.label)}{mark}", *([line.source] if has_sources else [])]
+    label = _breakable(escape(line.label)) if grid.wrap else escape(line.label)
+    first = [f"{shade}{indent}{label}{mark}", *([line.source] if has_sources else [])]
     return " & ".join([*first, *(_cell(grid, block, line, column) for column in grid.columns)]) + r" \\"
+
+
+def _breakable(text: str) -> str:
+    return _BREAKABLE.sub(r"\1\\allowbreak{}", text)
 
 
 def _has_plain(block: Block) -> bool:
@@ -181,7 +203,7 @@ def _value(grid: Grid, block: Block, line: Line, column: Column) -> str:
     if cell is None or (not isinstance(cell.value, str) and math.isnan(cell.value)):
         return _EMPTY
     if isinstance(cell.value, str):
-        return escape(cell.value)
+        return _breakable(escape(cell.value)) if column.wrap else escape(cell.value)
     text = _number(cell.value, column)
     if not math.isnan(cell.spread):
         text += rf" $\pm$ {_number(cell.spread, column)}"

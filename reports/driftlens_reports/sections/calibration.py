@@ -61,6 +61,8 @@ def _settings(found: Mapping[str, CalibrationInfo]) -> Table:
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return "none"
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 

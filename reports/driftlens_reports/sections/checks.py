@@ -9,6 +9,8 @@ from driftlens_reports.sections.tabulate import table
 from driftlens_reports.sections.verdict import outcome_of
 from driftlens_reports.sections.verdict_words import check_sentence
 
+_RELATIONS = {"<=": "≤", ">=": "≥"}
+
 
 def checks_section(self_checks: CheckReport, checks: CheckReport | None) -> Section:
     """The self-checks that every run has, and the user's checks where there are any."""
@@ -26,7 +28,7 @@ def _table(name: str, heading: str, report: CheckReport) -> Table:
             result.title,
             result.status,
             result.value,
-            f"{result.relation} {result.threshold:g}",
+            f"{_RELATIONS.get(result.relation, result.relation)} {result.threshold:g}",
             result.margin,
             result.n,
             result.where,

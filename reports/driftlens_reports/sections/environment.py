@@ -7,6 +7,8 @@ from driftlens_reports.content import Section
 from driftlens_reports.sections.outline import TITLES
 from driftlens_reports.sections.tabulate import table
 
+_GIB = 2**30
+
 
 def environment_section(run: DriftRun) -> Section:
     """What the numbers may depend on besides their inputs, and time, memory and energy by phase."""
@@ -19,6 +21,8 @@ def environment_section(run: DriftRun) -> Section:
     }
     values = [(group, name, str(value)) for group, found in groups.items() for name, value in found.items()]
     rows = run.resources()
+    memory = ["peak_rss_bytes", "peak_gpu_bytes"]
+    rows[memory] = rows[memory].astype("Float64") / _GIB
     costs = [tuple(row) for row in rows.astype(object).itertuples(index=False)]
     tables = (
         table(
@@ -30,8 +34,8 @@ def environment_section(run: DriftRun) -> Section:
             {
                 "phase": "text",
                 "seconds": "number",
-                "peak memory (bytes)": "count",
-                "peak GPU memory (bytes)": "count",
+                "peak memory (GiB)": "number",
+                "peak GPU memory (GiB)": "number",
                 "energy (Wh)": "number",
             },
             costs,

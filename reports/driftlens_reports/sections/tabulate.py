@@ -17,11 +17,11 @@ _UNITS = {
     **dict.fromkeys(
         ("cosine", "mean cosine", "cosine of task vectors", "cosine gain", "cka", "cross term"), "1"
     ),
-    **dict.fromkeys(("accuracy", "value", "share of final drift", "by rescaling", "by calibration"), "1"),
+    **dict.fromkeys(("accuracy", "value", "share of final drift"), "1"),
     **dict.fromkeys(
         ("n", "test n", "samples", "test samples", "calibration", "diagnosis", "test"), "samples"
     ),
-    **{"seconds": "s", "peak memory (bytes)": "B", "peak GPU memory (bytes)": "B", "energy (Wh)": "Wh"},
+    **{"seconds": "s", "peak memory (GiB)": "GiB", "peak GPU memory (GiB)": "GiB", "energy (Wh)": "Wh"},
 }
 """Units of columns by heading, in the words of the run's schema; a heading means the same in every table."""
 
@@ -38,7 +38,10 @@ def table(
         rows: one value per column each.
         note: what a reader must know about the rows.
     """
-    heads = tuple(Column(name=head, kind=kind, unit=_UNITS.get(head, "")) for head, kind in columns.items())
+    heads = tuple(
+        Column(name=head, kind=kind, unit="1" if kind == "share" else _UNITS.get(head, ""))
+        for head, kind in columns.items()
+    )
     return Table(
         name=name,
         title=title,

@@ -7,7 +7,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from driftlens_reports.content import Cell, Column, Table
@@ -37,6 +37,7 @@ def points(d: str) -> list[tuple[float, float]]:
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e6), st.integers(2, 8))
+@example(low=0.0, width=5e-324, count=2)
 def test_ticks_enclose_what_they_label_in_even_steps(low: float, width: float, count: int) -> None:
     high = low + width
     found = ticks(low, high, count)

@@ -1,0 +1,138 @@
+"""The feature scatter in a real browser: points are selected, samples tell their story, layouts are computed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from driftlens.projection import project, stored_projection
+from driftlens.records.run import open_run
+from driftlens_app.jobs import watch
+from tests.browser.reading import settled
+from tests.browser.server import serving
+
+PATIENCE = 180_000
+"""Milliseconds that a job may take on a busy machine."""
+
+_PLACES = """panel => {
+    const chart = document.querySelector('.js-plotly-plot'), trace = chart._fullData[panel];
+    const corner = chart.getBoundingClientRect(), axes = chart._fullLayout;
+    const x = axes[trace.xaxis.replace('x', 'xaxis')], y = axes[trace.yaxis.replace('y', 'yaxis')];
+    return trace.customdata.map((name, at) => [
+        name, corner.x + x._offset + x.d2p(trace.x[at]), corner.y + y._offset + y.d2p(trace.y[at])]);
+}"""
+"""Of every point of a panel: its sample, and where in the window it is."""
+
+_TEXTS = """() => [...document.querySelectorAll('.js-plotly-plot text')]
+    .filter(text => text.textContent.trim() && !text.closest('.legend, .hoverlayer'))
+    .map(text => text.getBoundingClientRect())
+    .map(box => [box.left, box.top, box.right, box.bottom])"""
+
+
+def places(page: Any, panel: int = 1) -> dict[str, tuple[float, float]]:
+    page.locator(".js-plotly-plot .nsewdrag").first.wait_for(timeout=60_000)
+    settled(page)
+    return {name: (x, y) for name, x, y in page.evaluate(_PLACES, panel)}
+
+
+def features(page: Any, address: str, run: Path, **query: str) -> None:
+    shown = {"run": open_run(run).id, **query}
+    page.goto(f"{address}/features?" + "&".join(f"{name}={value}" for name, value in shown.items()))
+    settled(page)
+
+
+@pytest.mark.parametrize(("panel", "points"), [(0, "500"), (1, "1000")], ids=["expert", "merged"])
+def test_the_first_click_on_a_point_opens_its_samples_story(
+    page: Any, app_url: str, runs_folder: Path, panel: int, points: str
+) -> None:
+    """A chart drawn for the first time and one from the cache must be one widget, else the first click is lost."""
+    features(page, app_url, runs_folder / "full", task="mnist", points=points)
+    for sample in list(places(page, panel))[3:5]:
+        x, y = places(page, panel)[sample]
+        page.mouse.move(x, y)
+        expect(page.locator(".js-plotly-plot .hoverlayer").first).to_contain_text(sample)
+        page.mouse.click(x, y)
+        expect(page.get_by_role("heading", name=f"Sample {sample}", exact=True)).to_be_visible(timeout=30_000)
+        expect(page.get_by_text("1 selected in the chart")).to_be_visible()
+        settled(page)
+
+
+def test_a_box_selects_the_samples_inside_it_and_a_double_click_none(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    features(page, app_url, runs_folder / "full", task="cars")
+    found = places(page)
+    page.locator(".modebar-btn[data-val=select]").click(force=True)
+    box = page.locator(".js-plotly-plot .nsewdrag").nth(1).bounding_box()
+    middle = box["x"] + box["width"] / 2
+    page.mouse.move(box["x"] + 3, box["y"] + 3)
+    page.mouse.down()
+    page.mouse.move(middle, box["y"] + box["height"] - 3, steps=5)
+    page.mouse.up()
+    inside = [name for name, (x, _) in found.items() if x < middle]
+    assert 1 < len(inside) < len(found)
+    expect(page.get_by_text(f"{len(inside)} selected in the chart")).to_be_visible(timeout=30_000)
+    settled(page)
+    page.mouse.dblclick(box["x"] + box["width"] - 4, box["y"] + box["height"] - 4)
+    expect(page.get_by_text("selected in the chart")).to_have_count(0, timeout=30_000)
+
+
+@pytest.mark.parametrize("colour", ["role", "class", "drift"])
+def test_in_a_narrow_window_no_words_of_the_panels_overlap(
+    browser: Any, app_url: str, runs_folder: Path, colour: str
+) -> None:
+    context = browser.new_context(viewport={"width": 420, "height": 900})
+    page = context.new_page()
+    features(page, app_url, runs_folder / "full", colour=colour)
+    places(page)
+    page.wait_for_function("document.querySelector('.js-plotly-plot .main-svg').clientWidth <= 400")
+    texts = page.evaluate(_TEXTS)
+    assert len(texts) > 8
+    for at, (left, top, right, bottom) in enumerate(texts):
+        overlapped = [
+            other
+            for other in texts[at + 1 :]
+            if left < other[2] - 1 and other[0] < right - 1 and top < other[3] - 2 and other[1] < bottom - 2
+        ]
+        assert not overlapped, (texts[at], overlapped)
+    context.close()
+
+
+@pytest.fixture
+def writable(browser: Any, runs_folder: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a dashboard on a copy of a run, and the copy."""
+    run = tmp_path / "runs" / "full"
+    shutil.copytree(runs_folder / "full", run)
+    with serving(run.parent, tmp_path / "log") as address:
+        yield address, run
+
+
+def test_a_layout_is_computed_by_a_job_and_then_drawn(page: Any, writable: tuple[str, Path]) -> None:
+    address, run = writable
+    features(page, address, run, task="cars", method="t-SNE", seed="3")
+    page.get_by_role("button", name="Compute this layout").click()
+    drawn = places_of_layout(page)
+    stored = stored_projection(run, "cars", method="tsne", seed=3)
+    assert stored is not None
+    rows = stored.frame[stored.frame["variant"] == "merged"]
+    assert drawn == dict(zip(rows["sample_id"], zip(rows["x"], rows["y"], strict=True), strict=True))
+    assert project(run, "cars", method="tsne", seed=3, store_it=False).digest == stored.digest
+    view = watch(run, "project")
+    assert view is not None and view.state == "done"
+    assert view.progress is not None and (view.progress.done, view.progress.total) == (3, 3)
+
+
+def places_of_layout(page: Any) -> dict[str, tuple[float, float]]:
+    """Coordinates of the merged model's points, once they are drawn."""
+    page.locator(".js-plotly-plot .nsewdrag").first.wait_for(timeout=PATIENCE)
+    settled(page)
+    points = page.evaluate(
+        "() => { const trace = document.querySelector('.js-plotly-plot')._fullData[1];"
+        " return trace.customdata.map((name, at) => [name, trace.x[at], trace.y[at]]); }"
+    )
+    return {name: (x, y) for name, x, y in points}

@@ -1,0 +1,85 @@
+"""The operator on the layers of every kind of model: masks, token ids and several streams ride along."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from driftlens.engine.walk import LayerView, walk
+from driftlens.linalg import path_jacobian
+from driftlens.linalg.path_jacobian import PathJacobian
+from driftlens.linalg.state import State, inner, subtract
+from tests.cases import CASES, family
+
+NODES = 4
+ROUNDING = 1e-13
+
+
+@pytest.fixture(params=CASES)
+def inner_views(request: pytest.FixtureRequest, device: torch.device) -> list[LayerView]:
+    """Every layer behind the stem, where drift comes in."""
+    models = family(CASES[request.param], n=3, batch_size=3, device=device)
+    with torch.no_grad():
+        return [view for view in walk(models.pool, "a", ["merged"], models.batches) if view.layer.index > 1]
+
+
+def operator_of(view: LayerView, nodes: int = NODES) -> PathJacobian:
+    return PathJacobian(view.crossed_layer, view.expert_in, view.merged_in, nodes)
+
+
+def stacked(view: LayerView, count: int = 2) -> State:
+    """The incoming drift and random vectors behind it."""
+    generator = torch.Generator().manual_seed(view.layer.index)
+    drift = subtract(view.merged_in, view.expert_in)
+    return {
+        name: torch.cat(
+            [leaf[None], torch.randn(count, *leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf)]
+        )
+        for name, leaf in drift.items()
+    }
+
+
+@torch.no_grad()
+def test_all_nodes_in_one_pass_and_one_by_one_give_the_same(
+    inner_views: list[LayerView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for view in inner_views:
+        found = []
+        for limit in (1 << 40, 0):
+            monkeypatch.setattr(path_jacobian, "TOGETHER", limit)
+            found.append(operator_of(view).jvps(stacked(view)))
+        together, apart = found
+        assert together.keys() == apart.keys() == view.merged_out.keys()
+        for name in apart:
+            torch.testing.assert_close(together[name], apart[name], rtol=1e-10, atol=1e-12)
+
+
+@torch.no_grad()
+def test_products_from_both_sides_agree(inner_views: list[LayerView]) -> None:
+    for view in inner_views:
+        operator = operator_of(view)
+        v = {name: leaf[1] for name, leaf in stacked(view, 1).items()}
+        image = operator.jvp(v)
+        u = {name: torch.cos(7 * leaf) for name, leaf in image.items()}  # any covector
+        torch.testing.assert_close(inner(u, image), inner(operator.vjp(u), v), rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+def test_products_are_linear(inner_views: list[LayerView]) -> None:
+    for view in inner_views:
+        both = {name: leaf[1:] for name, leaf in stacked(view).items()}
+        mixed = {name: 2 * leaf[0] - 3 * leaf[1] for name, leaf in both.items()}
+        images, found = operator_of(view).jvps(both), operator_of(view).jvp(mixed)
+        for name, leaf in images.items():
+            torch.testing.assert_close(found[name], 2 * leaf[0] - 3 * leaf[1], rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+def test_twice_the_nodes_give_more_than_a_third_more_digits(inner_views: list[LayerView]) -> None:
+    """Every layer here is smooth, so the error falls geometrically until rounding is all there is."""
+    for view in inner_views:
+        errors = [float(operator_of(view, nodes).closure()) for nodes in (1, 2, 4, 8, 16)]
+        assert all(later <= max(ROUNDING, earlier ** (4 / 3)) for earlier, later in pairwise(errors)), errors
+        assert errors[-1] <= ROUNDING

@@ -1,0 +1,54 @@
+"""The manifest's file: every field in it, and as JSON what the record itself is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from driftlens.records.manifest import Manifest, manifest_is_intact, read_manifest, write_manifest
+from driftlens.records.run import DriftRun
+
+
+def filled(full: DriftRun) -> Manifest:
+    """A manifest none of whose fields is empty."""
+    found = dataclasses.replace(
+        full.manifest,
+        synthetic=True,
+        deterministic=True,
+        environment={"OMP_NUM_THREADS": "1"},
+        threads={"torch": 1},
+        unfinished=("merged",),
+        warnings=("cars: a warning",),
+        notices=("a notice",),
+    )
+    assert all(getattr(found, entry.name) for entry in dataclasses.fields(found))
+    return found
+
+
+def written(folder: pathlib.Path, manifest: Manifest) -> dict[str, Any]:
+    write_manifest(folder, manifest)
+    record: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    del record["digest"]
+    return record
+
+
+def test_the_file_is_the_plain_copy_of_all_nested_records(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    manifest = filled(full)
+    assert written(tmp_path, manifest) == json.loads(json.dumps(dataclasses.asdict(manifest)))
+
+
+def test_writing_what_was_read_gives_the_same_bytes(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    write_manifest(tmp_path, filled(full))
+    first = (tmp_path / "manifest.json").read_bytes()
+    write_manifest(tmp_path, read_manifest(tmp_path))
+    assert (tmp_path / "manifest.json").read_bytes() == first
+    assert manifest_is_intact(tmp_path)
+
+
+def test_writing_changes_nothing_in_the_manifest(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    manifest = filled(full)
+    before = dataclasses.asdict(manifest)
+    written(tmp_path, manifest)
+    assert dataclasses.asdict(manifest) == before

@@ -41,6 +41,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="session")
+def rounding(device: torch.device) -> float:
+    """How far float64 identities may be off, relative to what they are about; GPUs sum in another order each time."""
+    return {"cpu": 1e-12, "cuda": 1e-10}[device.type]
+
+
+@pytest.fixture(scope="session")
 def real() -> pathlib.Path:
     """The folder of real images and checkpoints, where it exists."""
     if not REAL.is_dir():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import streamlit as st
@@ -11,6 +11,24 @@ from driftlens.calibration.presets import PRESETS
 from driftlens_app.calibration import UPDATES, CalibrationSettings
 
 _OWN = "the run's spec, or FeatCal's defaults"
+_NUMBERS: Sequence[tuple[str, str, float | None, float, str]] = (
+    (
+        "lam",
+        "Ridge λ",
+        None,
+        0.01,
+        "Pull towards the anchor, for Gram matrices of norm 1; no unit. Published: 0.05 (CLIP).",
+    ),
+    (
+        "rho",
+        "Anchor ρ",
+        None,
+        0.1,
+        "The anchor is ρ · merged + (1 − ρ) · base; 1 is the merged model. Published: 2 (CLIP).",
+    ),
+    ("alpha", "Target α", 1.0, 0.05, "Share of the expert in the target, 0 to 1. Published: 0.3 (CLIP)."),
+)
+"""The method's numbers: setting, label, largest value, step, help."""
 
 
 def calibration_form(
@@ -95,39 +113,20 @@ def calibration_form(
 
 def _numbers(start: CalibrationSettings) -> Mapping[str, Any]:
     """The fields of the method's numbers; an empty one leaves the value to the settings above it."""
-    left, middle, right = st.columns(3)
-    kept = "as above"
-    lam = left.number_input(
-        "Ridge λ",
-        min_value=0.0,
-        value=start.lam,
-        format="%g",
-        step=0.01,
-        placeholder=kept,
-        key="lam",
-        help="Pull towards the anchor, for Gram matrices of norm 1; no unit. Published: 0.05 (CLIP).",
-    )
-    rho = middle.number_input(
-        "Anchor ρ",
-        min_value=0.0,
-        value=start.rho,
-        format="%g",
-        step=0.1,
-        placeholder=kept,
-        key="rho",
-        help="The anchor is ρ · merged + (1 − ρ) · base; 1 is the merged model. Published: 2 (CLIP).",
-    )
-    alpha = right.number_input(
-        "Target α",
-        min_value=0.0,
-        max_value=1.0,
-        value=start.alpha,
-        format="%g",
-        step=0.05,
-        placeholder=kept,
-        key="alpha",
-        help="Share of the expert in the target, 0 to 1. Published: 0.3 (CLIP).",
-    )
+    values = {
+        name: column.number_input(
+            label,
+            min_value=0.0,
+            max_value=most,
+            value=getattr(start, name),
+            format="%g",
+            step=step,
+            placeholder="as above",
+            key=name,
+            help=help_text,
+        )
+        for column, (name, label, most, step, help_text) in zip(st.columns(3), _NUMBERS, strict=True)
+    }
     samples = st.number_input(
         "Samples per task",
         min_value=1,
@@ -137,7 +136,7 @@ def _numbers(start: CalibrationSettings) -> Mapping[str, Any]:
         key="samples",
         help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
     )
-    return {"lam": lam, "rho": rho, "alpha": alpha, "samples": samples}
+    return {**values, "samples": samples}
 
 
 def _preset_label(name: str) -> str:

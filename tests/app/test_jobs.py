@@ -19,7 +19,7 @@ from driftlens_app.jobs import Job, cancel, processes, start, watch
 from driftlens_app.jobs.curve import running_drift
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
-from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request
+from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 
@@ -62,6 +62,27 @@ def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None
     finish(run)
     until(lambda: state(run) == "done", "it is done")
     assert running_drift(job) == {2: 1.5, 3: 0.75, 4: 0.5}
+
+
+def test_a_job_of_another_kind_leaves_the_record_of_the_last_one(run: Path) -> None:
+    calibration = begin(run, "steady")
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    layout = start(project_request(open_run(run), "cars", "final", "umap", 0))
+    until(lambda: state(run) == "done", "the layout is done")
+    newest, earlier = watch(run), watch(run, "calibrate")
+    assert newest is not None and newest.job.pid == layout.pid
+    assert earlier is not None and (earlier.job.pid, earlier.state) == (calibration.pid, "done")
+    assert earlier.job.settings["name"] == "steady"
+    assert watch(run, "analyze") is None
+
+
+def test_a_job_of_another_kind_waits_for_the_one_that_runs(run: Path) -> None:
+    calibration = begin(run, "steady")
+    layout = start(project_request(open_run(run), "cars", "final", "umap", 0))
+    assert layout.pid == calibration.pid and len(processes._CHILDREN) == 1
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
 
 
 def test_many_clicks_at_once_start_one_process(run: Path) -> None:

@@ -62,6 +62,14 @@ def test_points_of_the_chart_carry_the_ids_by_which_they_are_selected(root: Path
     assert _selected(None) == []
 
 
+def test_a_chart_keeps_its_identity_when_it_comes_from_the_cache(open_app: Open, root: Path) -> None:
+    """Else what a reader selects in it for the first time belongs to a chart that is gone."""
+    app = open_app(root, "features", task="cars")
+    (first,) = app.get("plotly_chart")
+    (again,) = app.run().get("plotly_chart")
+    assert first.proto.id == again.proto.id and first.proto.spec == again.proto.spec
+
+
 def test_few_samples_are_drawn_by_pca_only_and_the_page_says_why(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "few", size=Size(samples=6))
     app = open_app(tmp_path, "features")

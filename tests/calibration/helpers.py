@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from driftlens.data.samples import Batch
@@ -47,9 +48,9 @@ def part(inputs: Any, rows: slice) -> Any:
     return {k: v[rows] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[rows]
 
 
-def subject(name: str = "open_clip_vit", n: int = 4) -> Subject:
+def subject(name: str = "open_clip_vit", n: int = 4, device: str | torch.device = "cpu") -> Subject:
     world = WORLDS[name]
-    models = family(world.case, n=n, batch_size=n)
+    models = family(world.case, n=n, batch_size=n, device=device)
     return Subject(world, models.pool, models.modules, models.batches[0].inputs, n)
 
 

@@ -53,7 +53,7 @@ def assert_equal_parameters(
 ) -> None:
     assert found.keys() == want.keys()
     for key, value in want.items():
-        assert float((found[key] - value).norm()) <= TOLERANCE * float(value.norm()), key
+        assert float((found[key].cpu() - value).norm()) <= TOLERANCE * float(value.norm()), key
 
 
 def emphasis(block: int, name: str, sample: int) -> Tensor | None:
@@ -64,12 +64,14 @@ def emphasis(block: int, name: str, sample: int) -> Tensor | None:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_architecture_agrees_with_the_slow_reference(name: str) -> None:
-    found = calibrated(subject(name, n=N), FeatCal(lam=0.03, rho=1.7, alpha=0.4))
+def test_every_architecture_agrees_with_the_slow_reference(name: str, device: torch.device) -> None:
+    found = calibrated(subject(name, n=N, device=device), FeatCal(lam=0.03, rho=1.7, alpha=0.4))
     assert_equal_parameters(found, slow(name, reference.Settings(lam=0.03, rho=1.7, alpha=0.4)))
 
 
-def test_the_authors_token_weights_agree_with_the_slow_reference() -> None:
+def test_the_authors_token_weights_agree_with_the_slow_reference(device: torch.device) -> None:
     name = "open_clip_vit"
-    found = calibrated(subject(name, n=N), FeatCal(rho=2.2, alpha=0.25, last_block_tokens="cls_emphasis"))
+    found = calibrated(
+        subject(name, n=N, device=device), FeatCal(rho=2.2, alpha=0.25, last_block_tokens="cls_emphasis")
+    )
     assert_equal_parameters(found, slow(name, reference.Settings(rho=2.2, alpha=0.25), emphasis))

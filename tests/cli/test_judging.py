@@ -156,7 +156,13 @@ def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp
 
 def test_layouts_are_kept_and_their_quality_is_shown(run_cli: Cli, own: pathlib.Path) -> None:
     result = run_cli("project", own, "--task", "cars", "--method", "pca,tsne", "--layer", 2)
-    assert result.code == 0 and result.err.splitlines() == ["cars: pca", "cars: tsne"]
+    assert result.code == 0
+    assert [line.split(" in ")[0] for line in result.err.splitlines()] == [
+        "cars: pca",
+        "layout: done",
+        "cars: tsne",
+        "layout: done",
+    ]
     assert len(list((own / "projections").glob("*.parquet"))) == 2
     found = dl.project(own, "cars", layer=2)
     for row in found.quality.to_dict("records"):
@@ -171,6 +177,18 @@ def test_layouts_as_json_name_their_files(run_cli: Cli, own: pathlib.Path) -> No
     for entry in documents:
         assert pq.read_table(own / entry["file"]).num_rows == entry["points"] == 4 * 8
         assert (entry["layer"], entry["seed"], entry["used"]) == (3, 3, "pca")
+
+
+def test_layouts_report_their_steps_as_json_lines(run_cli: Cli, own: pathlib.Path) -> None:
+    command = ["project", own, "--task", "cars", "--method", "pca", "--progress", "jsonl"]
+    first, again = (run_cli(*command).err.splitlines()[1:] for _ in range(2))
+    steps = ["pca of cars: reading features", "pca of cars: laying out", "pca of cars: comparing neighbours"]
+    events = [json.loads(line) for line in first]
+    assert [(event["phase"], event["done"], event["total"]) for event in events] == [
+        ("layout", done, 3) for done in range(4)
+    ]
+    assert [event["label"] for event in events] == [*steps, "pca of cars"]
+    assert [json.loads(line)["done"] for line in again] == [3]  # a stored layout is read, not laid out again
 
 
 @pytest.mark.parametrize(

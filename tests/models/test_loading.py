@@ -94,6 +94,22 @@ def write_shards(stem: str, suffix: str) -> Callable[[pathlib.Path, Weights], pa
     return write
 
 
+def write_mergekit(folder: pathlib.Path, weights: Weights) -> pathlib.Path:
+    """As mergekit leaves a small merge: one shard that is numbered all the same, an index, its recipe, a README."""
+    shard = "model-00001-of-00001.safetensors"
+    save_file(weights, folder / shard, metadata={"format": "pt"})
+    size = sum(value.nbytes for value in weights.values())
+    index = {
+        "metadata": {"mergekit_version": "0.1.0", "total_size": size},
+        "weight_map": dict.fromkeys(weights, shard),
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "mergekit_config.yml").write_text("merge_method: linear\n")
+    (folder / "README.md").write_text("# merge\n")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
 FORMS = {
     "safetensors": write_safetensors,
     "torch": write_torch,
@@ -106,6 +122,7 @@ FORMS = {
     "folder_open_clip_torch": write_folder("open_clip_pytorch_model.bin"),
     "shards_safetensors": write_shards("model", ".safetensors"),
     "shards_torch": write_shards("pytorch_model", ".bin"),
+    "mergekit": write_mergekit,
 }
 
 

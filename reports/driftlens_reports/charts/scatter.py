@@ -20,7 +20,7 @@ from driftlens_reports.charts.scatter_quality import (
     INDICATIVE,
     QUALITY,
     quality_in_words,
-    write_quality,
+    write_below,
 )
 from driftlens_reports.charts.theme import look, palette
 from driftlens_reports.charts.words import counted, data_key, label, literal, overlap_notes, shown
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MOST_COLUMNS = 2
 """Panels in a row: more would be too narrow for their words in a telephone's window."""
-_HEIGHT, _BELOW = 240, 30
+_HEIGHT, _BELOW = 240, 42
 """Pixels: of a panel, and of the lines below it that need more than the room of the ticks, which there are none of."""
 _TITLE = 22
 """Letters of a panel's title."""
@@ -111,7 +111,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     for at, variant in enumerate(names):
         part = drawn[drawn["variant"] == variant]
         _draw_panel(run, grid, at, part, drawn, options)
-        write_quality(grid, at, found.quality, variant)
+        write_below(grid, at, axes[0], found.quality, variant)
     grid.figure.add_traces(legend)
     if options.colour == "drift" and drawn["drift"].notna().any():
         add_drift_bar(grid.figure, drawn["drift"], dark=options.dark)

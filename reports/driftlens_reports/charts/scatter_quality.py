@@ -26,8 +26,8 @@ INDICATIVE = (
 )
 
 
-def write_quality(grid: Grid, at: int, quality: pd.DataFrame, variant: str) -> None:
-    """Write a variant's numbers below panel `at`; the expert has none but the layout's trustworthiness."""
+def write_below(grid: Grid, at: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
+    """Write the axis title and a variant's numbers below panel `at`; the expert has none but trustworthiness."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
     lines = [f"trust {_short(row['trustworthiness'])}"]
@@ -38,8 +38,7 @@ def write_quality(grid: Grid, at: int, quality: pd.DataFrame, variant: str) -> N
             *lines,
         ]
     axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
-    # Panels of the lowest row have a title already.
-    axis.title.text = "<br>".join([*([axis.title.text] if axis.title.text else []), *lines])
+    axis.title.text = "<br>".join([x_title, *lines])
 
 
 def quality_in_words(quality: pd.DataFrame, names: list[str]) -> str:

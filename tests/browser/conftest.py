@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.thumbs import SIDE, save_thumbs, thumbs_file
 from tests.browser.server import serving
 from tests.pipeline.fixtures import light, world
 from tests.records.full_run import write_full_run
@@ -37,10 +40,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two finished runs: one calibrated, one merged only."""
+    """A folder with two finished runs: one calibrated, with pictures of one task, and one merged only."""
     folder = tmp_path_factory.mktemp("runs")
     write_full_run(folder / "merged", name="merged only", variants=("base", "merged"), seed=1)
     write_full_run(folder / "full", name="full run")
+    _save_pictures(open_run(folder / "full"), "mnist")
     return folder
 
 
@@ -57,6 +61,14 @@ def page(browser: Any) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1400, "height": 1000}, color_scheme="light")
     yield context.new_page()
     context.close()
+
+
+def _save_pictures(run: DriftRun, task: str) -> None:
+    """A grey of its own for every diagnosis sample."""
+    greys = np.arange(len(run.sample_ids(task)), dtype=np.uint8)
+    file = run.path / thumbs_file(task)
+    file.parent.mkdir()
+    save_thumbs(file, np.broadcast_to(greys[:, None, None, None], (len(greys), SIDE, SIDE, 3)).copy())
 
 
 def _lacking() -> str:

@@ -13,6 +13,7 @@ from playwright.sync_api import expect
 from driftlens.projection import project, stored_projection
 from driftlens.records.run import open_run
 from driftlens_app.jobs import watch
+from driftlens_app.pictures import pictures
 from tests.browser.reading import settled
 from tests.browser.server import serving
 
@@ -136,3 +137,20 @@ def places_of_layout(page: Any) -> dict[str, tuple[float, float]]:
         " return trace.customdata.map((name, at) => [name, trace.x[at], trace.y[at]]); }"
     )
     return {name: (x, y) for name, x, y in points}
+
+
+def test_the_picture_of_a_sample_shows_while_the_pointer_is_over_its_point(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    run = open_run(runs_folder / "full")
+    features(page, app_url, runs_folder / "full", task="mnist")
+    found = places(page)
+    ids = list(found)[2:4]
+    for sample, address in zip(ids, pictures(run, "mnist", ids), strict=True):
+        assert address is not None
+        page.mouse.move(*found[sample])
+        picture = page.get_by_role("img", name=f"sample {sample}", exact=True)
+        expect(picture).to_be_visible(timeout=10_000)
+        assert picture.get_attribute("src") == address
+    page.mouse.move(2, 2)
+    expect(picture).to_be_hidden()

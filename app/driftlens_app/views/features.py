@@ -11,6 +11,7 @@ import streamlit as st
 from driftlens.records.run import DriftRun
 from driftlens.records.variants import title
 from driftlens_app.feature_options import feature_options
+from driftlens_app.hover_picture import show_hover_pictures
 from driftlens_app.jobs import start, watch
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
@@ -47,6 +48,8 @@ def show() -> None:
         event = show_chart(
             "scatter", run, options, on_select="rerun", selection_mode=("points", "box", "lasso")
         )
+        if event is not None:
+            show_hover_pictures(run, task, "chart-scatter", run.sample_ids(task))
         _samples(run, task, options, _selected(event))
 
 

@@ -136,11 +136,11 @@ def alignment_of_parts_adds_up() -> None:
 
 
 def calibration_agrees_with_the_slow_reference() -> None:
-    calibration.test_every_architecture_agrees_with_the_slow_reference("hf_clip_vit")
+    calibration.test_every_architecture_agrees_with_the_slow_reference("hf_clip_vit", torch.device("cpu"))
 
 
 def weighted_calibration_agrees_with_the_slow_reference() -> None:
-    calibration.test_the_authors_token_weights_agree_with_the_slow_reference()
+    calibration.test_the_authors_token_weights_agree_with_the_slow_reference(torch.device("cpu"))
 
 
 # --- faults -------------------------------------------------------------------------------------------------------

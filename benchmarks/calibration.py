@@ -50,7 +50,7 @@ def _case(tasks: int, samples: int, device: torch.device) -> str:
         f"reference {theirs.total:.1f} s, ratio {theirs.total / ours.total:.2f}; outside forward passes "
         f"{ours.outside:.1f} s, reference {theirs.outside:.1f} s, ratio {theirs.outside / ours.outside:.2f}; "
         f"arithmetic floor {floor:.1f} s at {rates.float32:.0f} (float64: {rates.float64:.0f}) G products/s, "
-        f"{ours.total / floor:.2f} times that; largest |dW|/|W| between both {_largest_gap(layers, blocks):.0e}"
+        f"{ours.total / floor:.2f} times that; largest |dW|/|W| between both {_largest_gap(layers, blocks):.1e}"
     )
 
 

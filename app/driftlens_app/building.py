@@ -53,16 +53,7 @@ def build(name: str, arguments: Sequence[str], folder: Path) -> Built:
     with tempfile.TemporaryDirectory(prefix="driftlens-") as made:
         out = Path(made) / "out"
         try:
-            done = subprocess.run(
-                [*command_line.COMMAND, *arguments, "--out", str(out)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                cwd=folder,
-                env=command_line.environment(),
-                timeout=_PATIENCE_SECONDS,
-                check=False,
-            )
+            done = command_line.answer([*arguments, "--out", str(out)], folder, _PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             return Built(name, problem=f"it took longer than {_PATIENCE_SECONDS:.0f} seconds")
         log = "\n".join((done.stdout + done.stderr).replace(made, "").splitlines()[-_LOG_LINES:])

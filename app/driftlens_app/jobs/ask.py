@@ -22,16 +22,7 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         RunError: it took too long.
     """
     try:
-        done = subprocess.run(
-            [*command_line.COMMAND, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env=command_line.environment(),
-            timeout=_PATIENCE_SECONDS,
-            check=False,
-        )
+        done = command_line.answer(arguments, folder, _PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         raise RunError(
             f"`driftlens {arguments[0]}` did not answer within {_PATIENCE_SECONDS:.0f} seconds",

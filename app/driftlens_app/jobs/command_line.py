@@ -1,9 +1,12 @@
-"""How a job's process is called: the program, and the environment it gets."""
+"""How the command line is called: the program, the environment it gets, and a run of it that is waited for."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from driftlens_app.settings import Settings
 
@@ -20,3 +23,21 @@ def environment() -> dict[str, str]:
         if name not in own and not name.startswith("STREAMLIT_")
     }
     return {**inherited, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def answer(arguments: Sequence[str], folder: Path, patience: float) -> subprocess.CompletedProcess[str]:
+    """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `patience` seconds, and was ended.
+    """
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(),
+        timeout=patience,
+        check=False,
+    )

@@ -28,7 +28,7 @@ job that a page starts needs a function in `jobs/requests.py` and no more.
 | module | what |
 |---|---|
 | `selection` | the run and what the reader chose in the sidebar: `selection()` |
-| `show` | `show_chart`, `show_table`, `page_title`: charts with their data, numbers in one format |
+| `show` | `show_chart`, `show_data`, `page_title`: charts with their data, numbers in one format |
 | `texts` | `plain`: a name from a run or spec, safe inside Markdown |
 | `runs` | the runs under the allowed root, by id, cached |
 | `jobs` | start, watch and cancel the command line; what it does is on disk |

@@ -11,7 +11,7 @@ from driftlens.records.before_after import compared_variants, credit_sentences
 from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.run import DriftRun
 from driftlens_app.selection import selection
-from driftlens_app.show import show_chart, show_table
+from driftlens_app.show import show_chart, show_data
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.before_after import before_after
@@ -48,8 +48,8 @@ def show_result(run: DriftRun, name: str) -> None:
             _downloads(run, name)
         variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
         show_chart("layer-drift", run, selection().options(variants=variants))
-        with st.expander("Solved modules"):
-            show_table(run.calibration(name), f"{run.id}-calibration-{name}", key="calibration-log")
+        solved = run.calibration(name)
+        show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
         for notice in run.manifest.calibrations[name].notices:
             st.caption(plain(notice))
 

@@ -78,8 +78,11 @@ def show_ended(view: View) -> None:
 
 def show_log(job: Job) -> None:
     """The end of the job's log, and a button that downloads it."""
+    drawer = st.expander("Log", key=f"open-log-{job.log.name}", on_change="rerun")
+    if not drawer.open:
+        return
     text = log_text(job.log)
-    with st.expander("Log"):
+    with drawer:
         if not text:
             st.caption("The log is empty so far.")
             return

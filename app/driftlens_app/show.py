@@ -66,23 +66,29 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, caption: str = "", **plotly
     words = [text for text in (caption, *drawn.notes) if text]
     if words:
         st.caption(" ".join(plain(text) for text in words))
-    with st.expander("Show data"):
-        show_table(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
+    show_data(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
     return result
 
 
-def show_table(rows: pd.DataFrame, name: str, *, key: str) -> None:
-    """A table with a button that downloads it as CSV, at full precision."""
-    st.dataframe(rows, hide_index=True, key=key, alt=f"Table of {len(rows)} rows")
-    st.download_button(
-        f"Download {len(rows):,} rows as CSV",
-        data=lambda: _csv(rows),
-        file_name=f"{name}.csv",
-        mime="text/csv",
-        key=f"{key}-csv",
-        on_click="ignore",
-        icon=":material/download:",
-    )
+def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
+    """A table, and a button that downloads it as CSV at full precision, both folded away behind `label`.
+
+    They are sent to the browser once that is opened.
+    """
+    drawer = st.expander(label, key=f"open-{key}", on_change="rerun")
+    if not drawer.open:
+        return
+    with drawer:
+        st.dataframe(rows, hide_index=True, key=key, alt=f"Table of {len(rows)} rows")
+        st.download_button(
+            f"Download {len(rows):,} rows as CSV",
+            data=lambda: _csv(rows),
+            file_name=f"{name}.csv",
+            mime="text/csv",
+            key=f"{key}-csv",
+            on_click="ignore",
+            icon=":material/download:",
+        )
 
 
 @st.cache_data(max_entries=64, show_spinner="Drawing")

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
+from streamlit.testing.v1.element_tree import Expander
 
 from driftlens_app.jobs import command_line, processes
 from driftlens_app.settings import Settings
@@ -47,6 +49,20 @@ def open_app(monkeypatch: pytest.MonkeyPatch) -> Open:
         return app
 
     return opened
+
+
+def opened_drawers(app: AppTest, label: str) -> list[Expander]:
+    """What is folded away behind `label`, after it was opened."""
+    for drawer in app.expander:
+        if drawer.label == label:
+            app.session_state[drawer.key] = True
+    app.run()
+    return [drawer for drawer in app.expander if drawer.label == label]
+
+
+def shown_data(app: AppTest) -> list[pd.DataFrame]:
+    """The tables under the charts."""
+    return [drawer.dataframe[0].value for drawer in opened_drawers(app, "Show data")]
 
 
 @pytest.fixture

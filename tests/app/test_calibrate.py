@@ -17,7 +17,7 @@ from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
 from driftlens_reports.before_after import before_after
-from tests.app.conftest import Open, until
+from tests.app.conftest import Open, opened_drawers, until
 from tests.app.test_jobs import finish, state, step
 from tests.app.test_pages import errors, said
 from tests.records.full_run import write_full_run
@@ -114,7 +114,8 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
     for tab in (app.run(), open_app(root, "calibrate")):
         assert "SingularGramError: the Gram matrix is *singular*" in errors(tab).replace("**", "")
         assert "Raise lam." in errors(tab)
-        assert "error: the Gram matrix" in tab.code[0].value
+        (log,) = opened_drawers(tab, "Log")
+        assert "error: the Gram matrix" in log.code[0].value
         assert tab.text_input(key="name").value == "failing" and tab.number_input(key="rho").value == 1.5
 
 

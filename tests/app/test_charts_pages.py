@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.records.run import open_run
 from driftlens_app.views import alignment, attribution, layer_drift, output
 from driftlens_reports.charts.chart import charts
-from tests.app.conftest import Open
+from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import said
 from tests.records.full_run import Size, write_full_run
 
@@ -31,11 +30,6 @@ def opened_at(app: AppTest, key: str, part: str) -> AppTest:
     """The page with one of its parts open."""
     app.button_group(key=key).set_value(part).run()
     return app
-
-
-def data_of(app: AppTest) -> list[pd.DataFrame]:
-    """The tables under the charts."""
-    return [entry.dataframe[0].value for entry in app.expander if entry.label == "Show data"]
 
 
 @pytest.mark.parametrize(("view", "key", "part", "names"), PARTS, ids=[f"{at[0]}-{at[2]}" for at in PARTS])
@@ -88,9 +82,9 @@ def test_what_a_run_lacks_is_a_sentence_with_the_command(open_app: Open, tmp_pat
 
 def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: Open, root: Path) -> None:
     app = open_app(root, "layer_drift")
-    assert {"10 % quantile", "90 % quantile"} <= set(data_of(app)[0].columns)
+    assert {"10 % quantile", "90 % quantile"} <= set(shown_data(app)[0].columns)
     app.selectbox(key="band").set_value("q25-q75").run()
-    rows, run = data_of(app)[0], open_run(root / "full")
+    rows, run = shown_data(app)[0], open_run(root / "full")
     wanted = run.layers("mnist", "merged")["drift_l2_q75"].tolist()
     found = rows[(rows["task"] == "mnist") & (rows["variant"] == "merged")]["75 % quantile"].tolist()
     assert found == wanted
@@ -99,7 +93,7 @@ def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: O
 def test_gains_are_counted_from_the_baseline_that_is_chosen(open_app: Open, root: Path) -> None:
     app = open_app(root, "alignment")
     app.selectbox(key="baseline").set_value("baseline:featcal-anchor").run()
-    rows, run = data_of(app)[1], open_run(root / "full")
+    rows, run = shown_data(app)[1], open_run(root / "full")
     control = run.samples("cars", "baseline:featcal-anchor", "final").set_index("sample_id")["cos"]
     own = rows[(rows["task"] == "cars") & (rows["variant"] == "calibrated:featcal")]
     numbers = own.select_dtypes("number")

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from driftlens.records.run import open_run
 from driftlens_app.pages import pages
 from driftlens_reports.wording import number, percent
-from tests.app.conftest import Open
+from tests.app.conftest import Open, shown_data
 from tests.records.full_run import write_full_run
 
 VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
@@ -204,9 +204,16 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
 
 def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:
     app = open_app(root, "overview")
-    charts, data = app.get("plotly_chart"), [entry for entry in app.expander if entry.label == "Show data"]
+    charts, data = app.get("plotly_chart"), shown_data(app)
     assert len(charts) == len(data) == 2
-    assert all(len(entry.dataframe[0].value) for entry in data)
+    assert all(map(len, data))
+
+
+def test_the_rows_behind_a_chart_are_sent_when_they_are_opened(open_app: Open, root: Path) -> None:
+    app = open_app(root, "layer_drift")
+    assert not app.dataframe
+    assert shown_data(app)
+    assert len(app.dataframe) == len(app.get("plotly_chart"))
 
 
 def test_fifty_runs_are_listed_and_only_a_few_stay_open(open_app: Open, root: Path) -> None:

@@ -7,7 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from driftlens.records.compare import compare
@@ -16,7 +15,7 @@ from driftlens_app.building import Built, build, zipped
 from driftlens_app.jobs import command_line
 from driftlens_app.views.compare import readable
 from driftlens_reports.change_curves import change_curves
-from tests.app.conftest import Open
+from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run
 
@@ -49,7 +48,7 @@ def test_the_page_compares_merged_with_the_calibration_and_shows_the_tables_numb
     assert app.selectbox(key="before").value == "merged"
     assert app.selectbox(key="after").value == "calibrated:featcal"
     run = open_run(root / "full")
-    shown = app.dataframe[1].value.set_index("task")
+    shown = app.dataframe[0].value.set_index("task")
     for task in run.tasks:
         before, after = (
             run.value("drift_l2_mean", task=task, variant=name) for name in ("merged", "calibrated:featcal")
@@ -144,6 +143,6 @@ def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Pa
     from driftlens.records.checks import run_self_checks
 
     report = run_self_checks(open_run(root / "full"))
-    rows: pd.DataFrame = app.dataframe[0].value
+    (rows,) = shown_data(app)
     assert rows["result"].tolist() == [result.status for result in report.results]
     assert not errors(app)

@@ -22,7 +22,7 @@ from driftlens_app.views.features import _selected, sample_rows
 from driftlens_app.views.output import flipped
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.sample_curves import sample_curves
-from tests.app.conftest import Open
+from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run
 
@@ -91,7 +91,7 @@ def test_a_stored_layout_is_drawn_with_its_seed(open_app: Open, root: Path) -> N
     app.selectbox(key="method").set_value("tsne").run()
     app.number_input(key="seed").set_value(3).run()
     assert not app.button
-    (data,) = [entry.dataframe[0].value for entry in app.expander if entry.label == "Show data"]
+    (data,) = shown_data(app)
     assert data["x"].tolist() == stored.frame["x"].tolist()
 
 

@@ -13,7 +13,7 @@ from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import Stamp, folder_of, opened, run_ids, stamp
 from driftlens_app.selection import Selection, selection
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title, show_drawn, show_table
+from driftlens_app.show import page_title, show_data, show_drawn
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.change_curves import change_curves
@@ -133,8 +133,7 @@ def _show(chosen: Selection, found: Comparison) -> None:
         key="changes",
         alt="Drift, cosine, flips and accuracy by task, before and after",
     )
-    with st.expander("Show data"):
-        show_table(rows, f"{names}-tasks", key="data-tasks")
+    show_data(rows, f"{names}-tasks", key="data-tasks")
     _gains(found, names)
 
 
@@ -154,8 +153,7 @@ def _gains(found: Comparison, names: str) -> None:
         key="gains",
         alt="What rescaling and calibration gain, by task",
     )
-    with st.expander("Show data"):
-        show_table(found.gains, f"{names}-gains", key="data-gains")
+    show_data(found.gains, f"{names}-gains", key="data-gains")
 
 
 def readable(rows: pd.DataFrame) -> pd.DataFrame:

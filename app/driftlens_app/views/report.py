@@ -12,7 +12,7 @@ from driftlens_app.pages import Page
 from driftlens_app.parts import open_part
 from driftlens_app.runs import stamp
 from driftlens_app.selection import selection
-from driftlens_app.show import page_title
+from driftlens_app.show import page_title, show_data
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.build import formats
@@ -172,8 +172,7 @@ def _checks(run: DriftRun) -> None:
     )
     for result in results:
         st.markdown(f":material/{_ICONS[result.status]}: **{result.status}** {plain(result.title)}")
-    with st.expander("Show data"):
-        st.dataframe(rows, hide_index=True, key="checks", alt="Results of the self-checks")
+    show_data(rows, f"{run.id}-checks", key="checks")
 
 
 if __name__ == "__main__":

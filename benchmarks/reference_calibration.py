@@ -1,8 +1,9 @@
 """FeatCal the obvious way, for comparison: Algorithm 1 line by line, on open_clip's own blocks.
 
-Hidden states are carried in batches of 16. Per site and per task, two k x k products (G and C) are taken from float32
-rows; every site's system is solved by LU in float64. Nothing is shared between sites, and every pass runs the whole
-block. Only what decides the result is taken over from the product: biases, LayerNorm updates, token weights of 1.
+Hidden states are carried in batches of 16. Per site and per task, two k x k products (G and C) are taken from rows in
+the models' own dtype; every site's system is solved by LU in float64. Nothing is shared between sites, and every pass
+runs the whole block. Only what decides the result is taken over from the product: biases, LayerNorm updates, token
+weights of 1.
 """
 
 from __future__ import annotations
@@ -210,7 +211,8 @@ class _Problem:
                 omega * (weight @ mean.double()) for omega, mean in self.means[site]
             )
             bias = (missing + lam * anchor[f"{site}.bias"].double()) / (self.omega[site] + lam)
-            new[f"{site}.weight"], new[f"{site}.bias"] = weight.float(), bias.float()
+            stored = self.merged[f"{site}.weight"]
+            new[f"{site}.weight"], new[f"{site}.bias"] = weight.to(stored), bias.to(stored)
         for site in NORMS:
             q, z, scale_side, shift_side, count = self.norms[site]
             a11, a22 = q + lam, count + lam

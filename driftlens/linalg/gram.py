@@ -53,6 +53,14 @@ class GramSum:
         energies = [self._energy(part) for part in self._panels()]
         return torch.stack(energies).sum().sqrt()
 
+    def quadratic(self, vectors: Tensor) -> Tensor:
+        """v' S v of this sum S for every row v of `vectors`, [o, k], in their dtype: [o]. Half of S is read."""
+        found = vectors.new_zeros(len(vectors))
+        for rows, columns in self._panels():
+            products = (vectors[:, rows] @ self._lower[rows, columns].to(vectors)) * vectors[:, columns]
+            found += 2 * products[:, : rows.start].sum(dim=1) + products[:, rows.start :].sum(dim=1)
+        return found
+
     def clear(self) -> None:
         """Start again at zero, in the same memory."""
         self._is_empty = True

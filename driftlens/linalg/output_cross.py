@@ -15,7 +15,7 @@ class OutputCross:
 
     With T rows, O outputs and k inputs, computing the output of every row costs T O k operations and its product with
     the input T O k more; E[t x'] alone costs T k^2, and O k^2 once at the end. Energies come for free in the first
-    way and cost T k^2 / 2 + O k^2 more in the second. Products are taken in the dtype of the rows, sums in `dtype`.
+    way and cost (T + O) k^2 / 2 more in the second. Products are taken in the dtype of the rows, sums in `dtype`.
 
     Args:
         weight: W, [O, k].
@@ -34,7 +34,7 @@ class OutputCross:
         by_rows = 2 * num_rows * outputs * k
         by_inputs = num_rows * k**2 + outputs * k**2
         if energies:
-            by_inputs += num_rows * k**2 // 2 + outputs * k**2
+            by_inputs += (num_rows + outputs) * k**2 // 2
         self._is_by_rows = by_rows <= by_inputs
         self._targets = GramSum(k, dtype, weight.device) if energies and not self._is_by_rows else None
 
@@ -66,5 +66,5 @@ class OutputCross:
             return self._cross, self._energy
         weight, energy = self._weight, None
         if self._targets is not None:
-            energy = ((weight @ self._targets.full().to(weight)) * weight).sum(dim=1)
+            energy = self._targets.quadratic(weight)
         return weight @ self._cross.to(weight), energy

@@ -26,6 +26,9 @@ def test_the_half_product_is_the_whole_one(k: int, generator: torch.Generator) -
     found.add_rows(second)
     want = first.mT @ first + second.mT @ second
     assert float(found.norm()) == pytest.approx(float(torch.linalg.matrix_norm(want)), rel=1e-12)
+    vectors = random(generator, 4, k)
+    quadratic = ((vectors @ want) * vectors).sum(dim=1)
+    torch.testing.assert_close(found.quadratic(vectors), quadratic, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.full(), want, rtol=1e-12, atol=1e-12)
 
 

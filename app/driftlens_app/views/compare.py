@@ -43,13 +43,14 @@ _COLUMNS = {
 }
 _GAINS = {
     "task": st.column_config.TextColumn(),
-    "quantity": st.column_config.TextColumn(help="Drift in feature units, cosine, accuracy as a fraction."),
+    "quantity": st.column_config.TextColumn(),
     "value_before": st.column_config.NumberColumn("before", format="%.4g"),
     "value_control": st.column_config.NumberColumn("anchor alone", format="%.4g"),
     "value_after": st.column_config.NumberColumn("after", format="%.4g"),
-    "by_rescaling": st.column_config.NumberColumn("by rescaling", format="%+.4f"),
-    "by_calibration": st.column_config.NumberColumn("by calibration", format="%+.4f"),
+    "by_rescaling": st.column_config.NumberColumn("by rescaling", format="%+.4g"),
+    "by_calibration": st.column_config.NumberColumn("by calibration", format="%+.4g"),
 }
+_QUANTITIES = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy (%)"}
 _SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", "accuracy_change")
 
 
@@ -146,7 +147,7 @@ def _gains(found: Comparison, names: str) -> None:
         help="With rho other than 1 the anchor is another merge; only what is gained over it is the calibration's own.",
     )
     st.dataframe(
-        found.gains[[*_GAINS]],
+        readable_gains(found.gains),
         hide_index=True,
         column_config=_GAINS,
         placeholder="–",
@@ -161,6 +162,14 @@ def readable(rows: pd.DataFrame) -> pd.DataFrame:
     shown = rows[["task", *(name for name in _COLUMNS if name != "interval")]].copy()
     shown[list(_SHARES)] *= 100
     shown["interval"] = [_interval(row) for row in rows.to_dict("records")]
+    return shown
+
+
+def readable_gains(rows: pd.DataFrame) -> pd.DataFrame:
+    """What rescaling and calibration gain, for reading: quantities in words, accuracies in percent."""
+    shown = rows[[*_GAINS]].assign(quantity=rows["quantity"].map(_QUANTITIES))
+    numbers = shown.columns.difference(["task", "quantity"])
+    shown.loc[rows["quantity"] == "accuracy", numbers] *= 100
     return shown
 
 

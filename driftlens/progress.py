@@ -61,7 +61,8 @@ class CancelToken:
         """
         if self._cancelled:
             raise Cancelled(
-                "cancelled", hint="What was finished is kept; the same command with --resume goes on."
+                "cancelled",
+                hint="What was finished is kept; run the command again, with --resume where it has that option.",
             )
 
 

@@ -112,8 +112,9 @@ def framed_note(axes: Axes, panel: Panel) -> None:
     inches = axes.get_position().width * axes.get_figure(root=True).get_figwidth()
     # Letters of the packaged fonts are about 0.45 em wide.
     letters = max(12, int(0.9 * inches * 72 / (0.45 * size)))
+    # Backticks mark commands where the words are typeset; a figure has one font.
     parts = (
-        "\n".join(textwrap.wrap(printable(part), letters, break_on_hyphens=False))
+        "\n".join(textwrap.wrap(printable(part.replace("`", "")), letters, break_on_hyphens=False))
         for part in (panel.name, panel.missing)
     )
     text = axes.text(0.5, 0.5, "\n\n".join(parts), ha="center", va="center", transform=axes.transAxes)

@@ -71,7 +71,7 @@ def panel_grid(
 
     Args:
         titles: one per panel, escaped already.
-        x_title: title of the x axis, below the lowest panel of each column.
+        x_title: title of the x axes, below the middle column.
         y_titles: one for all panels, which then have one y axis range, or one per column, each with a range of its own.
         dark: which theme.
         key: names the data shown, as for `apply_theme`.
@@ -100,7 +100,8 @@ def panel_grid(
         axes[_axis("x", at)] = {
             "matches": "x" if at and is_panel else None,
             "showticklabels": is_lowest,
-            "title": {"text": x_title} if is_lowest else None,
+            # Once, below the middle: side by side, titles run into each other in a narrow window.
+            "title": {"text": x_title} if is_lowest and at % columns == (columns - 1) // 2 else None,
             "visible": is_panel,
         }
         axes[_axis("y", at)] = {"visible": False}

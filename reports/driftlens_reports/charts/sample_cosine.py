@@ -11,7 +11,7 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.gain import NO_RIVAL, against_baseline, extremes_in_words
 from driftlens_reports.charts.panels import Grid, panel_grid
 from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
-from driftlens_reports.charts.theme import NUMBER, SMALL, TICK_NUMBER, faded, look, palette
+from driftlens_reports.charts.theme import GLYPHS, NUMBER, SMALL, TICK_NUMBER, faded, look, palette
 from driftlens_reports.charts.words import data_key, label, literal, overlap_notes, ranged, shown
 
 
@@ -33,7 +33,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     title="Cosine of every sample, before and after",
     section="features",
     caption="Cosine to the expert's feature for all diagnosis samples, the baseline's on x and the other variants' on "
-    "y, with the line of no change and each variant's mean gain, one panel per task.",
+    "y, with the line of no change and each variant's mean gain beside its symbol, one panel per task.",
     hint="Points above the line are closer to the expert than with the baseline. Look at the lower left: samples that "
     "were far off tell more than the mean, and those below the line got worse.",
     missing=_missing,
@@ -70,7 +70,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for at, task in enumerate(tasks):
         identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
-        _write_gains(grid, at, means[means["task"] == task], dark=options.dark)
+        _write_gains(grid, at, run, means[means["task"] == task], dark=options.dark)
     reach = [low - 0.03, 1.03]
     grid.figure.update_xaxes(range=reach, tickformat=TICK_NUMBER)
     grid.figure.update_yaxes(range=reach, tickformat=TICK_NUMBER)
@@ -89,12 +89,12 @@ def _mean_gains(rows: pd.DataFrame) -> pd.DataFrame:
     return gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
 
 
-def _write_gains(grid: Grid, at: int, means: pd.DataFrame, *, dark: bool) -> None:
-    """Each variant's mean gain, in the corner below the line where few points are."""
-    lines = [
-        f"{shown(variant)} {gain:+.3f}"
-        for variant, gain in zip(means["variant"], means["mean gain"], strict=True)
-    ]
+def _write_gains(grid: Grid, at: int, run: DriftRun, means: pd.DataFrame, *, dark: bool) -> None:
+    """Each variant's mean gain beside its symbol, in the corner below the line where few points are."""
+    lines = []
+    for variant, gain in zip(means["variant"], means["mean gain"], strict=True):
+        symbol = look(run.variants, variant, dark=dark).symbol
+        lines.append(f"{GLYPHS.get(symbol, shown(variant))} {gain:+.3f}")
     axis = str(at + 1) if at else ""
     grid.figure.add_annotation(
         text="<br>".join(lines),

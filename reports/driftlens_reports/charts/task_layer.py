@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 _ROW, _GAP, _TOP, _BOTTOM = 26, 44, 30, 56
-_MOST_WRITTEN = 18
-"""Columns beyond which cells are too narrow for their number."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,10 @@ def task_layer_heatmap(
         part = rows[rows["variant"] == variant]
         cells = _panel(run, part, column, tasks, shades, extra)
         figure.add_trace(cells, row=at, col=1)
-        if len(cells.x) <= _MOST_WRITTEN:
-            figure.add_trace(_numbers(cells, shades), row=at, col=1)
+        figure.add_trace(_numbers(cells, shades), row=at, col=1)
     apply_theme(figure, dark=dark, key=key, height=max(inner + _TOP + _BOTTOM, 190))
+    # Numbers that don't fit into their cell are left out; hovering tells.
+    figure.update_layout(uniformtext={"minsize": SMALL - 2, "mode": "hide"}, bargap=0)
     _finish(figure, run, len(variants), tasks, shades, dark, extra)
     return figure
 
@@ -123,8 +122,8 @@ def _panel(
     )
 
 
-def _numbers(cells: go.Heatmap, shades: Scale) -> go.Scatter:
-    """The numbers in the cells; of a heatmap itself they can only have one colour."""
+def _numbers(cells: go.Heatmap, shades: Scale) -> go.Bar:
+    """The numbers in the cells, on unseen bars: a heatmap's own have one colour and run over narrow cells."""
     import plotly.graph_objects as go
 
     span = (shades.high - shades.low) or 1.0
@@ -135,12 +134,17 @@ def _numbers(cells: go.Heatmap, shades: Scale) -> go.Scatter:
         if not np.isnan(value)
     ]
     behind = [shade(shades.colours, (value - shades.low) / span) for _, _, value in written]
-    return go.Scatter(
+    return go.Bar(
         x=[layer for layer, _, _ in written],
-        y=[at for _, at, _ in written],
-        mode="text",
+        base=[at - 0.5 for _, at, _ in written],
+        y=[1.0] * len(written),
+        width=1,
+        marker={"color": "rgba(0, 0, 0, 0)", "line_width": 0},
         text=[shades.cell(value) for _, _, value in written],
-        textfont={"size": SMALL - 1, "color": [readable(colour) for colour in behind]},
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        insidetextfont={"size": SMALL - 1, "color": [readable(colour) for colour in behind]},
         hoverinfo="skip",
         showlegend=False,
     )

@@ -106,6 +106,11 @@ _SYMBOLS: Mapping[Part, Sequence[str]] = {
     "calibrated": ("diamond", "star", "hexagon", "bowtie"),
     "baseline": ("triangle-down", "cross", "x", "pentagon"),
 }
+GLYPHS = {
+    **{"triangle-up": "▲", "circle": "●", "square": "■", "diamond": "◆"},
+    **{"triangle-down": "▼", "star": "★", "cross": "✚", "x": "✖"},
+}
+"""Symbols as letters, as far as common fonts have them."""
 _DASHES: Mapping[Part, Sequence[str]] = {
     "base": ("dot",),
     "expert": ("longdash",),

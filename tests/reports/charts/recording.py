@@ -28,8 +28,8 @@ def drawn_values(trace: Any) -> list[float]:
         return finite(trace.z)
     if isinstance(trace, go.Bar) and trace.orientation == "h":
         return finite(trace.x)
-    is_text = isinstance(trace, go.Scatter) and trace.mode == "text"
-    return [] if is_text else finite(trace.y)
+    is_unseen = isinstance(trace, go.Bar) and trace.marker.color == "rgba(0, 0, 0, 0)"
+    return [] if is_unseen else finite(trace.y)
 
 
 def data_values(data: pd.DataFrame) -> set[float]:

@@ -12,7 +12,7 @@ from driftlens_app.show import show_drawn
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.charts.chart import ChartOptions
-from driftlens_reports.sample_curves import sample_curves
+from driftlens_reports.charts.sample_curves import sample_curves
 
 _DECISION = {
     "pred": st.column_config.TextColumn("predicts"),

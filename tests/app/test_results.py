@@ -14,7 +14,7 @@ from driftlens.records.run import open_run
 from driftlens_app.building import Built, build, zipped
 from driftlens_app.jobs import command_line
 from driftlens_app.views.compare import readable, readable_gains
-from driftlens_reports.change_curves import change_curves
+from driftlens_reports.charts.change_curves import change_curves
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run

@@ -21,7 +21,7 @@ from driftlens_app.sample_story import decisions
 from driftlens_app.views.features import _selected, sample_rows
 from driftlens_app.views.output import flipped
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.sample_curves import sample_curves
+from driftlens_reports.charts.sample_curves import sample_curves
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run

@@ -16,7 +16,7 @@ from driftlens_app.settings import Settings
 from driftlens_app.show import page_title, show_data, show_drawn
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
-from driftlens_reports.change_curves import change_curves
+from driftlens_reports.charts.change_curves import change_curves
 
 PAGE = Page("Compare", icon=":material/difference:", order=10, section="Results")
 

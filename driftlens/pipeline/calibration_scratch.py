@@ -19,8 +19,6 @@ from driftlens.models.saving import save_state_dict
 from driftlens.records import layout
 from driftlens.records.room import remove_tree
 
-_SETTINGS = "settings.json"
-
 
 @dataclass(frozen=True)
 class SolvedLayer:
@@ -42,7 +40,8 @@ class CalibrationScratch:
 
     def __init__(self, run: pathlib.Path, name: str) -> None:
         """Nothing is read or written yet."""
-        self._folder = run / layout.SCRATCH / f"calibrate-{layout.escape(name)}"
+        self._settings = run / layout.begun_calibration(name)
+        self._folder = self._settings.parent
 
     def begin(self, settings: Mapping[str, Any], *, resume: bool) -> dict[int, SolvedLayer]:
         """The layers solved before an interruption, by index; none when the calibration starts afresh.
@@ -59,13 +58,13 @@ class CalibrationScratch:
             self.require_same(settings)
             return {int(path.stem): _read(path) for path in self._files()}
         self.remove()
-        write_json_atomic(self._folder / _SETTINGS, settings)
+        write_json_atomic(self._settings, settings)
         return {}
 
     @property
     def is_there(self) -> bool:
         """Whether a calibration of this name was begun and is not finished."""
-        return (self._folder / _SETTINGS).is_file()
+        return self._settings.is_file()
 
     def require_same(self, settings: Mapping[str, Any]) -> None:
         """Refuse to go on with other settings; nothing happens where nothing was begun.
@@ -75,7 +74,7 @@ class CalibrationScratch:
         """
         if not self.is_there:
             return
-        stored = json.loads((self._folder / _SETTINGS).read_text(encoding="utf-8"))
+        stored = json.loads(self._settings.read_text(encoding="utf-8"))
         for name, value in settings.items():
             if stored.get(name) != value:
                 raise SpecError(

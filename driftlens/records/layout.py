@@ -75,6 +75,14 @@ def calibration_weights(name: str, *, control: bool = False) -> str:
     return f"{calibration_folder(name)}/{'anchor' if control else 'weights'}.safetensors"
 
 
+def begun_calibration(name: str) -> str:
+    """Path of a file that is there from a calibration's beginning to its end, relative to the run directory.
+
+    Whatever lies beside it is what the calibration, once interrupted, goes on from.
+    """
+    return f"{SCRATCH}/calibrate-{escape(name)}/settings.json"
+
+
 def sample_ids_file(task: str) -> str:
     """Path of the sample ids that name the rows of a task's features, relative to the run directory."""
     return f"features/{escape(task)}/sample_ids.json"

@@ -8,6 +8,7 @@ from driftlens_app.landing import land
 from driftlens_app.pages import SECTIONS, pages
 from driftlens_app.selection import choose_run, choose_view
 from driftlens_app.settings import Settings
+from driftlens_app.theme_watch import watch_theme
 from driftlens_app.trouble import shown_errors
 from driftlens_app.welcome import welcome
 
@@ -42,6 +43,8 @@ def main() -> None:
         if run is not None:
             choose_view(run)
         is_readable = True
+    with st.sidebar:
+        watch_theme()
     with shown_errors():
         if not needs_run or run is not None:
             chosen.run()

@@ -12,6 +12,7 @@ from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens_app.runs import folder_of, opened, run_ids
 from driftlens_app.settings import Settings
+from driftlens_app.theme_watch import is_dark
 from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
@@ -52,7 +53,7 @@ class Selection:
             "variants": self.variants or None,
             "layer": self.layer,
             "relative": self.relative,
-            "dark": st.context.theme.type == "dark",
+            "dark": is_dark(),
         }
         return ChartOptions(**{**chosen, **others})
 

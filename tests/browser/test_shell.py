@@ -69,24 +69,42 @@ def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any
     assert [url for url in asked if not url.startswith((app_url, "data:", "blob:"))] == []
 
 
+_SURFACES = {"light": ("#FFFFFF", "rgb(255, 255, 255)"), "dark": ("#161616", "rgb(22, 22, 22)")}
+
+
+def has_surface(page: Any, scheme: str) -> None:
+    """Wait until charts and page have the background of the theme."""
+    page.wait_for_function(
+        """([chart, app]) =>
+        [...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.layout.paper_bgcolor === chart)
+        && getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor === app""",
+        arg=_SURFACES[scheme],
+        timeout=60_000,
+    )
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_charts_follow_the_theme(browser: Any, app_url: str, scheme: str) -> None:
+def test_charts_follow_the_theme_and_its_changes(browser: Any, app_url: str, scheme: str) -> None:
     context = browser.new_context(color_scheme=scheme)
     page = context.new_page()
     page.goto(f"{app_url}/overview")
-    settled(page)
-    chart = page.locator(".js-plotly-plot").first
-    chart.wait_for(timeout=60_000)
-    settled(page)
-    surface = page.evaluate(
-        "[document.querySelector('.js-plotly-plot').layout.paper_bgcolor,"
-        " getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor]"
-    )
-    assert (
-        surface
-        == {"light": ["#FFFFFF", "rgb(255, 255, 255)"], "dark": ["#161616", "rgb(22, 22, 22)"]}[scheme]
-    )
+    page.locator(".js-plotly-plot").first.wait_for(timeout=60_000)
+    has_surface(page, scheme)
+    other = "dark" if scheme == "light" else "light"
+    page.emulate_media(color_scheme=other)
+    has_surface(page, other)
+    page.emulate_media(color_scheme=scheme)
+    has_surface(page, scheme)
     context.close()
+
+
+def test_the_menus_choice_of_theme_reaches_the_charts(page: Any, app_url: str) -> None:
+    page.goto(f"{app_url}/overview")
+    page.locator(".js-plotly-plot").first.wait_for(timeout=60_000)
+    has_surface(page, "light")
+    page.get_by_test_id("stMainMenu").click()
+    page.get_by_test_id("stMainMenuItem-theme-Dark").click()
+    has_surface(page, "dark")
 
 
 def test_a_narrow_window_needs_no_sideways_scrolling(browser: Any, app_url: str) -> None:

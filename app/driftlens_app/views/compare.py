@@ -15,6 +15,7 @@ from driftlens_app.selection import Selection, selection
 from driftlens_app.settings import Settings
 from driftlens_app.show import page_title, show_data, show_drawn
 from driftlens_app.texts import plain
+from driftlens_app.theme_watch import is_dark
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.charts.change_curves import change_curves
 
@@ -119,8 +120,7 @@ def _show(chosen: Selection, found: Comparison) -> None:
         )
     names = f"{found.before.id}-{found.after.id}"
     st.subheader("Change by layer", anchor=False)
-    dark = st.context.theme.type == "dark"
-    show_drawn("change", names, change_curves(found, dark=dark))
+    show_drawn("change", names, change_curves(found, dark=is_dark()))
     st.subheader("Change by task", anchor=False)
     order = st.selectbox(
         "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220

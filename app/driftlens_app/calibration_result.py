@@ -10,6 +10,7 @@ import streamlit as st
 from driftlens.records.before_after import compared_variants, credit_sentences
 from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.run import DriftRun
+from driftlens.records.selection import selection_sentences
 from driftlens_app.selection import selection
 from driftlens_app.show import show_chart, show_data
 from driftlens_app.texts import plain
@@ -33,7 +34,7 @@ _COLUMNS = {
 def show_result(run: DriftRun, name: str) -> None:
     """Draw the result of the calibration `name`."""
     with shown_errors():
-        for sentence in credit_sentences(run, name):
+        for sentence in [*credit_sentences(run, name), *selection_sentences(run, name)]:
             st.markdown(f"- {plain(sentence)}")
         rows = before_after(run, name)
         st.dataframe(

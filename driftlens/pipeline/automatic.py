@@ -219,11 +219,10 @@ def _record(found: Choice, trials: _Trials) -> dict[str, Any]:
         "chosen": dataclasses.asdict(found.chosen),
         "is_start_kept": found.chosen == trials.start,
         "found": dataclasses.asdict(found.found),
-        "advantage": found.advantage,
-        "standard_error": found.standard_error,
+        "advantage": _finite(found.advantage),
+        "standard_error": _finite(found.standard_error),
         "candidates": [
-            dataclasses.asdict(trial.candidate)
-            | {"fold": trial.fold, "score": trial.score if np.isfinite(trial.score) else None}
+            dataclasses.asdict(trial.candidate) | {"fold": trial.fold, "score": _finite(trial.score)}
             for trial in found.trials
         ],
         "num_held_out": {task: len(parts[SEARCH_FOLD]) for task, parts in trials.parts.items()},
@@ -231,3 +230,8 @@ def _record(found: Choice, trials: _Trials) -> dict[str, Any]:
         # Of all samples: each trial leaves one fold out.
         "cost_in_calibrations": len(found.trials) * (1 - 1 / NUM_FOLDS),
     }
+
+
+def _finite(value: float) -> float | None:
+    """The value, or None where a candidate could not be solved for: JSON has no infinity."""
+    return value if np.isfinite(value) else None

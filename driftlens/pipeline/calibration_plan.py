@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from driftlens.calibration.presets import PRESETS
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import expert_of
 from driftlens.engine.site_selection import select_sites
@@ -44,6 +45,8 @@ class CalibrationPlan:
         control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
         automatic: whether the hyperparameters were chosen from the calibration samples.
         selection: how they were chosen, as plain values.
+        patterns: that the sites' paths match; none means linear and norm modules inside blocks.
+        seed: with which the samples were drawn.
     """
 
     name: str
@@ -54,6 +57,8 @@ class CalibrationPlan:
     control: str
     automatic: bool = False
     selection: Mapping[str, Any] = field(default_factory=dict)
+    patterns: Sequence[str] = ()
+    seed: int = 0
 
     def settled(self, calibrator: Configured, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
@@ -71,7 +76,16 @@ class CalibrationPlan:
             _with_samples(study, self.samples), self.calibrator, self.sites, reporter
         )
         calibrator.check(has_base=study.has_base)
+        selection = {**selection, "preset": self.preset}
         return dataclasses.replace(self.settled(calibrator, study), automatic=True, selection=selection)
+
+    @property
+    def preset(self) -> str:
+        """The published setting whose values all hyperparameters have; empty without."""
+        settings, kind = self.calibrator.get_params(), type(self.calibrator)
+        fitting = [name for name, values in PRESETS.items() if values.items() <= settings.items()]
+        # What a preset leaves out has to be the calibrator's default, too.
+        return next((name for name in fitting if kind(**PRESETS[name]).get_params() == settings), "")
 
     @property
     def variant(self) -> str:
@@ -175,7 +189,16 @@ def plan_calibration(
             hint="Choose another --name.",
         )
     method = method_of(request, spec.calibration)
-    plan = CalibrationPlan(request.name, method, calibrator, sites, samples, control)
+    plan = CalibrationPlan(
+        request.name,
+        method,
+        calibrator,
+        sites,
+        samples,
+        control,
+        patterns=tuple(patterns or ()),
+        seed=study.seed,
+    )
     return plan.settled(calibrator, study)
 
 

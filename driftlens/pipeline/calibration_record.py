@@ -77,4 +77,8 @@ def calibration_info(plan: CalibrationPlan, seconds: float, notices: Sequence[st
         layers=sorted(plan.sites),
         automatic=plan.automatic,
         notices=tuple(notices),
+        preset=plan.preset,
+        sites=tuple(plan.patterns),
+        seed=plan.seed,
+        selection=plan.selection,
     )

@@ -13,6 +13,7 @@ from driftlens.records.intervals import mcnemar
 from driftlens.records.layout import SPEC
 from driftlens.records.manifest import ModelInfo
 from driftlens.records.run import DriftRun
+from driftlens.records.selection import selection_sentences
 from driftlens.records.variants import calibrated, title
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 
@@ -86,7 +87,8 @@ def _recipe(run: DriftRun, name: str) -> str:
     rows = [("Merge", merge), ("Calibration", f"{escaped(info.method)} on layers {_ranges(info.layers)}")]
     rows += [(escaped(key), escaped(_value(value))) for key, value in info.settings.items()]
     rows.append(("Time", f"{info.seconds:.1f} s on {escaped(run.manifest.device)}, without the analysis"))
-    return _table(("Setting", "Value"), rows)
+    said = [escaped(text) for text in selection_sentences(run, name)]
+    return "\n\n".join([_table(("Setting", "Value"), rows), *said])
 
 
 def _merge_of(run: DriftRun) -> str:

@@ -74,6 +74,11 @@ class CalibrationInfo:
         layers: indices of the layers that were calibrated.
         automatic: whether hyperparameters were chosen from the calibration samples.
         notices: what a reader should know.
+        preset: published setting whose values all hyperparameters have; empty without, as in older runs.
+        sites: patterns that the calibrated modules' paths match; none means linear and norm modules of `layers`.
+        seed: with which the calibration samples were drawn; None in older runs.
+        selection: how hyperparameters were chosen: from which `start`, what was `chosen`, by which held-out `advantage`
+            with its `standard_error`, every candidate tried, `seconds`; empty where nothing was chosen.
     """
 
     method: str
@@ -85,6 +90,10 @@ class CalibrationInfo:
     layers: Sequence[int] = ()
     automatic: bool = False
     notices: Sequence[str] = ()
+    preset: str = ""
+    sites: Sequence[str] = ()
+    seed: int | None = None
+    selection: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,8 @@ class Manifest:
         sample_id_digests: digest of each such list.
         phases: by name, in the order of the work.
         files: by path relative to the run directory.
+        rewriting: what those of the files that are just being replaced will be; until a writer has looked, they may
+            be either.
         warnings: what may spoil the numbers.
         notices: what a reader should know.
     """
@@ -152,11 +163,18 @@ class Manifest:
     sample_id_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     phases: Mapping[str, PhaseInfo] = field(default_factory=dict)
     files: Mapping[str, FileInfo] = field(default_factory=dict)
+    rewriting: Mapping[str, FileInfo] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     notices: Sequence[str] = ()
 
 
-_ENTRIES = {"models": ModelInfo, "phases": PhaseInfo, "files": FileInfo, "calibrations": CalibrationInfo}
+_ENTRIES = {
+    "models": ModelInfo,
+    "phases": PhaseInfo,
+    "files": FileInfo,
+    "rewriting": FileInfo,
+    "calibrations": CalibrationInfo,
+}
 """Attributes of the manifest that hold records by name."""
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from driftlens.records.before_after import Outcome, credit_sentences, outcomes
 from driftlens.records.run import DriftRun
+from driftlens.records.selection import selection_sentences
 from driftlens.records.variants import title
 from driftlens_reports.columns import aligned, printable
 from driftlens_reports.wording import number, percent
@@ -31,7 +32,7 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 
 
 def before_after_text(run: DriftRun, name: str) -> str:
-    """The table and, below it, how much of the gain is calibration and how much is rescaling.
+    """The table; below it how much of the gain is calibration and how much rescaling, and how settings were chosen.
 
     Raises:
         DataError: the run has no finished calibration of that name.
@@ -42,7 +43,8 @@ def before_after_text(run: DriftRun, name: str) -> str:
     for at, entry in enumerate(found):
         is_first = at == 0 or found[at - 1].task != entry.task
         rows.append([entry.task if is_first else "", title(entry.variant), *_cells(entry)])
-    lines = [*aligned(rows, num_names=2), "", *map(printable, credit_sentences(run, name))]
+    said = [*credit_sentences(run, name), *selection_sentences(run, name)]
+    lines = [*aligned(rows, num_names=2), "", *map(printable, said)]
     return "\n".join(lines)
 
 

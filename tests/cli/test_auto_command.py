@@ -6,7 +6,11 @@ import json
 import pathlib
 from collections.abc import Callable
 
+from driftlens.pipeline.model_card import escaped
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.selection import selection_sentences
+from driftlens_reports.before_after import before_after_text
+from driftlens_reports.build import Report
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import NAME, copied, files_of
 from tests.pipeline.roomy import roomy_run
@@ -35,3 +39,23 @@ def test_the_settings_chosen_are_those_calibrated_with(
     found = json.loads(run_cli("calibrate", folder, *flags, "--json", *QUIET).out)
     assert found["automatic"] and (found["settings"]["lam"], found["settings"]["rho"]) != (50.0, 4.0)
     assert set(open_run(folder).calibration(NAME)["lam"]) == {found["settings"]["lam"]}
+    assert found["selection"]["chosen"].items() <= found["settings"].items()
+    assert found["selection"]["start"] == {"lam": 50.0, "rho": 4.0, "alpha": 0.3}
+    assert found["selection"]["advantage"] > 0 and found["selection"]["candidates"]
+    (sentence,) = selection_sentences(open_run(folder), NAME)
+    assert "instead of the given 50, 4, 0.3" in sentence
+    assert sentence in before_after_text(open_run(folder), NAME)
+    card = (folder / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
+    assert escaped(sentence) in card
+    sections = Report(open_run(folder), "calibration").content.sections
+    assert f"{NAME}: {sentence}" in [text for section in sections for text in section.sentences]
+
+
+def test_the_terminal_names_the_preset_that_the_search_began_with(
+    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result]
+) -> None:
+    folder = roomy_run(world, tmp_path).path
+    result = run_cli("calibrate", folder, "--name", NAME, "--auto", "--layers", "2", *QUIET)
+    (sentence,) = selection_sentences(open_run(folder), NAME)
+    assert "paper-clip" in sentence and sentence in result.out
+    assert open_run(folder).manifest.calibrations[NAME].selection["preset"] == "paper-clip"

@@ -8,6 +8,7 @@ from driftlens.records.before_after import credit_sentences, outcomes
 from driftlens.records.gains import gains
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
+from driftlens.records.selection import selection_sentences
 from driftlens.records.variants import part_of, title
 from driftlens_reports.content import Table
 from driftlens_reports.sections.tabulate import table
@@ -42,6 +43,7 @@ def _of_calibration(run: DriftRun, name: str, info: CalibrationInfo) -> Iterator
         f"{name}: {info.method} on {count} samples of {len(info.samples)} tasks, "
         f"{len(info.layers)} layers calibrated in {info.seconds:.3g} s."
     )
+    yield from (f"{name}: {sentence}" for sentence in selection_sentences(run, name))
     yield from (f"{name}: {sentence}" for sentence in credit_sentences(run, name))
     yield from (f"{name}: {notice}." for notice in info.notices)
 

@@ -36,6 +36,7 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
         write_manifest(folder, dataclasses.replace(manifest, files=others))
         with atomic_path(folder / relative) as written:
             yield written
+            lock.require_own()
         listed = dict(sorted({**others, relative: describe_file(folder / relative)}.items()))
         write_manifest(folder, dataclasses.replace(manifest, files=listed))
     finally:

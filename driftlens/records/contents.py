@@ -6,7 +6,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,17 @@ from numpy.typing import NDArray
 from driftlens.files import atomic_path, write_json_atomic
 from driftlens.records import layout
 from driftlens.records.events import append_event
+from driftlens.records.file_list import describe_file
+from driftlens.records.lock import RunLock
 from driftlens.records.manifest import Manifest, ids_digest, write_manifest
 from driftlens.records.room import remove_tree
 from driftlens.records.schema import TABLES, Table
 from driftlens.records.tables import append_rows, drop_rows
 from driftlens.records.variants import calibrated, control_of
+
+
+LATER = ("calibrate:", "sweep:")
+"""How phases begin that are no part of a run's own analysis."""
 
 
 class RunContents:
@@ -31,9 +37,10 @@ class RunContents:
         manifest: what the run says about itself, as of now.
     """
 
-    def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
+    def __init__(self, folder: pathlib.Path, manifest: Manifest, lock: RunLock) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._lock = lock
 
     def describe(self, **entries: Any) -> None:
         """Add entries to the manifest, by the names of its attributes.
@@ -64,9 +71,8 @@ class RunContents:
             ValueError: a row does not fit the table, or its key is there already.
             RunError: the table can't be read or written.
         """
-        relative = layout.table_file(table)
-        self._unlist(relative)
-        append_rows(self.folder / relative, TABLES[table], frame, replace=replace)
+        path = self.folder / layout.table_file(table)
+        append_rows(path, TABLES[table], frame, replace=replace, landing=self._landing)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
         """Store features [n, d] as float16, rows in the order of the task's diagnosis samples.
@@ -99,20 +105,31 @@ class RunContents:
             sample_id_digests={split: {**digests, task: ids_digest(ids)}},
         )
         if split == "diagnosis":
-            relative = layout.sample_ids_file(task)
-            self._unlist(relative)
-            write_json_atomic(self.folder / relative, list(ids))
+            with self.file(layout.sample_ids_file(task)) as path:
+                write_json_atomic(path, list(ids))
 
     @contextmanager
     def file(self, relative: str) -> Iterator[pathlib.Path]:
         """A path to write to; the file lands at `relative` inside the run, whole or not at all.
 
+        A file that is listed stays listed whatever happens: until its successor is whole nothing is said of it, and
+        then both are, because the two files can't be replaced in one step.
+
         Raises:
             RunError: the file can't be written.
         """
-        self._unlist(relative)
+        self._lock.require_own()  # before a folder is made that may be somebody else's
+        is_listed = relative in self.manifest.files
         with atomic_path(self.folder / relative) as written:
             yield written
+            if is_listed:
+                new = describe_file(written)
+                self._save(rewriting={relative: new})
+        if is_listed:
+            # Not saved: the next entry brings it along, and until then the one above holds.
+            self.manifest = dataclasses.replace(
+                self.manifest, files={**self.manifest.files, relative: new}, rewriting={}
+            )
 
     def begin_variants(self, variants: Sequence[str]) -> None:
         """Rows of these variants may be written from now on; readers see them when `finish_variants` says so."""
@@ -162,25 +179,25 @@ class RunContents:
 
     def event(self, event: str, **details: object) -> None:
         """Add one line to the run's events; a number that is not finite becomes null."""
+        self._lock.require_own()
         append_event(self.folder, event, **{name: _finite(value) for name, value in details.items()})
 
     def _drop_rows(self, table: Table, column: str, values: Sequence[str]) -> None:
-        relative = layout.table_file(table.name)
-        self._unlist(relative)
-        drop_rows(self.folder / relative, table, column, values)
+        path = self.folder / layout.table_file(table.name)
+        drop_rows(path, table, column, values, landing=self._landing)
 
     def _remove_folders(self, folders: Sequence[str]) -> None:
+        # Unlisted first: whenever this is stopped, nothing is listed that is not there any more.
         starts = tuple(f"{folder}/" for folder in folders)
         self._save(files={name: i for name, i in self.manifest.files.items() if not name.startswith(starts)})
         for folder in folders:
             remove_tree(self.folder / folder)
 
-    def _unlist(self, relative: str) -> None:
-        """A file leaves the list before it changes, so that none is listed with another one's digest."""
-        if relative in self.manifest.files:
-            self._save(files=_without(self.manifest.files, [relative]))
+    def _landing(self, path: pathlib.Path) -> AbstractContextManager[pathlib.Path]:
+        return self.file(path.relative_to(self.folder).as_posix())
 
     def _save(self, **changes: Any) -> None:
+        self._lock.require_own()
         self.manifest = dataclasses.replace(self.manifest, **changes)
         write_manifest(self.folder, self.manifest)
 

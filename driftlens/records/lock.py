@@ -11,7 +11,7 @@ import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from driftlens.errors import RunLockedError
+from driftlens.errors import RunError, RunLockedError
 from driftlens.files import write_json_atomic
 from driftlens.records.guard import guard
 from driftlens.records.layout import GUARD, LOCK
@@ -74,6 +74,7 @@ class RunLock:
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._guard = guard(folder / GUARD)
+        self._held: os.stat_result | None = None
 
     def acquire(self) -> Owner | None:
         """Take the lock; returns the owner that died holding it, if one did.
@@ -87,6 +88,7 @@ class RunLock:
         except TimeoutError:
             raise _locked(self._folder, owner_of(self._folder)) from None
         try:
+            self._held = (self._folder / GUARD).stat()
             previous = owner_of(self._folder)
             # The guard was free. Only where it can't be relied on (removed by hand, a network folder) is the
             # owner that the note names alive nevertheless.
@@ -99,15 +101,45 @@ class RunLock:
         return previous
 
     def beat(self) -> None:
-        """Renew the heartbeat in the note."""
+        """Renew the heartbeat in the note.
+
+        Raises:
+            RunError: as for `require_own`, or the folder can't be written to.
+        """
+        self.require_own()
         write_json_atomic(self._folder / LOCK, dataclasses.asdict(Owner.this_process()))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the folder is still the one that was locked.
+
+        The guard's file is open while it is held, so that a file which takes its place can't have its identity.
+        """
+        try:
+            found = (self._folder / GUARD).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return self._held is not None and os.path.samestat(found, self._held)
+
+    def require_own(self) -> None:
+        """Refuse to go on in a folder that was removed, moved or replaced since it was locked: it would come back.
+
+        Raises:
+            RunError: it was.
+        """
+        if not self.is_own:
+            raise RunError(
+                f"{self._folder} was removed, moved or replaced while it was being written to",
+                hint="Nothing more was written there. Start again with a run that is in its place.",
+            )
 
     def release(self) -> None:
         """Give the lock back and remove the note; does nothing when the lock is not held."""
         if not self._guard.is_locked:
             return
         with contextlib.suppress(OSError):
-            (self._folder / LOCK).unlink()
+            if self.is_own:
+                (self._folder / LOCK).unlink()
         self._guard.release()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from driftlens.errors import RunError
 from driftlens.files import atomic_path
 from driftlens.records.schema import SCHEMA_VERSION, Column, Kind, Table
 from driftlens.records.version import refuse_newer
+
+Landing = Callable[[pathlib.Path], AbstractContextManager[pathlib.Path]]
+"""Where the new content of a file is written to, such that it lands whole or not at all."""
 
 _FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
     "str": pd.StringDtype(),
@@ -74,7 +78,14 @@ def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
     return frame.astype(_frame_types(table))
 
 
-def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> None:
+def append_rows(
+    path: pathlib.Path,
+    table: Table,
+    frame: pd.DataFrame,
+    *,
+    replace: bool = False,
+    landing: Landing = atomic_path,
+) -> None:
     """Add rows to a Parquet file, which is replaced whole or not at all; earlier rows keep their bits.
 
     Args:
@@ -82,6 +93,7 @@ def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replac
         table: its declaration.
         frame: the new rows; see `conform`.
         replace: whether a new row takes the place of an earlier one with the same key.
+        landing: gives the path to write to.
 
     Raises:
         ValueError: see `conform`; also a key that the file has already, unless `replace`.
@@ -98,11 +110,18 @@ def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replac
             key = _first_key(earlier.filter(clash).to_pandas(), table)
             raise ValueError(f"table {table.name!r} already has the row {key}")
         rows = pa.concat_tables([earlier.filter(~clash), rows])
-    with atomic_path(path) as written:
+    with landing(path) as written:
         pq.write_table(rows, written, compression="zstd")
 
 
-def drop_rows(path: pathlib.Path, table: Table, column: str, values: Collection[str]) -> None:
+def drop_rows(
+    path: pathlib.Path,
+    table: Table,
+    column: str,
+    values: Collection[str],
+    *,
+    landing: Landing = atomic_path,
+) -> None:
     """Take the rows out of a Parquet file whose `column` holds one of `values`; the others keep their bits.
 
     Args:
@@ -110,6 +129,7 @@ def drop_rows(path: pathlib.Path, table: Table, column: str, values: Collection[
         table: its declaration.
         column: one of its text columns.
         values: the texts to look for.
+        landing: gives the path to write to.
 
     Raises:
         RunError: the file can't be read or written.
@@ -120,7 +140,7 @@ def drop_rows(path: pathlib.Path, table: Table, column: str, values: Collection[
     kept = rows.filter(pc.invert(pc.is_in(rows[column], pa.array(list(values), pa.string()))))
     if kept.num_rows == rows.num_rows:
         return
-    with atomic_path(path) as written:
+    with landing(path) as written:
         pq.write_table(kept, written, compression="zstd")
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pathlib
 from dataclasses import dataclass
 
-from driftlens.errors import RunError
-from driftlens.files import sha256_of
-from driftlens.records.file_list import run_files
+from driftlens.records.file_list import is_as_described, run_files
 from driftlens.records.layout import MANIFEST
-from driftlens.records.manifest import FileInfo, manifest_is_intact, read_manifest
+from driftlens.records.manifest import manifest_is_intact, read_manifest
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,20 @@ def verify(path: str | pathlib.Path) -> VerifyResult:
         SchemaTooNewError: a newer DriftLens wrote the run.
     """
     folder = pathlib.Path(path)
-    listed = read_manifest(folder).files
+    manifest = read_manifest(folder)
+    listed = manifest.files
     there = set(run_files(folder))
     present = sorted(there.intersection(listed))
-    changed = [name for name in present if _differs(folder / name, listed[name])]
+    changed = [
+        name
+        for name in present
+        if not any(
+            is_as_described(folder / name, entries[name])
+            # A writer that died while replacing a file leaves the old one or the new one, both whole.
+            for entries in (listed, manifest.rewriting)
+            if name in entries
+        )
+    ]
     if not manifest_is_intact(folder):
         changed.append(MANIFEST)
     return VerifyResult(
@@ -54,10 +62,3 @@ def verify(path: str | pathlib.Path) -> VerifyResult:
         changed=tuple(changed),
         unlisted=tuple(sorted(there - set(listed))),
     )
-
-
-def _differs(path: pathlib.Path, written: FileInfo) -> bool:
-    try:
-        return path.stat().st_size != written.bytes or sha256_of(path) != written.sha256
-    except OSError as error:
-        raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error

@@ -13,13 +13,14 @@ from typing import Self
 
 import pandas as pd
 
+from driftlens.errors import Cancelled
 from driftlens.files import PathLike, write_text_atomic
 from driftlens.progress import ProgressEvent
 from driftlens.records import layout
 from driftlens.records.contents import RunContents
 from driftlens.records.environment import peak_rss_bytes, versions
 from driftlens.records.events import append_event
-from driftlens.records.file_list import describe_file, run_files
+from driftlens.records.file_list import describe_file, run_files, settled
 from driftlens.records.lock import Owner, RunLock, utc_now
 from driftlens.records.manifest import Manifest, PhaseInfo, new_manifest, read_manifest
 from driftlens.records.room import clear, refuse_occupied, sweep
@@ -48,8 +49,7 @@ class RunWriter(RunContents):
 
     def __init__(self, folder: pathlib.Path, manifest: Manifest, lock: RunLock) -> None:
         """Use `create` or `resume`."""
-        super().__init__(folder, manifest)
-        self._lock = lock
+        super().__init__(folder, manifest, lock)
         self._status = Status("running")
         self._clock: Callable[[], float] = time.monotonic
         self._posted = float("-inf")
@@ -105,7 +105,13 @@ class RunWriter(RunContents):
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / layout.MANIFEST, minor=True)
             sweep(folder)
-            writer = cls(folder, dataclasses.replace(manifest, schema_version=SCHEMA_VERSION), lock)
+            manifest = dataclasses.replace(
+                manifest,
+                schema_version=SCHEMA_VERSION,
+                files=settled(folder, manifest),
+                rewriting={},
+            )
+            writer = cls(folder, manifest, lock)
             writer._begin("resumed", previous)
             writer._notice_versions()
         except BaseException:
@@ -122,6 +128,8 @@ class RunWriter(RunContents):
         try:
             if error is not None:
                 self._end(error)
+                if isinstance(error, Exception) and not isinstance(error, Cancelled):
+                    self._lock.require_own()  # what a missing folder made fail says less than that it is missing
             else:
                 self.finish()
         except BaseException as late:
@@ -178,12 +186,17 @@ class RunWriter(RunContents):
             process_started=owner.process_started,
             error=error,
         )
-        write_status(self.folder, self._status)
         self._lock.beat()
+        write_status(self.folder, self._status)
         self._posted = self._clock()
 
     def progress(self, event: ProgressEvent) -> None:
-        """Show an event in status.json, at most twice a second within a phase; this is a progress sink."""
+        """Show an event in status.json, at most twice a second within a phase; this is a progress sink.
+
+        Raises:
+            RunError: the folder is gone, or can't be written to.
+        """
+        self._lock.require_own()
         is_news = event.phase != self._status.phase or event.done == event.total
         if not is_news and self._clock() - self._posted < _STATUS_SECONDS:
             return
@@ -225,6 +238,7 @@ class RunWriter(RunContents):
             failure, at = Failure.of(error), self._status
             self.status(final_state(error), phase=at.phase, done=at.done, total=at.total, error=failure)
             append_event(self.folder, final_state(error), **dataclasses.asdict(failure))
+            self._save()
 
     def _notice_versions(self) -> None:
         now, before = versions(), self.manifest.versions

@@ -20,6 +20,7 @@ def filled(full: DriftRun) -> Manifest:
         environment={"OMP_NUM_THREADS": "1"},
         threads={"torch": 1},
         unfinished=("merged",),
+        rewriting={"tables/layers.parquet": full.manifest.files["tables/layers.parquet"]},
         warnings=("cars: a warning",),
         notices=("a notice",),
     )

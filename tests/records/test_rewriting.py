@@ -1,0 +1,105 @@
+"""Files of a finished run that are written anew: listed with a digest that holds, whenever the writer is stopped."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import pandas as pd
+import pytest
+
+from driftlens.records import contents
+from driftlens.records.manifest import read_manifest
+from driftlens.records.run import open_run
+from driftlens.records.verify import verify
+from driftlens.records.writer import RunWriter
+from tests.records.test_calibrations import stopping
+from tests.records.test_processes import process
+
+ACCURACY = "tables/accuracy.parquet"
+ROW = {"task": "cars", "variant": "merged", "metric": "top5", "value": 0.5}
+
+KILLED = """
+import contextlib
+import sys
+import pandas as pd
+from driftlens.records import contents
+from driftlens.records.writer import RunWriter
+
+whole = contents.atomic_path
+
+def wait(moment):
+    if moment == {moment!r}:
+        print("ready", flush=True)
+        sys.stdin.read()
+
+@contextlib.contextmanager
+def watched(path):
+    with whole(path) as written:
+        wait("before it is written")
+        yield written
+        wait("before it lands")
+    wait("after it has landed")
+
+with RunWriter.resume(sys.argv[1]) as writer:
+    contents.atomic_path = watched
+    writer.append("accuracy", pd.DataFrame([{row!r}]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["before it is written", "before it lands", "after it has landed"])
+def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: pathlib.Path, moment: str) -> None:
+    before = read_manifest(own).files
+    with process(KILLED.format(moment=moment, row=ROW), own) as writer:
+        writer.kill()
+        writer.wait()
+    has_landed = moment == "after it has landed"
+    assert ("top5" in set(open_run(own).accuracy()["metric"])) == has_landed
+    assert set(read_manifest(own).files) == set(before)
+    assert verify(own).ok and verify(own).checked == len(before) + 1
+    RunWriter.resume(own).__exit__(None, None, None)
+    after = read_manifest(own)
+    assert {name for name in before if before[name] != after.files[name]} == (
+        {ACCURACY} if has_landed else set()
+    )
+    assert verify(own).ok and not after.rewriting
+
+
+@pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize("function", ["write_manifest", "describe_file", "append_rows"])
+def test_ctrl_c_leaves_every_table_listed_as_it_is(
+    own: pathlib.Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
+) -> None:
+    before = read_manifest(own).files
+    writer = RunWriter.resume(own)
+    with monkeypatch.context() as patch:
+        patch.setattr(contents, function, stopping(getattr(contents, function), call))
+        with pytest.raises(KeyboardInterrupt), writer:
+            for at in range(2):
+                writer.append("accuracy", pd.DataFrame([ROW | {"metric": f"top{at}"}]))
+                writer.append(
+                    "outputs",
+                    pd.DataFrame([ROW | {"sample_id": f"new{at}"}])[["task", "variant", "sample_id"]],
+                )
+            raise KeyboardInterrupt
+    found = read_manifest(own)
+    assert set(found.files) == set(before) and verify(own).ok
+
+
+def test_a_table_that_nobody_touches_keeps_its_entry_while_a_calibration_is_taken_out(
+    own: pathlib.Path,
+) -> None:
+    before = read_manifest(own).files
+    with RunWriter.resume(own) as writer:
+        writer.remove_calibration("nosuch")
+        assert read_manifest(own).files == before
+
+
+def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: pathlib.Path) -> None:
+    with process(KILLED.format(moment="before it lands", row=ROW), own) as writer:
+        writer.kill()
+        writer.wait()
+    shutil.copy(own / "tables/layers.parquet", own / ACCURACY)
+    assert verify(own).changed == (ACCURACY,)
+    RunWriter.resume(own).__exit__(None, None, None)
+    assert verify(own).changed == (ACCURACY,)

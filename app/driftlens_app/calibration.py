@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +20,11 @@ from driftlens.spec.problems import spec_error
 UPDATES = ("linear", "bias", "norm")
 """Kinds of parameters that can be solved for."""
 
+REPLACE = "Replace a calibration of this name"
+"""What the form's field `replace` is called; an error points to it."""
+
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
+_COUNTED = re.compile(r"(.+)-(\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,26 @@ class CalibrationSettings:
         except ValidationError as error:
             raise spec_error(error, given, "calibration") from error
 
+    def require_free_name(self, taken: Container[str]) -> None:
+        """Refuse a name that a finished calibration has, unless that is to be replaced or gone on with.
+
+        Raises:
+            SpecError: the name is among `taken`; says what to do about it.
+        """
+        if self.name in taken and not (self.replace or self.resume):
+            raise SpecError(
+                f"the run has a calibration {self.name!r} already",
+                hint=f"Tick '{REPLACE}', or choose another name.",
+            )
+
+    def with_free_name(self, taken: Container[str]) -> Self:
+        """The same under the first name that is not among `taken`, replacing nothing: `featcal`, `featcal-2` ..."""
+        counted = _COUNTED.fullmatch(self.name)
+        stem, number = counted.groups() if counted is not None else (self.name, "1")
+        numbered = (f"{stem}-{count}" for count in itertools.count(int(number) + 1))
+        free = next(name for name in itertools.chain([self.name], numbered) if name not in taken)
+        return dataclasses.replace(self, name=free, replace=False)
+
     def arguments(self, run: Path) -> tuple[str, ...]:
         """Options of `driftlens calibrate`, behind the run.
 
@@ -119,20 +144,32 @@ class CalibrationSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave; unknown or ill-typed values are left at their defaults."""
-        defaults = cls()
+        """What `as_dict` gave. What is missing or ill-typed stays at its default; values that can't be, all do."""
         known = {
-            entry.name: values[entry.name]
-            for entry in dataclasses.fields(cls)
-            if isinstance(values.get(entry.name), _kinds(getattr(defaults, entry.name)))
+            name: values[name]
+            for name, kinds in _KINDS.items()
+            if name in values and type(values[name]) in kinds
         }
         update = values.get("update")
         known["update"] = tuple(name for name in UPDATES if isinstance(update, list) and name in update)
-        return cls(**known)
+        try:
+            for name in {"lam", "rho", "alpha"} & known.keys():
+                known[name] = None if known[name] is None else float(known[name])
+            settings = cls(**known)
+            settings.check()
+        except (SpecError, OverflowError):
+            return cls()
+        # A field of a web page holds no larger whole number.
+        return settings if (settings.samples or 0) < 2**53 else cls()
 
 
-def _kinds(default: object) -> tuple[type, ...]:
-    """What may stand where `default` stands."""
-    if isinstance(default, bool):
-        return (bool,)
-    return (str,) if isinstance(default, str) else (int, float, str, type(None))
+_NUMBER = (float, int, type(None))
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "preset": (str, type(None)),
+    **dict.fromkeys(("lam", "rho", "alpha"), _NUMBER),
+    "samples": (int, type(None)),
+    "layers": (str,),
+    **dict.fromkeys(("auto", "save_weights", "replace", "resume"), (bool,)),
+}
+"""What may stand in a record, exactly: True is no number."""

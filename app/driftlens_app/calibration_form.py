@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import streamlit as st
 
 from driftlens.calibration.presets import PRESETS
-from driftlens_app.calibration import UPDATES, CalibrationSettings
+from driftlens_app.calibration import REPLACE, UPDATES, CalibrationSettings
 
+_START, _ESTIMATE = "start-calibration", "estimate-calibration"
+_SUGGESTED = "_suggested_name"
 _OWN = "the run's spec, or FeatCal's defaults"
 _NUMBERS: Sequence[tuple[str, str, float | None, float, str]] = (
     (
@@ -32,19 +34,20 @@ _NUMBERS: Sequence[tuple[str, str, float | None, float, str]] = (
 
 
 def calibration_form(
-    start: CalibrationSettings, *, blocked: bool, may_export: bool
+    start: CalibrationSettings, *, taken: Container[str], blocked: bool, may_export: bool
 ) -> tuple[CalibrationSettings, str]:
     """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
 
     Args:
-        start: what it is filled in with on its first showing.
+        start: what it is filled in with on its first showing; its name also follows one that was used up.
+        taken: names that the run's calibrations have.
         blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
         may_export: whether a folder may be written beside the run.
     """
+    _fill_name(start, taken)
     with st.form("calibrate", enter_to_submit=False):
         name = st.text_input(
             "Name",
-            start.name,
             key="name",
             help="The new variant is called calibrated:NAME. Letters, digits, - _ .",
         )
@@ -86,17 +89,17 @@ def calibration_form(
             disabled=not may_export,
             help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
         )
-        replace = st.checkbox("Replace a calibration of this name", start.replace, key="replace")
+        replace = st.checkbox(REPLACE, key="replace")
         with st.container(horizontal=True):
             calibrate = st.form_submit_button(
                 "FeatCal calibrate",
                 type="primary",
                 icon=":material/tune:",
                 disabled=blocked,
-                key="start-calibration",
+                key=_START,
             )
             estimate = st.form_submit_button(
-                "Estimate", icon=":material/timer:", disabled=blocked, key="estimate-calibration"
+                "Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE
             )
     settings = CalibrationSettings(
         name=name.strip(),
@@ -109,6 +112,17 @@ def calibration_form(
         **values,
     )
     return settings, "calibrate" if calibrate else "estimate" if estimate else ""
+
+
+def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:
+    """Put the name to begin with into the form, and the next free one once a calibration has got it."""
+    state = st.session_state
+    if state.get(_START) or state.get(_ESTIMATE):
+        return  # What was just sent stands, even if somebody else took the name meanwhile.
+    is_used_up = start.name != state.get(_SUGGESTED) and state.get("name") in taken
+    if "name" not in state or is_used_up:
+        state["name"], state["replace"] = start.name, start.replace
+    state[_SUGGESTED] = start.name
 
 
 def _numbers(start: CalibrationSettings) -> Mapping[str, Any]:

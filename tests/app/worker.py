@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from driftlens.records.events import append_event
+from driftlens.records.layout import begun_calibration
 from driftlens.records.lock import Owner, RunLock
 from driftlens.records.status import Failure, Status, write_status
 
@@ -59,6 +60,9 @@ def work(run: Path, name: str) -> int:
     run.mkdir(exist_ok=True)
     lock = RunLock(run)
     lock.acquire()
+    begun = run / begun_calibration(name)
+    begun.parent.mkdir(parents=True, exist_ok=True)
+    begun.touch()
     try:
         for step in range(STEPS):
             say(run, "running", step)
@@ -73,6 +77,7 @@ def work(run: Path, name: str) -> int:
                 return 4
             wait_for(run.parent / f"step-{step}")
             append_event(run, "layer", metrics={"layer": step + 2, "drift_l2_mean": 1.5 / (step + 1)})
+        begun.unlink()
         say(run, "done", STEPS)
         return 0
     except KeyboardInterrupt:

@@ -58,7 +58,12 @@ def analyze_request(settings: Settings, spec: str, name: str) -> Request:
 
 
 def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
-    """The calibration of a run."""
+    """The calibration of a run.
+
+    Raises:
+        SpecError: a value is out of its range, or the name is taken.
+    """
+    settings.require_free_name(run.manifest.calibrations)
     arguments = ("calibrate", str(run.path), *settings.arguments(run.path), *_PROGRESS)
     return Request("calibrate", settings.name, run.path, arguments, settings.as_dict())
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
-import pandas as pd
 import streamlit as st
 
+from driftlens.records.layout import begun_calibration
 from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.calibration_form import calibration_form
 from driftlens_app.calibration_result import show_result
 from driftlens_app.findings import show_findings
-from driftlens_app.jobs import View, start, watch
+from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.ask import ask
 from driftlens_app.jobs.curve import running_drift
 from driftlens_app.jobs.requests import calibrate_request
@@ -20,14 +21,15 @@ from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.pages import Page
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title
+from driftlens_app.show import page_title, show_drawn
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
-from driftlens_reports.charts.theme import palette
+from driftlens_reports.charts.running_curve import running_curve
 
 PAGE = Page("Calibrate", icon=":material/tune:", order=10, section="Calibration")
 
 _ESTIMATE = "_calibration_estimate"
+_SHOWN = "_calibrations_shown"
 
 
 def show() -> None:
@@ -40,9 +42,11 @@ def show() -> None:
         st.info("This dashboard is read-only: it starts no jobs.", icon=":material/lock:")
     left, right = st.columns([1, 2], gap="medium")
     with left:
-        begin = CalibrationSettings.from_dict(job.job.settings) if job is not None else CalibrationSettings()
         wanted, pressed = calibration_form(
-            begin, blocked=is_live or settings.read_only, may_export=not settings.is_one_run
+            _beginning(run, job),
+            taken=run.manifest.calibrations,
+            blocked=is_live or settings.read_only,
+            may_export=not settings.is_one_run,
         )
         with shown_errors():
             _act(run, wanted, pressed)
@@ -51,8 +55,18 @@ def show() -> None:
         if job is not None and job.state in BAD_ENDS:
             show_ended(job)
             if not settings.read_only:
-                _offer_to_continue(run, begin)
+                _offer_to_continue(run, job.job)
         _results(run, job)
+
+
+def _beginning(run: DriftRun, job: View | None) -> CalibrationSettings:
+    """What the form begins with: the newest job's settings, as they were if it is to be tried again."""
+    if job is None:
+        return CalibrationSettings().with_free_name(run.manifest.calibrations)
+    last = CalibrationSettings.from_dict(job.job.settings)
+    if job.state != "done" and last.replace:
+        return last
+    return last.with_free_name(run.manifest.calibrations)
 
 
 def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str) -> None:
@@ -60,6 +74,7 @@ def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str) -> None:
         start(calibrate_request(run, wanted))
         st.rerun()
     if pressed == "estimate":
+        wanted.require_free_name(run.manifest.calibrations)
         arguments = ("calibrate", str(run.path), *wanted.arguments(run.path), "--dry-run", "--json")
         with st.spinner("Checking weights and data"):
             st.session_state[_ESTIMATE] = (run.id, wanted, ask(arguments, run.path.parent))
@@ -68,7 +83,10 @@ def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str) -> None:
         show_findings(known[2])
 
 
-def _offer_to_continue(run: DriftRun, settings: CalibrationSettings) -> None:
+def _offer_to_continue(run: DriftRun, job: Job) -> None:
+    if not (run.path / begun_calibration(job.name)).is_file():
+        return  # It ended before it had begun: with a fresh start nothing is lost.
+    settings = CalibrationSettings.from_dict(job.settings)
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
         with shown_errors():
             start(calibrate_request(run, settings.resumed()))
@@ -76,26 +94,14 @@ def _offer_to_continue(run: DriftRun, settings: CalibrationSettings) -> None:
 
 
 def _curve(run: DriftRun, view: View) -> None:
-    """Mean drift behind each layer: the merged model's, and the calibrated one's as far as it has come."""
     if view.job.kind != "calibrate":
         return
     found = running_drift(view.job)
     if not found:
         st.caption("The drift of each layer appears here once it is calibrated.")
         return
-    merged = run.layers(variant="merged").groupby("layer")["drift_l2_mean"].mean()
-    rows = pd.DataFrame({"merged": merged, "calibrated": pd.Series(found)}).rename_axis("layer").reset_index()
-    roles = palette(st.context.theme.type == "dark").roles
-    st.line_chart(
-        rows,
-        x="layer",
-        y=["merged", "calibrated"],
-        x_label="layer",
-        y_label="mean L2 drift",
-        color=[roles["merged"][0], roles["calibrated"][0]],
-        height=260,
-    )
-    st.caption("Merged: diagnosis samples. Calibrated: calibration samples, while it runs. Mean over tasks.")
+    drawn = running_curve(run, view.job.name, found, dark=selection().options().dark)
+    show_drawn("running", run.id, drawn)
 
 
 def _results(run: DriftRun, job: View | None) -> None:
@@ -107,10 +113,20 @@ def _results(run: DriftRun, job: View | None) -> None:
                 icon=":material/info:",
             )
         return
-    newest = job.job.name if job is not None and job.job.name in names else names[-1]
-    name = st.selectbox("Calibration", names, index=names.index(newest), key="calibration")
+    _choose_newest(run, names, job)
+    name = st.selectbox("Calibration", names, key="calibration")
+    if job is not None and job.state == "done" and job.job.name == name:
+        st.success(f"Calibration {plain(name)} is done.", icon=":material/check_circle:")
     st.subheader(f"Before and after {plain(name)}", anchor=False)
     show_result(run, name)
+
+
+def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> None:
+    """Show the calibration that finished last: on the first showing, and whenever another one has finished since."""
+    finished = (run.id, tuple(names), job.job.log.name if job is not None and job.state == "done" else "")
+    if "calibration" not in st.session_state or st.session_state.get(_SHOWN) != finished:
+        st.session_state["calibration"] = names[-1]  # the manifest lists them as they were finished
+    st.session_state[_SHOWN] = finished
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""Names of calibrations on the page Calibrate: a free one to begin with, no taken one, the newest one shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from driftlens.errors import SpecError
+from driftlens.records.layout import begun_calibration
+from driftlens.records.run import open_run
+from driftlens_app.calibration import CalibrationSettings
+from driftlens_app.jobs import processes, start
+from driftlens_app.jobs.record import job_of
+from driftlens_app.jobs.requests import calibrate_request
+from tests.app.conftest import Open, until
+from tests.app.test_calibrate import calibrate_as, press
+from tests.app.test_jobs import finish, state
+from tests.app.test_pages import errors, said
+from tests.records.full_run import VARIANTS, write_full_run
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with the tables of three calibrations, two of which its manifest keeps to itself."""
+    path = tmp_path / "runs" / "full"
+    write_full_run(path, variants=(*VARIANTS, "calibrated:steady", "calibrated:featcal-2"))
+    with_calibrations(path, ["featcal"])
+    return path
+
+
+def with_calibrations(run: Path, names: Sequence[str]) -> None:
+    """Let the manifest list these calibrations, in this order."""
+    path = run / "manifest.json"
+    manifest = json.loads(path.read_text())
+    entry = manifest["calibrations"]["featcal"]
+    path.write_text(json.dumps({**manifest, "calibrations": dict.fromkeys(names, entry)}))
+
+
+def end(run: Path, names: Sequence[str]) -> None:
+    """Let the running calibration finish and be listed."""
+    until(lambda: state(run) == "running", "it runs")
+    with_calibrations(run, names)
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+
+
+def chosen(app: AppTest) -> str:
+    return str(app.selectbox(key="calibration").value)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "free"),
+    [
+        ("featcal", [], "featcal"),
+        ("featcal", ["other"], "featcal"),
+        ("featcal", ["featcal"], "featcal-2"),
+        ("featcal", ["featcal", "featcal-2"], "featcal-3"),
+        ("featcal-2", ["featcal-2"], "featcal-3"),
+        ("lam-0.5", ["lam-0.5"], "lam-0.5-2"),
+    ],
+)
+def test_the_first_free_name_follows_its_stem(name: str, taken: list[str], free: str) -> None:
+    settings = CalibrationSettings(name=name, rho=1.5, replace=True).with_free_name(taken)
+    assert settings == CalibrationSettings(name=free, rho=1.5)
+
+
+def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run: Path) -> None:
+    opened = open_run(run)
+    with pytest.raises(SpecError, match="has a calibration 'featcal' already") as caught:
+        calibrate_request(opened, CalibrationSettings())
+    assert caught.value.hint == "Tick 'Replace a calibration of this name', or choose another name."
+    for settings in (CalibrationSettings(replace=True), CalibrationSettings().resumed()):
+        assert calibrate_request(opened, settings).name == "featcal"
+
+
+def test_the_form_begins_with_a_free_name(open_app: Open, run: Path) -> None:
+    assert open_app(run.parent, "calibrate").text_input(key="name").value == "featcal-2"
+
+
+@pytest.mark.parametrize("button", ["FeatCal calibrate", "Estimate"])
+def test_a_taken_name_starts_no_process(open_app: Open, run: Path, button: str) -> None:
+    app = open_app(run.parent, "calibrate")
+    app.text_input(key="name").set_value("featcal")
+    press(app, button)
+    assert "has a calibration 'featcal' already" in errors(app)
+    assert app.checkbox(key="replace").label in errors(app)
+    assert job_of(run) is None and not processes._CHILDREN
+    assert app.text_input(key="name").value == "featcal"
+
+
+@pytest.mark.parametrize("choice", ["featcal", "steady"])
+def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
+    open_app: Open, run: Path, choice: str
+) -> None:
+    with_calibrations(run, ["steady", "featcal"] if choice == "steady" else ["featcal"])
+    names = ["steady", "featcal", "featcal-2"] if choice == "steady" else ["featcal", "steady"]
+    asked = names[-1]
+    app, other = (open_app(run.parent, "calibrate") for _ in range(2))
+    for tab in (app, other):
+        if choice == "steady":
+            tab.selectbox(key="calibration").set_value(choice).run()
+        assert chosen(tab) == choice and "is done" not in said(tab)
+    calibrate_as(app, asked)
+    assert chosen(other.run()) == choice
+    end(run, names)
+    for tab in (app.run(), other.run(), open_app(run.parent, "calibrate")):
+        assert chosen(tab) == asked
+        assert f"Calibration {asked} is done." in said(tab) and f"Before and after {asked}" in said(tab)
+    assert app.text_input(key="name").value not in names
+
+
+def test_a_calibration_that_was_chosen_stays_chosen(open_app: Open, run: Path) -> None:
+    with_calibrations(run, ["featcal", "steady"])
+    app = open_app(run.parent, "calibrate")
+    assert chosen(app) == "steady"
+    app.selectbox(key="calibration").set_value("featcal").run()
+    assert chosen(app.run()) == "featcal"
+
+
+def test_one_that_is_replaced_is_shown_again(open_app: Open, run: Path) -> None:
+    with_calibrations(run, ["steady", "featcal"])
+    app = open_app(run.parent, "calibrate")
+    start(calibrate_request(open_run(run), CalibrationSettings(name="steady", replace=True)))
+    end(run, ["featcal", "steady"])
+    assert chosen(app.run()) == "steady" and "Calibration steady is done." in said(app)
+
+
+def test_going_on_is_offered_only_where_something_was_begun(open_app: Open, run: Path) -> None:
+    app = calibrate_as(open_app(run.parent, "calibrate"), "failing")
+    (run.parent / "step-0").touch()
+    until(lambda: state(run) == "failed", "it has failed")
+    assert "Continue where it stopped" in [button.label for button in app.run().button]
+    (run / begun_calibration("failing")).unlink()
+    assert "Continue where it stopped" not in [button.label for button in app.run().button]
+
+
+def test_one_to_replace_is_tried_again_as_it_was(open_app: Open, run: Path) -> None:
+    with_calibrations(run, ["featcal", "failing"])
+    open_app(run.parent)
+    start(calibrate_request(open_run(run), CalibrationSettings(name="failing", replace=True)))
+    (run.parent / "step-0").touch()
+    until(lambda: state(run) == "failed", "it has failed")
+    app = open_app(run.parent, "calibrate")
+    assert app.text_input(key="name").value == "failing" and app.checkbox(key="replace").value

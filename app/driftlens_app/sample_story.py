@@ -42,10 +42,7 @@ def show_story(run: DriftRun, task: str, sample_id: str, options: ChartOptions) 
             left.image(picture, width=128, caption=plain(sample_id), alt=f"Sample {sample_id}")
         with right:
             _show_decisions(rows)
-        caption = (
-            "Drift of this sample alone, in feature units, and the share of its final drift from each layer."
-        )
-        show_drawn("sample", run.id, sample_curves(run, task, sample_id, options), caption)
+        show_drawn("sample", run.id, sample_curves(run, task, sample_id, options))
 
 
 def decisions(run: DriftRun, task: str, sample_id: str) -> pd.DataFrame:

@@ -129,6 +129,24 @@ def test_a_storys_curves_are_the_samples_rows(root: Path) -> None:
     np.testing.assert_array_equal(shares, rows["final_share"])
 
 
+def test_a_story_promises_shares_only_of_samples_that_have_them(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(root / "full")
+    ids = run.sample_ids("cars")
+    whole = run.samples("cars")
+    few = whole.assign(final_share=whole["final_share"].where(whole["sample_id"].isin(ids[:8])))
+    monkeypatch.setattr(run, "samples", lambda task: few)
+    with_shares, without = (sample_curves(run, "cars", ids[at], ChartOptions()) for at in (3, 11))
+    assert "the share of its final drift from each layer" in " ".join(with_shares.notes)
+    assert without.notes == (
+        "Drift of this sample alone, in feature units.",
+        "Contributions were measured on 8 of 24 samples; metrics.jacobian.samples in the spec raises it.",
+    )
+    monkeypatch.setattr(run, "samples", lambda task: few.assign(final_share=np.nan))
+    assert "metrics.contributions=true" in sample_curves(run, "cars", ids[0], ChartOptions()).notes[1]
+
+
 def test_flipped_decisions_are_those_that_differ_from_the_experts(root: Path) -> None:
     run = open_run(root / "full")
     found = flipped(run, ChartOptions(variants=("merged",)))

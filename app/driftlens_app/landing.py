@@ -9,8 +9,10 @@ import streamlit as st
 from driftlens.errors import RunError
 from driftlens.records.manifest import read_manifest
 from driftlens_app.jobs import watch
+from driftlens_app.jobs.requests import DEMO
 from driftlens_app.pages import path_of
 from driftlens_app.selection import RUN
+from driftlens_app.settings import Settings
 
 _AWAITED = "_awaited_run"
 
@@ -18,6 +20,13 @@ _AWAITED = "_awaited_run"
 def await_run(run: Path) -> None:
     """Remember that this visitor waits for the run in the folder `run`."""
     st.session_state[_AWAITED] = run
+
+
+def await_demo(settings: Settings) -> None:
+    """Let a visitor who finds the demo run being made wait for it: a reload, a second tab, another server's start."""
+    view = watch(settings.root / DEMO, "demo")
+    if view is not None and view.is_live:
+        await_run(view.job.run)
 
 
 def land() -> None:

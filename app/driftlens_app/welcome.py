@@ -6,7 +6,7 @@ import streamlit as st
 
 from driftlens_app.jobs import start
 from driftlens_app.jobs.requests import demo_request
-from driftlens_app.landing import await_run
+from driftlens_app.landing import await_demo, await_run
 from driftlens_app.live import show_new_runs
 from driftlens_app.settings import Settings
 from driftlens_app.show import page_title
@@ -28,6 +28,7 @@ def welcome() -> None:
         "Welcome to DriftLens",
         "There is no run to look at in this folder. The demo makes one, without network.",
     )
+    await_demo(settings)
     is_live = show_new_runs(settings)
     if settings.read_only:
         st.info(

@@ -17,7 +17,7 @@ from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
 from driftlens_reports.before_after import before_after
-from tests.app.conftest import Open, opened_drawers, until
+from tests.app.conftest import Open, opened_drawers, shown_data, until
 from tests.app.test_jobs import finish, state, step
 from tests.app.test_pages import errors, said
 from tests.records.full_run import write_full_run
@@ -92,7 +92,10 @@ def test_progress_is_shown_and_a_second_tab_attaches(open_app: Open, root: Path,
     app.run()
     assert is_disabled(app, "FeatCal calibrate") and not is_disabled(app, "Cancel")
     assert "layer 3 of 6" in said(app)
-    assert app.get("vega_lite_chart")
+    assert not app.get("vega_lite_chart")
+    rows = next(rows for rows in shown_data(app) if "role" in rows and "drift" not in rows)
+    calibrated = rows[rows["variant"] == "calibrated:steady"]
+    assert calibrated["layer"].tolist() == [2] and calibrated["mean drift"].tolist() == [1.5]
     other = open_app(root, "calibrate")
     assert is_disabled(other, "FeatCal calibrate") and "layer 3 of 6" in said(other)
     assert len(processes._CHILDREN) == 1
@@ -199,6 +202,27 @@ def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: 
     (folder / "weights.safetensors").symlink_to("/etc/hostname")
     labels = [button.label for button in open_app(root, "calibrate").get("download_button")]
     assert not [label for label in labels if label.startswith("Calibrated checkpoint")]
+
+
+@pytest.mark.parametrize("view", ["welcome", "runs"])
+def test_a_visitor_who_finds_the_demo_run_being_made_lands_on_it_too(
+    open_app: Open, tmp_path: Path, view: str
+) -> None:
+    root = tmp_path / "empty"
+    root.mkdir()
+    demo = root / "driftlens-demo"
+    press(open_app(root), "Make the demo run")
+    until(lambda: state(demo) == "running", "it runs")
+    made = write_full_run(tmp_path / "made", name="demo", synthetic=True)
+    left_out = shutil.ignore_patterns("status.json", "run.lock*")
+    if view == "runs":
+        shutil.copytree(made, demo, dirs_exist_ok=True, ignore=left_out)
+    other = open_app(root)
+    assert other.title[0].value == ("Runs" if view == "runs" else "Welcome to DriftLens")
+    shutil.copytree(made, demo, dirs_exist_ok=True, ignore=left_out)
+    finish(demo)
+    until(lambda: state(demo) == "done", "it is done")
+    assert other.run().title[0].value == "demo"
 
 
 def test_the_demo_button_makes_the_run_and_lands_on_its_overview(open_app: Open, tmp_path: Path) -> None:

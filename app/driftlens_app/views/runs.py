@@ -9,6 +9,8 @@ import streamlit as st
 
 from driftlens.records.listing import RunSummary
 from driftlens_app.jobs import watch
+from driftlens_app.jobs.requests import DEMO
+from driftlens_app.landing import await_demo
 from driftlens_app.live import show_new_runs
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import hint_for, listed_runs
@@ -30,6 +32,8 @@ def show() -> None:
     if not found:
         welcome()
         return
+    if [run.path for run in found] == [settings.root / DEMO]:
+        await_demo(settings)  # its tables come before its end: there is nothing else to look at yet
     page_title("Runs", f"In {plain(settings.root)}. Select a row to open its overview.")
     show_new_runs(settings)
     wanted = st.text_input("Filter", placeholder="part of a name, task or variant", key="filter")

@@ -6,7 +6,7 @@ import streamlit as st
 
 from driftlens_app.landing import land
 from driftlens_app.pages import SECTIONS, pages
-from driftlens_app.selection import choose_run, choose_view
+from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
 from driftlens_app.settings import Settings
 from driftlens_app.theme_watch import watch_theme
 from driftlens_app.trouble import shown_errors
@@ -36,10 +36,11 @@ def main() -> None:
     }
     chosen = st.navigation({section: inside for section, inside in sections.items() if inside}, expanded=True)
     land()
+    settings = Settings.from_environment()
     needs_run = next(listed[path].needs_run for path, entry in entries.items() if entry == chosen)
     run, is_readable = None, False
     with shown_errors():
-        run = choose_run(Settings.from_environment())
+        run = choose_run(settings)
         if run is not None:
             choose_view(run)
         is_readable = True
@@ -49,6 +50,7 @@ def main() -> None:
         if not needs_run or run is not None:
             chosen.run()
         elif is_readable:
+            require_no_unreadable(settings)
             welcome()
 
 

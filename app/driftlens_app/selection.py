@@ -9,8 +9,10 @@ from typing import Any
 import streamlit as st
 
 from driftlens.errors import DataError
+from driftlens.records.listing import RunSummary
 from driftlens.records.run import DriftRun
-from driftlens_app.runs import folder_of, opened, run_ids
+from driftlens_app.jobs import watch
+from driftlens_app.runs import folder_of, hint_for, listed_runs, opened, run_ids
 from driftlens_app.settings import Settings
 from driftlens_app.theme_watch import is_dark
 from driftlens_reports.charts.chart import ChartOptions
@@ -83,9 +85,30 @@ def choose_run(settings: Settings) -> DriftRun | None:
         st.session_state[RUN] = ids[0] if asked is None else None
     chosen: str | None = st.sidebar.selectbox("Run", ids, key=RUN, help="By id, newest first.")
     if chosen is None:
-        raise DataError(f"the run {asked!r} is not here", hint="Choose one in the sidebar.")
+        broken = ", ".join(run.path.name for run in _unreadable(settings))
+        reason = f" {broken} can't be read; the page Runs says why." if broken else ""
+        raise DataError(f"the run {asked!r} is not here", hint=f"Choose one in the sidebar.{reason}")
     st.session_state[_IN_URL] = st.query_params[RUN] = chosen
     return opened(folder_of(settings, chosen))
+
+
+def require_no_unreadable(settings: Settings) -> None:
+    """Refuse to call a folder empty whose runs can't be read.
+
+    Raises:
+        DataError: names the first such run, and why.
+    """
+    for run in _unreadable(settings):
+        raise DataError(
+            f"there is no run to look at: {run.path.name} can't be read: {run.problem}", hint=hint_for(run)
+        )
+
+
+def _unreadable(settings: Settings) -> list[RunSummary]:
+    """Runs that can't be read, but for those that are just being made."""
+    broken = [run for run in listed_runs(settings) if run.problem]
+    views = [watch(run.path) for run in broken]
+    return [run for run, view in zip(broken, views, strict=True) if view is None or not view.is_live]
 
 
 def choose_view(run: DriftRun) -> Selection:

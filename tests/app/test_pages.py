@@ -112,6 +112,20 @@ def test_unreadable_runs_keep_their_rows_and_say_why(open_app: Open, root: Path)
     assert "99.0" in newer_text and "Install a newer DriftLens" in newer_text
 
 
+def test_a_folder_whose_only_run_cannot_be_read_is_not_called_empty(open_app: Open, root: Path) -> None:
+    path = root / "full" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": "99.0"}))
+    app = open_app(root, "overview", run="anything")
+    assert "99.0" in errors(app) and "Install a newer DriftLens" in errors(app)
+    assert not app.button
+
+
+def test_a_run_that_is_not_here_may_be_the_one_that_cannot_be_read(open_app: Open, root: Path) -> None:
+    (write_full_run(root / "broken") / "manifest.json").write_text("{")
+    app = open_app(root, "overview", run="gone-0000")
+    assert "gone-0000" in errors(app) and "broken can't be read" in errors(app)
+
+
 def test_a_copy_does_not_pass_for_its_original(open_app: Open, root: Path) -> None:
     shutil.copytree(root / "full", root / "gone-astray")
     app = open_app(root)

@@ -10,15 +10,17 @@ import streamlit as st
 
 from driftlens.records.run import DriftRun
 from driftlens.records.thumbs import read_thumbs, thumbs_file
+from driftlens_app.inside import require_inside
 
 
 def pictures(run: DriftRun, task: str, sample_ids: Sequence[str]) -> list[str | None]:
     """A picture of each sample as a `data:` address; None where the run has none.
 
     Raises:
-        RunError: the file of pictures is damaged.
+        RunError: the file of pictures is damaged, or a link that leaves the root.
     """
     file = run.path / thumbs_file(task)
+    require_inside(file)
     changed = file.stat().st_mtime_ns if file.is_file() else 0
     return _pictures(str(run.path), task, changed, tuple(sample_ids), run)
 

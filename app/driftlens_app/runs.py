@@ -8,12 +8,13 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.errors import DataError, DriftLensError
+from driftlens.errors import DataError, DriftLensError, RunError
 from driftlens.records.layout import LOCK, MANIFEST, STATUS, table_file
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.lock import owner_of
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
+from driftlens_app.inside import is_file_inside, is_inside, require_links_inside
 from driftlens_app.settings import Settings
 
 _ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -28,6 +29,11 @@ def listed_runs(settings: Settings) -> list[RunSummary]:
     """The runs under the root, by name of folder; one that can't be read says why."""
     found = []
     for folder in _folders(settings.root):
+        try:
+            _require_links_inside(folder, settings.root)
+        except RunError as error:
+            found.append(RunSummary(path=folder, name=folder.name, problem=error.message))
+            continue
         status = _file_stamp(folder / STATUS)
         found.append(_summary(str(folder), (*stamp(folder), status), _is_alive(folder)))
     return _without_doubles(found)
@@ -56,6 +62,7 @@ def folder_of(settings: Settings, run_id: str) -> Path:
 def hint_for(run: RunSummary) -> str:
     """What to do about a run that can't be read; empty where there is nothing to say."""
     try:
+        _require_links_inside(run.path, Settings.from_environment().root)
         open_run(run.path)
     except DriftLensError as error:
         return error.hint
@@ -66,9 +73,10 @@ def opened(folder: Path) -> DriftRun:
     """The run in `folder`, read again when it has changed.
 
     Raises:
-        RunError: it is damaged or gone.
+        RunError: it is damaged or gone, or a link in it leaves the root.
         SchemaTooNewError: a newer DriftLens wrote it.
     """
+    _require_links_inside(folder, Settings.from_environment().root)
     return _opened(str(folder), stamp(folder))
 
 
@@ -77,9 +85,16 @@ def stamp(folder: Path) -> Stamp:
     return tuple(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
 
 
-def is_inside(root: Path, path: Path) -> bool:
-    """Whether `path` is `root` or below it once all links are followed."""
-    return path.resolve().is_relative_to(root)
+def _require_links_inside(folder: Path, root: Path) -> None:
+    # A link that is added later changes the time of the folder it is put into; files deeper down that are replaced
+    # by links while the dashboard is open are noticed with the next change of the run.
+    folders = (folder, folder / "tables", folder / "features", folder / "calibrations", folder / "thumbs")
+    _searched(str(folder), str(root), (*stamp(folder), *map(_file_stamp, folders)))
+
+
+@st.cache_data(max_entries=500, show_spinner=False)
+def _searched(folder: str, root: str, stamp: Stamp) -> None:
+    require_links_inside(Path(folder), Path(root))
 
 
 # Runs are read-only objects that hand out copies, and pickling their tables on every rerun would cost more than
@@ -102,8 +117,8 @@ def _folders(root: Path) -> Iterator[Path]:
         yield root
         return
     for parent in (root, root / _SUBFOLDER):
-        children = sorted(parent.iterdir()) if parent.is_dir() and is_inside(root, parent) else []
-        yield from (child for child in children if _is_run(child) and is_inside(root, child))
+        children = sorted(parent.iterdir()) if parent.is_dir() and is_inside(parent, root) else []
+        yield from (child for child in children if _is_run(child) and is_inside(child, root))
 
 
 def _is_run(folder: Path) -> bool:
@@ -119,7 +134,7 @@ def _file_stamp(file: Path) -> tuple[int, int, int]:
 
 
 def _is_alive(folder: Path) -> bool:
-    owner = owner_of(folder)
+    owner = owner_of(folder) if is_file_inside(folder / LOCK) else None
     return owner is not None and owner.is_alive
 
 

@@ -24,9 +24,11 @@ Open = Callable[..., AppTest]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A folder with one finished run, merged and calibrated."""
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one finished run, merged and calibrated; what the dashboard may look at."""
     write_full_run(tmp_path / "runs" / "full", name="a *full* run")
+    for name, value in Settings((tmp_path / "runs").resolve()).environment().items():
+        monkeypatch.setenv(name, value)
     return tmp_path / "runs"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlens.records.status import Failure
+from driftlens_app.inside import is_file_inside
 
 _TAIL_BYTES = 65_536
 
@@ -39,6 +40,8 @@ def logged_failure(log: Path) -> Failure | None:
 
 def _lines(log: Path) -> Iterator[str]:
     """Whole lines from the end of the file, at most as much as a page can show."""
+    if not is_file_inside(log):
+        return
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)

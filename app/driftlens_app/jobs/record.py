@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from driftlens.files import write_json_atomic
 from driftlens.records.lock import Owner
+from driftlens_app.inside import is_file_inside, is_inside
 
 Kind = Literal["demo", "analyze", "calibrate", "project"]
 
 _SIDE = ".driftlens"
 """Folder beside the runs for jobs that make one: a folder that is to become a run must be empty before."""
+
+_LOG = re.compile(r"[a-z]+-[0-9]+\.log")
+_SHAPES: Mapping[str, tuple[type, ...]] = {
+    "kind": (str,),
+    "name": (str,),
+    "log": (str,),
+    "pid": (int,),
+    "process_started": (int, float, type(None)),
+    "host": (str,),
+    "started": (str,),
+    "settings": (dict,),
+    "cancelled": (str,),
+    "code": (int, type(None)),
+}
+"""What may stand in a record; `run` is where the record was found, whatever it says."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,8 @@ def job_of(run: Path, kind: Kind | None = None) -> Job | None:
 
 def jobs_beside(root: Path) -> list[Job]:
     """The jobs that make runs inside `root`, the newest first."""
-    folders = sorted((root / _SIDE).iterdir()) if (root / _SIDE).is_dir() else []
+    side = root / _SIDE
+    folders = sorted(side.iterdir()) if side.is_dir() and is_inside(side) else []
     found = [job for folder in folders for job in _jobs(folder, root / folder.name)]
     return sorted(found, key=lambda job: job.started, reverse=True)
 
@@ -119,15 +138,45 @@ def _record(kind: Kind) -> str:
 
 def _jobs(folder: Path, run: Path) -> list[Job]:
     """The newest job of each kind in `folder`."""
-    return [job for kind in get_args(Kind) if (job := _read(folder / _record(kind), run)) is not None]
+    return [job for kind in get_args(Kind) if (job := _read(folder, kind, run)) is not None]
 
 
-def _read(file: Path, run: Path) -> Job | None:
-    """The job on record in `file`; one whose record is damaged counts as none, its log stays."""
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        known = {entry.name: record[entry.name] for entry in dataclasses.fields(Job)}
-        log = file.parent / Path(known["log"]).name
-        return Job(**{**known, "run": run, "log": log, "pid": int(known["pid"])})
-    except (OSError, ValueError, KeyError, TypeError):
+def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
+    """The newest job of that kind on record in `folder`; one whose record makes no sense counts as none."""
+    file = folder / _record(kind)
+    if not is_file_inside(file):
         return None
+    try:
+        values = _checked(json.loads(file.read_text(encoding="utf-8")), kind)
+        return Job(**{**values, "run": run, "log": folder / values["log"]})
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _checked(record: Any, kind: Kind) -> dict[str, Any]:
+    """The values of a record, as far as it has them; an older one may lack what has a default.
+
+    Raises:
+        ValueError: one of them can't be, or is missing.
+        TypeError: the record is no object, or a value is of another type.
+    """
+    if not isinstance(record, dict):
+        raise TypeError("a record is an object")
+    defaults = {entry.name for entry in dataclasses.fields(Job) if _has_default(entry)}
+    values = {name: record[name] for name in _SHAPES if name in record}
+    if missing := _SHAPES.keys() - values.keys() - defaults:
+        raise ValueError(f"without {sorted(missing)}")
+    for name, value in values.items():
+        if type(value) not in _SHAPES[name]:  # exactly: True is no process id
+            raise TypeError(f"{name} is {value!r}")
+    if values["kind"] != kind or not 1 < values["pid"] < 2**31 or not _LOG.fullmatch(values["log"]):
+        raise ValueError(f"no {kind} job has these values")
+    asked = values.get("cancelled")
+    for moment in (values["started"], *([asked] if asked else [])):
+        if datetime.fromisoformat(moment).tzinfo is None:
+            raise ValueError(f"{moment} names no time zone")
+    return values
+
+
+def _has_default(entry: dataclasses.Field[Any]) -> bool:
+    return entry.default is not MISSING or entry.default_factory is not MISSING

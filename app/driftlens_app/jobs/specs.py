@@ -7,6 +7,7 @@ from pathlib import Path
 
 from driftlens.errors import SpecError
 from driftlens.records.layout import MANIFEST
+from driftlens_app.inside import is_inside
 
 _SUFFIXES = (".yaml", ".yml")
 _MOST_BYTES = 1_000_000
@@ -34,13 +35,9 @@ def spec_file(root: Path, relative: str) -> Path:
 
 def _candidates(root: Path) -> Iterator[Path]:
     for folder in (root, *(child for child in root.iterdir() if child.is_dir())):
-        if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and _is_inside(root, folder):
+        if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root):
             yield from (file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
 
 
 def _may_be_read(root: Path, file: Path) -> bool:
-    return file.is_file() and _is_inside(root, file) and file.stat().st_size <= _MOST_BYTES
-
-
-def _is_inside(root: Path, path: Path) -> bool:
-    return path.resolve().is_relative_to(root.resolve())
+    return file.is_file() and is_inside(file, root) and file.stat().st_size <= _MOST_BYTES

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from driftlens.errors import Cancelled, RunError
 from driftlens.progress import ProgressEvent
+from driftlens.records.layout import STATUS
 from driftlens.records.status import Failure, Status, read_status
+from driftlens_app.inside import is_inside
 from driftlens_app.jobs.cancelling import insist
 from driftlens_app.jobs.log import last_progress, logged_failure
 from driftlens_app.jobs.processes import exit_code
@@ -83,6 +85,8 @@ def _with_exit_code(job: Job) -> Job:
 
 def _own_status(job: Job) -> Status | None:
     """The run's status, if this job's process wrote it and not an earlier one."""
+    if not is_inside(job.run / STATUS):
+        return None
     try:
         status = read_status(job.run)
     except RunError:

@@ -1,0 +1,160 @@
+"""A job record that is damaged, older or made up: no page fails over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driftlens_app.calibration import CalibrationSettings
+from driftlens_app.jobs import Job, watch
+from driftlens_app.jobs.record import job_of, write_job
+from tests.app.conftest import Open
+from tests.app.test_pages import errors
+
+WANTED = CalibrationSettings(name="mine", lam=0.5, alpha=0.25, samples=16, update=("linear",))
+
+
+@pytest.fixture
+def record(root: Path) -> Path:
+    """The record of a calibration that has failed."""
+    run = root / "full"
+    (run / "logs").mkdir(exist_ok=True)
+    log = run / "logs" / "calibrate-1.log"
+    log.write_text("error: no\n")
+    settings = WANTED.as_dict()
+    write_job(
+        Job(
+            "calibrate",
+            "mine",
+            run,
+            log,
+            4_000_000,
+            1.0,
+            "here",
+            "2026-01-02T03:04:05.678Z",
+            settings,
+            code=4,
+        )
+    )
+    return run / "logs" / "calibrate-job.json"
+
+
+def with_values(record: Path, **values: Any) -> None:
+    record.write_text(json.dumps({**json.loads(record.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"started": 5},
+        {"started": ""},
+        {"started": "yesterday"},
+        {"started": "2026-01-02T03:04:05"},
+        {"settings": [1]},
+        {"settings": None},
+        {"code": "a"},
+        {"code": True},
+        {"cancelled": 1},
+        {"cancelled": "now"},
+        {"pid": "4000000"},
+        {"pid": 0},
+        {"pid": -1},
+        {"pid": 10**30},
+        {"process_started": "soon"},
+        {"host": None},
+        {"name": {}},
+        {"kind": "analyze"},
+        {"kind": ["calibrate"]},
+        {"log": 3},
+    ],
+    ids=str,
+)
+def test_a_record_that_makes_no_sense_counts_as_none(
+    open_app: Open, root: Path, record: Path, values: dict[str, Any]
+) -> None:
+    assert job_of(root / "full") is not None
+    with_values(record, **values)
+    assert job_of(root / "full") is None and watch(root / "full") is None
+    app = open_app(root, "calibrate")
+    assert not app.error, errors(app)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "5", "null", "[" * 100_000, "\xff"], ids=lambda text: text[:3]
+)
+def test_a_record_that_is_no_object_counts_as_none(root: Path, record: Path, text: str) -> None:
+    record.write_bytes(text.encode("latin-1"))
+    assert job_of(root / "full") is None
+
+
+def test_an_older_record_without_what_has_a_default_is_read(root: Path, record: Path) -> None:
+    values = json.loads(record.read_text())
+    for name in ("settings", "cancelled", "code"):
+        del values[name]
+    record.write_text(json.dumps(values))
+    job = job_of(root / "full")
+    assert job is not None and (dict(job.settings), job.cancelled, job.code) == ({}, "", None)
+
+
+@pytest.mark.parametrize("missing", [entry.name for entry in dataclasses.fields(CalibrationSettings)])
+def test_settings_without_one_value_keep_the_others(missing: str) -> None:
+    values = WANTED.as_dict()
+    del values[missing]
+    default = getattr(CalibrationSettings(), missing)
+    assert CalibrationSettings.from_dict(values) == dataclasses.replace(WANTED, **{missing: default})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"preset": 5}, {"preset": "paper-clip"}),
+        ({"preset": None}, {"preset": None}),
+        ({"lam": "0.1"}, {"lam": None}),
+        ({"lam": True}, {"lam": None}),
+        ({"lam": 1}, {"lam": 1.0}),
+        ({"samples": 1.5}, {"samples": None}),
+        ({"samples": True}, {"samples": None}),
+        ({"update": 5}, {"update": ()}),
+        ({"update": ["bias", {}, "odd"]}, {"update": ("bias",)}),
+        ({"replace": 1}, {}),
+        ({"unknown": 1}, {}),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_stays_at_its_default(
+    values: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = CalibrationSettings.from_dict({**WANTED.as_dict(), **values})
+    assert found == dataclasses.replace(WANTED, **expected)
+    assert found.lam is None or type(found.lam) is float
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lam": -3},
+        {"lam": float("nan")},
+        {"lam": 10**400},
+        {"alpha": 7.0},
+        {"samples": 0},
+        {"samples": 2**60},
+        {"name": "../up"},
+        {"preset": "papier"},
+        {"layers": "--trust-code"},
+        {"auto": True},
+    ],
+    ids=lambda values: str(values)[:30],
+)
+def test_values_that_cannot_be_leave_the_form_at_its_defaults(
+    open_app: Open, root: Path, record: Path, values: dict[str, Any]
+) -> None:
+    assert CalibrationSettings.from_dict({**WANTED.as_dict(), **values}) == CalibrationSettings()
+    with_values(record, settings={**WANTED.as_dict(), **values})
+    app = open_app(root, "calibrate")
+    assert "mine" not in app.text_input(key="name").value
+    assert "KeyError" not in errors(app) and "TypeError" not in errors(app)
+    assert app.number_input(key="lam").value is None

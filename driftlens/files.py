@@ -135,9 +135,14 @@ def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunEr
     if error.errno not in _DISK_FULL:
         return RunError(f"can't write {target}: {reason}", hint="Choose a folder you may write to.")
     free = free_bytes(target.parent)
-    wanted = "" if need is None else f" of the {need / 1e6:,.1f} MB needed"
-    hint = f"{free / 1e6:,.1f} MB{wanted} are free there. Free some space, or choose another disk."
+    wanted = "" if need is None else f" of the {_amount(need)} needed"
+    hint = f"{_amount(free)}{wanted} are free there. Free some space, or choose another disk."
     return RunError(f"can't write {target}: {reason}", hint=hint, free=free, need=need)
+
+
+def _amount(count: int) -> str:
+    # In megabytes a job's record would need 0.0.
+    return f"{count:,} bytes" if count < 1e5 else f"{count / 1e6:,.1f} MB"
 
 
 def _flush(path: pathlib.Path) -> None:

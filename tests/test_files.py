@@ -123,6 +123,10 @@ def test_a_full_disk_says_what_is_free_and_what_is_needed(
     assert "2.0 MB needed" in refusal.value.hint
     assert refusal.value.context["need"] == 2_000_000
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("driftlens.files.free_bytes", lambda _path: 0)
+    with pytest.raises(RunError) as refusal:
+        write_text_atomic(tmp_path / "a", "x" * 1234)
+    assert refusal.value.hint.startswith("0 bytes of the 1,234 bytes needed are free there.")
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path: pathlib.Path) -> None:

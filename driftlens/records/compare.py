@@ -35,7 +35,7 @@ class Comparison:
             did); `paired_*`, `gained`, `lost` and `p_value` come from samples answered by both, of which there are
             `paired_n` in the split `paired_split`.
         gains: one row per task and quantity where `after` is a calibration of `before` that has an anchor-only
-            control: what rescaling gains, what calibration gains beyond it, and their shares of the total.
+            control: what rescaling changes, and what calibration changes beyond it, in the quantity's own unit.
         mismatches: in what the runs differ that makes changes mean something else; empty unless allowed.
     """
 

@@ -9,12 +9,12 @@ from typing import Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.single import accuracy_of, final_value, ratio
+from driftlens.records.single import accuracy_of, final_value
 from driftlens.records.variants import control_of, part_of
 
 _COLUMNS = (
     *("task", "before", "control", "after", "quantity", "value_before", "value_control", "value_after"),
-    *("by_rescaling", "by_calibration", "rescaling_share", "calibration_share"),
+    *("by_rescaling", "by_calibration"),
 )
 
 
@@ -23,7 +23,8 @@ def gains(
 ) -> pd.DataFrame:
     """One row per task and quantity (drift, cos, accuracy) of every pair that has a control between its two.
 
-    `by_rescaling` + `by_calibration` is the change; the shares are signed, sum to 1, and are NaN of no change.
+    `by_rescaling` + `by_calibration` is the change, all in the quantity's own unit: where the two work against each
+    other, a small change has large parts, and shares of it would say nothing.
 
     Args:
         first: the run of the variants before.
@@ -62,6 +63,4 @@ def _of_task(task: str, places: Sequence[tuple[DriftRun, str]]) -> Iterator[dict
             "value_after": after,
             "by_rescaling": control - before,
             "by_calibration": after - control,
-            "rescaling_share": ratio(control - before, after - before),
-            "calibration_share": ratio(after - control, after - before),
         }

@@ -20,6 +20,7 @@ _SHOWN = 5
 """How many of the differences between two runs are listed."""
 _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
 _INDICATIVE = "Distances on the plane are indicative only; these numbers come from the features themselves."
+_QUANTITIES = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy (points)"}
 _INTERVAL_NOTE = (
     "Accuracy is that of test samples. Its interval takes the two answers for independent: where both answered "
     "the same samples it is too wide."
@@ -53,9 +54,7 @@ def comparison_text(found: Comparison) -> str:
     if found.tasks["accuracy_ci_low"].notna().any():
         parts.append([_INTERVAL_NOTE])
     if len(found.gains):
-        parts.append(
-            ["Share of each change by rescaling alone (the anchor) and by calibration", *_gain_lines(found)]
-        )
+        parts.append(["What rescaling alone (the anchor) and calibration each change", *_gain_lines(found)])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
@@ -152,10 +151,11 @@ def _gain_lines(found: Comparison) -> list[str]:
     rows = [
         [
             str(row["task"]),
-            str(row["quantity"]),
-            _signed(row["value_after"] - row["value_before"]),
-            percent(row["rescaling_share"]),
-            percent(row["calibration_share"]),
+            _QUANTITIES[row["quantity"]],
+            *map(
+                _points if row["quantity"] == "accuracy" else _signed,
+                (row["value_after"] - row["value_before"], row["by_rescaling"], row["by_calibration"]),
+            ),
         ]
         for row in found.gains.to_dict("records")
     ]

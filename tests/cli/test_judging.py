@@ -107,6 +107,17 @@ def test_two_variants_are_compared_with_their_control(run_cli: Cli, written: pat
         assert f"{100 * rows.loc[task, 'drift_relative']:+.1f} %" in line
         assert f"{100 * rows.loc[task, 'accuracy_change']:+.1f}" in line
     assert "by rescaling" in result.out and "diagnosis samples answered by both" in result.out
+    for row in compare(written).gains.to_dict("records"):
+        is_accuracy = row["quantity"] == "accuracy"
+        parts = [row["by_rescaling"], row["by_calibration"]]
+        texts = [f"{100 * part:+.1f}" if is_accuracy else f"{part:+.4f}" for part in parts]
+        quantity = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy (points)"}[row["quantity"]]
+        (line,) = (
+            text
+            for text in result.out.splitlines()
+            if text.split("  ")[:1] == [row["task"]] and quantity in text
+        )
+        assert line.split()[-2:] == texts
 
 
 def test_compared_runs_as_json_hold_every_layer(

@@ -15,11 +15,10 @@ from driftlens_reports.sections.tabulate import table
 
 _LACKING = "The run has no calibrated variant; `driftlens calibrate RUN --name NAME` adds one."
 
-_GAINS = (
-    *("quantity", "value_before", "value_control", "value_after"),
-    *("rescaling_share", "calibration_share"),
-)
-"""Columns of the gains that a reader sees."""
+_GAINS = ("value_before", "value_control", "value_after", "by_rescaling", "by_calibration")
+"""Numbers of the gains that a reader sees."""
+
+_QUANTITIES = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy"}
 
 
 def calibration_sentences(run: DriftRun) -> list[str]:
@@ -111,13 +110,18 @@ def _split(run: DriftRun) -> Table:
             "merged": "number",
             "anchor only": "number",
             "calibrated": "number",
-            "by rescaling": "share",
-            "by calibration": "share",
+            "change by rescaling": "number",
+            "change by calibration": "number",
         },
         [
-            (row["task"], title(row["after"]), *(row[name] for name in _GAINS))
+            (
+                row["task"],
+                title(row["after"]),
+                _QUANTITIES[row["quantity"]],
+                *(row[name] for name in _GAINS),
+            )
             for row in rows.to_dict("records")
         ],
-        note="Shares of the change from merged to calibrated; they sum to 100 % and are negative where one works "
-        "against the other.",
+        note="Each in the quantity's own unit: drift in feature units, accuracy as a fraction (0.01 is one point). "
+        "The two changes add up to the whole one, from merged to calibrated; opposite signs work against each other.",
     )

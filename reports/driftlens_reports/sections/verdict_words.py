@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from driftlens.records.run import DriftRun
-from driftlens.records.single import ratio
 from driftlens.records.variants import title
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Outcome
@@ -85,9 +84,15 @@ def _credit_sentences(run: DriftRun, compared: Compared, changes: Sequence[Chang
         assert change.rescaling is not None and change.calibration is not None
         yield (
             f"Of the change in {change.measure}, rescaling (the anchor alone) makes "
-            f"{percent(ratio(change.rescaling, change.change))} and calibration "
-            f"{percent(ratio(change.calibration, change.change))}."
+            f"{_part(change.rescaling, change)} and calibration {_part(change.calibration, change)}."
         )
+
+
+def _part(value: float, change: Change) -> str:
+    """A part of a change in the measure's own unit: parts that work against each other make no readable shares."""
+    if change.kind == "share":
+        return f"{100 * value:+.1f} points"
+    return f"{value:+.4g} feature units" if change.measure == "final drift" else f"{value:+.4f}"
 
 
 def check_sentence(outcome: Outcome, noun: str) -> str:

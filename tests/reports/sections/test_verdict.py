@@ -46,6 +46,20 @@ def test_rescaling_and_calibration_add_up_to_the_change(full: DriftRun) -> None:
         assert change.change == pytest.approx(change.after - change.before, abs=1e-12)
 
 
+def test_parts_of_a_change_are_told_in_the_measures_own_unit(full: DriftRun) -> None:
+    sentences = Report(full, "summary").content.verdict.sentences
+    found = changes(full)
+    for measure, written in (
+        ("accuracy", lambda value: f"{100 * value:+.1f} points"),
+        ("final drift", lambda value: f"{value:+.4g} feature units"),
+        ("cosine to the expert", lambda value: f"{value:+.4f}"),
+    ):
+        (sentence,) = (text for text in sentences if text.startswith(f"Of the change in {measure}, "))
+        change = found[measure]
+        assert f"(the anchor alone) makes {written(change.rescaling)} and" in sentence
+        assert sentence.endswith(f"calibration {written(change.calibration)}.") and "%" not in sentence
+
+
 def test_the_worst_task_is_that_of_the_largest_relative_drift_after(full: DriftRun) -> None:
     verdict = Report(full, "summary").content.verdict
     final = full.layers(variant=AFTER, layer="final").set_index("task")["drift_rel"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from driftlens.cli.app import JsonFlag, app, say, say_json
+from driftlens.cli.app import JsonFlag, app, note, say, say_json
 
 if TYPE_CHECKING:
     from driftlens.records.run import DriftRun
@@ -72,11 +72,15 @@ def verify(
     """Hash every file of a run again and compare with its manifest."""
     from dataclasses import asdict
 
+    from driftlens.records.listing import left_undone
+    from driftlens.records.run import open_run
     from driftlens.records.verify import verify as rehash
     from driftlens_reports.summary import verification_text
 
     found = rehash(run)
     say_json({"ok": found.ok, **asdict(found)}) if as_json else say(verification_text(found))
+    for text in left_undone(open_run(run)) if found.unlisted else ():
+        note(text)  # whose the files are that are not listed
     if not found.ok:
         raise typer.Exit(4)
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import pathlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from driftlens.errors import DriftLensError
 from driftlens.files import PathLike
+from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import LOCK, MANIFEST, STATUS
 from driftlens.records.lock import owner_of
+from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.variants import calibration_of
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,11 @@ class RunSummary:
         created: UTC.
         tasks: in the run's order.
         variants: in the run's order.
-        state: of its status, "stopped" where the process behind it is gone, "unreadable" with a `problem`.
+        state: see `current_state`; "unreadable" with a `problem`.
         final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
         bytes: size of the files that the manifest lists.
         problem: why the run can't be read.
+        left: what later work left undone, in sentences; see `left_undone`.
     """
 
     path: pathlib.Path
@@ -41,6 +46,7 @@ class RunSummary:
     final_drift: Mapping[str, float] = field(default_factory=dict)
     bytes: int = 0
     problem: str = ""
+    left: tuple[str, ...] = ()
 
 
 def find_runs(root: PathLike) -> list[RunSummary]:
@@ -53,6 +59,19 @@ def find_runs(root: PathLike) -> list[RunSummary]:
 
 
 def current_state(run: DriftRun) -> str:
+    """The state of the run itself: "done" once its analysis is, however a calibration or sweep of it ended.
+
+    While somebody works on it the state is "running". What became of the last work is `last_work`.
+
+    Raises:
+        RunError: status.json is damaged.
+    """
+    state = last_work(run)
+    ended_early = state in ("cancelled", "failed", "stopped")
+    return "done" if ended_early and _is_analyzed(run.manifest) else state
+
+
+def last_work(run: DriftRun) -> str:
     """The state of the run's status, or "stopped" when it is unfinished and the process behind it is gone.
 
     Raises:
@@ -65,6 +84,42 @@ def current_state(run: DriftRun) -> str:
         return status.state
     owner = owner_of(run.path)
     return status.state if owner is not None and owner.is_alive else "stopped"
+
+
+def left_undone(run: DriftRun) -> tuple[str, ...]:
+    """What became of work on a finished run that ended early, and how to go on, in sentences; while it lasts, none.
+
+    Raises:
+        RunError: status.json is damaged.
+    """
+    state = last_work(run)
+    if state in ("running", "cancelling") or not _is_analyzed(run.manifest):
+        return ()
+    begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
+    if begun or state == "done":
+        return tuple(f"{_end_of(run.manifest, name)}; {how_to_resume(run.path, name)}" for name in begun)
+    failure = run.status.error if run.status is not None else None
+    reason = f": {failure.message}" if failure is not None and failure.message != state else ""
+    return (f"the last work on it ended early ({state}{reason}); what the run held before stands",)
+
+
+def how_to_resume(folder: pathlib.Path, name: str) -> str:
+    """What to do about a calibration that was begun and not finished."""
+    command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
+    return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
+
+
+def _end_of(manifest: Manifest, name: str) -> str:
+    states = [phase.state for key, phase in manifest.phases.items() if is_phase_of(name, key)]
+    ends = {"cancelled": "was cancelled", "failed": "failed"}
+    end = next((ends[state] for state in states if state in ends), "was interrupted")
+    return f"calibration {name!r} {end}"
+
+
+def _is_analyzed(manifest: Manifest) -> bool:
+    """Whether the run was finished once, and nothing of its own analysis has been begun again since."""
+    own = [phase for name, phase in manifest.phases.items() if not name.startswith(LATER)]
+    return bool(manifest.finished) and all(phase.state == "done" for phase in own)
 
 
 def _looks_like_a_run(folder: pathlib.Path) -> bool:
@@ -84,6 +139,7 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
             state=current_state(run),
             final_drift=_final_drift(run),
             bytes=sum(file.bytes for file in run.manifest.files.values()),
+            left=left_undone(run),
         )
     except DriftLensError as error:
         return RunSummary(path=folder, name=folder.name, problem=error.message)

@@ -21,6 +21,12 @@ def calibrated(name: str) -> str:
     return f"calibrated:{name}"
 
 
+def calibration_of(variant: str) -> str | None:
+    """The calibration that makes this variant; None where none does. A control belongs to its calibrated variant."""
+    part, _, name = variant.partition(":")
+    return name if part == "calibrated" else None
+
+
 def control_of(name: str) -> str:
     """The variant that shows what the anchor of the calibration `name` does by itself.
 

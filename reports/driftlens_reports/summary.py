@@ -45,14 +45,15 @@ def accuracy_text(run: DriftRun) -> str:
 
 
 def listing_text(runs: Sequence[RunSummary]) -> str:
-    """One line per run; below it, why a run can't be read."""
+    """One line per run; below it, why a run can't be read, and what later work left undone."""
     header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift"]
     rows = []
     for run in runs:
         counts = [str(len(run.tasks)), str(len(run.variants)), size(run.bytes)]
         rows.append([run.path.name, run.name, run.state, *counts, _largest_drift(run)])
     problems = [printable(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
-    return "\n".join([*aligned([header, *rows], num_names=3), *problems])
+    left = [printable(f"{run.path.name}: {text}") for run in runs for text in run.left]
+    return "\n".join([*aligned([header, *rows], num_names=3), *problems, *left])
 
 
 def verification_text(result: VerifyResult) -> str:

@@ -45,6 +45,8 @@ def show() -> None:
     for run in shown:
         if run.problem:
             st.warning(_reason(run), icon=":material/warning:")
+        for text in run.left:
+            st.info(f"**{plain(run.path.name)}**: {plain(text)}", icon=":material/pending:")
 
 
 def _is_being_made(run: RunSummary) -> bool:

@@ -1,4 +1,4 @@
-"""What a calibration did: curves before and after, a table by task, and files to take away."""
+"""What a calibration did: a table by task, curves before and after, the largest weight moves, files to take away."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from driftlens.records.before_after import compared_variants, credit_sentences
 from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
+from driftlens_app.pages import path_of
 from driftlens_app.selection import selection
 from driftlens_app.show import show_chart, show_data
 from driftlens_app.texts import plain
@@ -30,6 +31,19 @@ _COLUMNS = {
     "interval": st.column_config.TextColumn("95 % interval", help="Wilson interval of the accuracy."),
 }
 
+_MOST_MOVES = 5
+_MOVES = {
+    "site": st.column_config.TextColumn("module"),
+    "weight_change": st.column_config.NumberColumn(
+        "weight change", format="%.2f %%", help="Norm of the change against the norm of the weights."
+    ),
+    "objective": st.column_config.NumberColumn(
+        "objective left",
+        format="%.1f %%",
+        help="After against before, on calibration samples; 100 % is unchanged.",
+    ),
+}
+
 
 def show_result(run: DriftRun, name: str) -> None:
     """Draw the result of the calibration `name`."""
@@ -47,12 +61,44 @@ def show_result(run: DriftRun, name: str) -> None:
         )
         with st.container(horizontal=True):
             _downloads(run, name)
+            st.page_link(path_of("features"), label="Features", icon=":material/scatter_plot:")
+            st.page_link(path_of("report"), label="Report & export", icon=":material/description:")
         variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
         show_chart("layer-drift", run, selection().options(variants=variants))
+        _show_moves(run, name)
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
         for notice in run.manifest.calibrations[name].notices:
             st.caption(plain(notice))
+
+
+def weight_moves(run: DriftRun, name: str) -> pd.DataFrame:
+    """The solved modules whose weights moved furthest, relative to their norm, the furthest first.
+
+    Raises:
+        RunError: the calibration table can't be read.
+    """
+    rows = run.calibration(name)
+    rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
+    before = rows["objective_before"].astype(float)
+    left = rows["objective_after"].astype(float) / before.where(before > 0)
+    return rows.assign(objective=left)[["layer", "site", "weight_change", "objective"]].head(_MOST_MOVES)
+
+
+def _show_moves(run: DriftRun, name: str) -> None:
+    rows = weight_moves(run, name)
+    if rows.empty:
+        return
+    st.subheader("Largest weight moves", anchor=False)
+    shares = ["weight_change", "objective"]
+    st.dataframe(
+        rows.assign(**{column: 100 * rows[column] for column in shares}),
+        hide_index=True,
+        column_config=_MOVES,
+        placeholder="–",
+        key="weight-moves",
+        alt=f"The {len(rows)} modules whose weights moved furthest",
+    )
 
 
 def _readable(rows: pd.DataFrame) -> pd.DataFrame:

@@ -190,6 +190,18 @@ def test_the_table_of_a_finished_calibration_is_the_reports(open_app: Open, root
     assert app.get("plotly_chart")
 
 
+def test_the_largest_weight_moves_are_the_logs(open_app: Open, root: Path, run: Path) -> None:
+    with_calibration(run)
+    app = open_app(root, "calibrate")
+    log = open_run(run).calibration("featcal").sort_values("weight_change", ascending=False, kind="stable")
+    (shown,) = [frame.value for frame in app.dataframe if "weight_change" in frame.value]
+    assert shown["site"].tolist() == log["site"].tolist()[: len(shown)] and len(shown) == 5
+    assert shown["weight_change"].tolist() == (100 * log["weight_change"]).tolist()[:5]
+    assert set(shown["objective"]) == {25.0}
+    links = [link.proto.label for link in app.get("page_link")]
+    assert links == ["Features", "Report & export"]
+
+
 def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: Path) -> None:
     with_calibration(run)
     folder = run / "calibrations" / "featcal"

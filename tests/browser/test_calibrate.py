@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+import driftlens as dl
 from driftlens.records.before_after import credit_sentences
 from driftlens.records.run import DriftRun, open_run
 from tests.browser.reading import settled
@@ -50,6 +51,41 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
         page.get_by_role("button", name="Calibrated checkpoint").click()
     weights = run / "calibrations" / "featcal" / "weights.safetensors"
     assert Path(taken.value.path()).read_bytes() == weights.read_bytes()
+
+
+def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_console_stays_empty(
+    page: Any, writable: tuple[str, Path]
+) -> None:
+    address, run = writable
+    open_run(run).calibrate(dl.FeatCal(), name="featcal")
+    said: list[str] = []
+    tabs = (page, page.context.new_page())
+    for tab in tabs:
+        tab.on(
+            "console", lambda entry: said.append(entry.text) if entry.type in ("error", "warning") else None
+        )
+        tab.goto(address)
+        settled(tab)
+        tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Calibrate").click()
+        expect(tab.get_by_role("heading", name="Before and after featcal")).to_be_visible(timeout=PATIENCE)
+        settled(tab)
+    name = page.get_by_role("textbox", name="Name")
+    assert name.input_value() == "featcal-2"
+    name.fill("featcal")
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    expect(page.get_by_text("or choose another name")).to_be_visible(timeout=PATIENCE)
+    assert not list((run / "logs").glob("calibrate-*.log"))
+    name.fill("featcal-2")
+    page.get_by_role("button", name="FeatCal calibrate").click()
+    expect(page.get_by_role("button", name="Cancel")).to_be_visible(timeout=PATIENCE)
+    tabs[1].get_by_test_id("stRadio").get_by_text("relative").click()
+    for tab in tabs:
+        expect(tab.get_by_text("Calibration featcal-2 is done.")).to_be_visible(timeout=PATIENCE)
+        expect(tab.get_by_role("heading", name="Before and after featcal-2")).to_be_visible()
+        expect(tab.get_by_role("heading", name="Largest weight moves")).to_be_visible()
+        settled(tab)
+    assert name.input_value() == "featcal-3"
+    assert said == []
 
 
 def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[str, Path]) -> None:

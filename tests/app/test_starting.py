@@ -50,7 +50,7 @@ def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(starting.Path, "open", refuse)
-    with pytest.raises(RunError, match="can't start a job .* Permission denied") as refusal:
+    with pytest.raises(RunError, match=r"can't start a job .* Permission denied") as refusal:
         start(request_)
     assert "permissions" in refusal.value.hint and not processes._CHILDREN
 

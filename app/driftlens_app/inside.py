@@ -29,6 +29,19 @@ def is_inside(path: Path, root: Path | None = None) -> bool:
     return Path(real).is_relative_to(Settings.from_environment().root if root is None else root)
 
 
+def require_root(root: Path) -> None:
+    """Refuse to look into a folder that was removed while the dashboard was open on it.
+
+    Raises:
+        RunError: it is gone.
+    """
+    if not root.is_dir():
+        raise RunError(
+            f"the folder {root}, which the dashboard was opened on, is gone",
+            hint="Put it back, or open the dashboard on another one: `driftlens ui FOLDER`.",
+        )
+
+
 def is_file_inside(path: Path) -> bool:
     """Whether `path` is a regular file inside the root; a pipe, which would block its reader, is none."""
     return is_inside(path) and path.is_file()

@@ -11,7 +11,8 @@ from driftlens.progress import ProgressEvent
 from driftlens.progress_sinks import duration
 from driftlens_app.jobs import Job, View, cancel, watch
 from driftlens_app.jobs.log import log_text
-from driftlens_app.jobs.record import jobs_beside
+from driftlens_app.jobs.record import dismiss, jobs_beside
+from driftlens_app.jobs.watching import is_finished_since
 from driftlens_app.settings import Settings
 from driftlens_app.texts import plain
 from driftlens_app.trouble import show_error, shown_errors
@@ -44,17 +45,37 @@ def show_live(run: Path, *, read_only: bool, more: Callable[[View], None] | None
 
 
 def show_new_runs(settings: Settings) -> bool:
-    """The jobs that make runs under the root: the live ones, and how the newest ended, if badly.
+    """The jobs that make runs under the root: the live ones, and every bad end that nothing has made good since.
 
     Returns:
         Whether one is live.
     """
-    jobs = jobs_beside(settings.root)
-    live = [job for job in jobs if show_live(job.run, read_only=settings.read_only)]
-    newest = watch(jobs[0].run) if jobs else None
-    if newest is not None and newest.state in BAD_ENDS:
-        show_ended(newest)
+    runs = list(dict.fromkeys(job.run for job in jobs_beside(settings.root)))
+    live = [run for run in runs if show_live(run, read_only=settings.read_only)]
+    for run in runs:
+        view = watch(run)
+        if view is not None and _is_worth_telling(view):
+            _show_bad_end(view, read_only=settings.read_only)
     return bool(live)
+
+
+def _is_worth_telling(view: View) -> bool:
+    # A later job on the run, such as a calibration, has its own page, and found the run complete.
+    makes_a_run = view.job.kind in ("demo", "analyze")
+    is_over = view.job.dismissed or is_finished_since(view.job)
+    return makes_a_run and view.state in BAD_ENDS and not is_over
+
+
+def _show_bad_end(view: View, *, read_only: bool) -> None:
+    with st.container(border=True):
+        st.markdown(f"**{_what(view.job)}**")
+        show_ended(view)
+        if read_only:
+            return
+        if st.button("Dismiss", key=f"dismiss-{_key(view.job)}", icon=":material/close:"):
+            with shown_errors():
+                dismiss(view.job)
+                st.rerun()
 
 
 def show_ended(view: View) -> None:
@@ -78,7 +99,7 @@ def show_ended(view: View) -> None:
 
 def show_log(job: Job) -> None:
     """The end of the job's log, and a button that downloads it."""
-    drawer = st.expander("Log", key=f"open-log-{job.log.name}", on_change="rerun")
+    drawer = st.expander("Log", key=f"open-log-{_key(job)}", on_change="rerun")
     if not drawer.open:
         return
     text = log_text(job.log)
@@ -94,7 +115,7 @@ def show_log(job: Job) -> None:
             mime="text/plain",
             on_click="ignore",
             icon=":material/download:",
-            key=f"log-{job.log.name}",
+            key=f"log-{_key(job)}",
         )
 
 
@@ -112,7 +133,7 @@ def _live(run: Path, read_only: bool, more: Callable[[View], None] | None) -> No
             if not read_only:
                 st.button(
                     "Cancel",
-                    key=f"cancel-{view.job.log.name}",
+                    key=f"cancel-{_key(view.job)}",
                     icon=":material/stop_circle:",
                     disabled=view.state == "cancelling",
                     on_click=cancel,
@@ -137,6 +158,10 @@ def _fraction(event: ProgressEvent | None) -> float:
     if event is None or not event.total:
         return 0.0
     return min(1.0, max(0.0, event.done / event.total))
+
+
+def _key(job: Job) -> str:
+    return f"{job.run.name}-{job.log.name}"
 
 
 def _what(job: Job) -> str:

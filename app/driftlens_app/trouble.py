@@ -31,6 +31,8 @@ def shown_errors() -> Iterator[None]:
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
-    """An error box: type, message and hint."""
-    lines = [f"**{plain(kind)}**" + (f": {plain(message)}" if message else "")]
-    st.error("\n\n".join([*lines, *([plain(hint)] if hint else [])]), icon=":material/error:")
+    """An error box: type, message and hint; further lines of a message, one problem each, as a list."""
+    first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    head = f"**{plain(kind)}**" + (f": {plain(first)}" if first else "")
+    parts = (head, "\n".join(f"- {plain(line)}" for line in further), plain(" ".join(hint.split())))
+    st.error("\n\n".join(filter(None, parts)), icon=":material/error:")

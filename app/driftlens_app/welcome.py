@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
+from driftlens_app.inside import require_root
 from driftlens_app.jobs import start
 from driftlens_app.jobs.requests import demo_request
 from driftlens_app.landing import await_demo, await_run
@@ -24,6 +25,7 @@ Or measure your own models:
 def welcome() -> None:
     """Draw the first visitor's page."""
     settings = Settings.from_environment()
+    require_root(settings.root)
     page_title(
         "Welcome to DriftLens",
         "There is no run to look at in this folder. The demo makes one, without network.",

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from driftlens.errors import DriftLensError, RunError
+from driftlens.errors import DriftLensError, RunError, RunLockedError, SpecError
 from driftlens_app.jobs import command_line
 
 _PATIENCE_SECONDS = 300.0
+_KINDS = {kind.exit_code: kind for kind in (SpecError, RunLockedError)}
+"""What an exit code says about the error; the other codes are shared by several kinds."""
 
 
 def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -40,4 +42,4 @@ def _failure(command: str, code: int, said: str) -> DriftLensError:
     message, _, hint = said.partition("error: ")[2].partition("\nhint: ")
     if not message:
         return RunError(f"`driftlens {command}` ended with exit code {code} and said nothing")
-    return RunError(message.strip(), hint=hint.strip())
+    return _KINDS.get(code, DriftLensError)(message.strip(), hint=hint.strip())

@@ -32,6 +32,7 @@ _SHAPES: Mapping[str, tuple[type, ...]] = {
     "settings": (dict,),
     "cancelled": (str,),
     "code": (int, type(None)),
+    "dismissed": (bool,),
 }
 """What may stand in a record; `run` is where the record was found, whatever it says."""
 
@@ -76,6 +77,7 @@ class Job:
         settings: values of the form behind it.
         cancelled: when it was asked to stop, UTC; empty if it was not.
         code: its exit code, once a server has seen it end; negative is the signal that ended it.
+        dismissed: whether somebody has read how it ended and wants to see no more of it.
     """
 
     kind: Kind
@@ -89,6 +91,7 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)
     cancelled: str = ""
     code: int | None = None
+    dismissed: bool = False
 
     @property
     def owner(self) -> Owner:
@@ -102,6 +105,17 @@ def write_job(job: Job) -> None:
     # Relative, so that a folder of runs may be moved.
     record |= {"run": job.run.name, "log": job.log.name, "settings": dict(job.settings)}
     write_json_atomic(job.log.parent / _record(job.kind), record)
+
+
+def dismiss(job: Job) -> None:
+    """Note that the job's end has been read; a newer job of its run keeps its own record.
+
+    Raises:
+        RunError: the record can't be written.
+    """
+    newest = job_of(job.run, job.kind)
+    if newest is not None and newest.log == job.log:
+        write_job(dataclasses.replace(newest, dismissed=True))
 
 
 def job_of(run: Path, kind: Kind | None = None) -> Job | None:

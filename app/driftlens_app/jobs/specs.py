@@ -7,7 +7,7 @@ from pathlib import Path
 
 from driftlens.errors import SpecError
 from driftlens.records.layout import MANIFEST
-from driftlens_app.inside import is_inside
+from driftlens_app.inside import is_inside, require_root
 
 _SUFFIXES = (".yaml", ".yml")
 _MOST_BYTES = 1_000_000
@@ -15,7 +15,12 @@ _MOST_FILES = 200
 
 
 def spec_files(root: Path) -> list[str]:
-    """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them."""
+    """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them.
+
+    Raises:
+        RunError: the root is gone.
+    """
+    require_root(root)
     found = sorted(
         file.relative_to(root).as_posix() for file in _candidates(root) if _may_be_read(root, file)
     )
@@ -27,6 +32,7 @@ def spec_file(root: Path, relative: str) -> Path:
 
     Raises:
         SpecError: it is not one of `spec_files`.
+        RunError: the root is gone.
     """
     if relative not in spec_files(root):
         raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
@@ -34,9 +40,16 @@ def spec_file(root: Path, relative: str) -> Path:
 
 
 def _candidates(root: Path) -> Iterator[Path]:
-    for folder in (root, *(child for child in root.iterdir() if child.is_dir())):
+    for folder in (root, *(child for child in _entries(root) if child.is_dir())):
         if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root):
-            yield from (file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
+            yield from (file for file in _entries(folder) if file.suffix.lower() in _SUFFIXES)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [*folder.iterdir()]
+    except OSError:  # removed a moment ago, or not ours to look into
+        return []
 
 
 def _may_be_read(root: Path, file: Path) -> bool:

@@ -73,6 +73,12 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
     return _ended(job, status)
 
 
+def is_finished_since(job: Job) -> bool:
+    """Whether the job's run was finished after the job began, for example in a terminal."""
+    status = _status(job.run)
+    return status is not None and status.state == "done" and str(status.heartbeat) > job.started
+
+
 def _with_exit_code(job: Job) -> Job:
     """The job, with its exit code once it is known; then it stays on record for the next server."""
     code = exit_code(job.pid) if job.code is None else None
@@ -85,18 +91,21 @@ def _with_exit_code(job: Job) -> Job:
 
 def _own_status(job: Job) -> Status | None:
     """The run's status, if this job's process wrote it and not an earlier one."""
-    if not is_inside(job.run / STATUS):
-        return None
-    try:
-        status = read_status(job.run)
-    except RunError:
-        return None
+    status = _status(job.run)
     if status is None or status.pid != job.pid:
         return None
     times = status.process_started, job.process_started
     if None not in times and abs(times[0] - times[1]) > _START_TOLERANCE:  # type: ignore[operator]
         return None
     return status
+
+
+def _status(run: Path) -> Status | None:
+    """The run's status; a damaged one, or one behind a link that leaves the root, counts as none."""
+    try:
+        return read_status(run) if is_inside(run / STATUS) else None
+    except RunError:
+        return None
 
 
 def _ended(job: Job, status: Status | None) -> View:

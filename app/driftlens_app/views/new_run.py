@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from pathlib import PurePosixPath
 
 import streamlit as st
@@ -68,7 +70,7 @@ def _start(settings: Settings, spec: str) -> None:
     with st.form("new-run", border=False):
         name = st.text_input(
             "Name of the run's folder",
-            PurePosixPath(spec).stem,
+            proposed_name(spec),
             key=f"name-of-{spec}",
             help="Letters, digits, -, _ and .; the run goes into a folder of this name.",
         )
@@ -84,6 +86,12 @@ def _start(settings: Settings, spec: str) -> None:
             job = start(analyze_request(settings, spec, name.strip()))
             await_run(job.run)
             st.rerun()
+
+
+def proposed_name(spec: str) -> str:
+    """A name for the run's folder that the form accepts, from the spec's: `mein spec ü.yaml` gives `mein-spec-u`."""
+    plain_letters = unicodedata.normalize("NFKD", PurePosixPath(spec).stem).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain_letters).strip("-.")[:80] or "run"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""The jobs that make runs, as New run and Runs show them: what went wrong, in lines, until it is dismissed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from driftlens.errors import DriftLensError, RunLockedError, SpecError
+from driftlens.records.status import Status, write_status
+from driftlens_app.jobs import Job, command_line, processes, start, watch
+from driftlens_app.jobs.ask import ask
+from driftlens_app.jobs.record import dismiss, job_of, write_job
+from driftlens_app.jobs.requests import analyze_request
+from driftlens_app.settings import Settings
+from driftlens_app.views.new_run import proposed_name
+from tests.app.conftest import Open, until
+from tests.app.test_jobs import state
+from tests.app.test_pages import errors, said
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+PROBLEMS = "run.yaml: 2 problems\n  a0: unknown key; allowed here: base\n  data.cars: missing (This *key* is required.)"
+
+
+def analyse(root: Path, name: str) -> Job:
+    """The job of an analysis, at work."""
+    (root / "mine.yaml").write_text("version: 1\n")
+    job = start(analyze_request(Settings(root), "mine.yaml", name))
+    until(lambda: state(root / name) == "running", "it runs")
+    return job
+
+
+def kill(job: Job) -> None:
+    os.kill(job.pid, signal.SIGKILL)
+    until(lambda: state(job.run) == "stopped", "its end is noticed")
+
+
+def titles(app: AppTest) -> list[str]:
+    return [text for text in said(app).splitlines() if text.startswith("**Analysis")]
+
+
+def dismiss_buttons(app: AppTest) -> list[str]:
+    return [button.key for button in app.button if button.label == "Dismiss"]
+
+
+def failed(root: Path, name: str, said: str = f"error: {PROBLEMS}\nhint: Correct *them*.\n") -> Job:
+    """An analysis that ended at once."""
+    folder = root / ".driftlens" / name
+    folder.mkdir(parents=True)
+    log = folder / "analyze-1.log"
+    log.write_text(said)
+    job = Job(
+        "analyze", name, root / name, log, 4_000_000, 1.0, "elsewhere", "2026-01-02T03:04:05.000Z", code=2
+    )
+    write_job(job)
+    return job
+
+
+def test_the_end_of_an_older_job_is_told_while_a_newer_one_runs(open_app: Open, root: Path) -> None:
+    older = analyse(root, "older")
+    analyse(root, "newer")
+    app = open_app(root, "new_run")
+    assert titles(app) == ["**Analysis newer**", "**Analysis older**"] and not app.error
+    kill(older)
+    app.run()
+    assert "the process behind older is gone" in errors(app)
+    assert len(dismiss_buttons(app)) == 1 and len(titles(app)) == 2
+
+
+def test_every_bad_end_is_shown_until_it_is_dismissed(open_app: Open, root: Path) -> None:
+    failed(root, "one")
+    failed(root, "two")
+    app = open_app(root, "new_run")
+    assert titles(app) == ["**Analysis one**", "**Analysis two**"] and len(app.error) == 2
+    app.button(key=dismiss_buttons(app)[0]).click().run()
+    assert titles(app) == ["**Analysis two**"] and len(app.error) == 1
+    again = open_app(root, "runs")  # another tab, another page
+    assert titles(again) == ["**Analysis two**"]
+
+
+def test_a_read_only_dashboard_dismisses_nothing(open_app: Open, root: Path) -> None:
+    failed(root, "one")
+    app = open_app(root, "new_run", read_only=True)
+    assert titles(app) == ["**Analysis one**"] and not dismiss_buttons(app)
+
+
+def test_a_run_that_was_finished_later_has_no_bad_end(open_app: Open, root: Path) -> None:
+    job = failed(root, "one")
+    job.run.mkdir()
+    write_status(job.run, Status("done", heartbeat="2026-01-01T00:00:00.000Z"))  # before the job
+    assert titles(open_app(root, "new_run")) == ["**Analysis one**"]
+    write_status(job.run, Status("done", heartbeat="2026-01-03T00:00:00.000Z"))
+    assert titles(open_app(root, "new_run")) == []
+
+
+def test_dismissing_leaves_the_record_of_a_newer_job_alone(root: Path) -> None:
+    old = failed(root, "one")
+    new = analyse(root, "one")
+    dismiss(old)
+    assert job_of(root / "one") == new
+
+
+def test_further_lines_of_a_message_are_a_list(open_app: Open, root: Path) -> None:
+    failed(root, "one")
+    (box,) = open_app(root, "new_run").error
+    head, problems, hint = box.value.replace("\\", "").split("\n\n")
+    assert head == "**Error**: run.yaml: 2 problems"
+    assert problems.splitlines() == [
+        "- a0: unknown key; allowed here: base",
+        "- data.cars: missing (This *key* is required.)",
+    ]
+    assert hint == "Correct *them*." and r"\*key\*" in box.value and "\ufffd" not in box.value
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, SpecError), (5, RunLockedError), (4, DriftLensError), (1, DriftLensError)]
+)
+def test_an_answer_that_is_an_error_is_of_the_kind_its_exit_code_says(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type
+) -> None:
+    done = subprocess.CompletedProcess([], code, "", f"Some notice\nerror: {PROBLEMS}\nhint: Correct it.\n")
+    monkeypatch.setattr(command_line, "answer", lambda *_: done)
+    with pytest.raises(DriftLensError) as refusal:
+        ask(("validate", "run.yaml", "--json"), root)
+    assert type(refusal.value) is kind
+    assert (refusal.value.message, refusal.value.hint) == (PROBLEMS, "Correct it.")
+
+
+@pytest.mark.parametrize("view", ["new_run", "runs", "overview"])
+def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(
+    open_app: Open, root: Path, view: str
+) -> None:
+    app = open_app(root, view)
+    shutil.rmtree(root)
+    app.run()
+    assert "which the dashboard was opened on, is gone" in errors(app) and "driftlens ui FOLDER" in errors(
+        app
+    )
+    assert "defect" not in said(app) and len(app.error) == 1
+    assert not [button for button in app.button if button.label == "Make the demo run"]
+
+
+def test_a_folder_that_cannot_be_listed_hides_only_its_own_specs(
+    root: Path, open_app: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Path.iterdir
+
+    def iterdir(folder: Path) -> object:
+        if folder.name == "private":
+            raise PermissionError(13, "Permission denied")
+        return look(folder)
+
+    (root / "private").mkdir()
+    (root / "mine.yaml").write_text("version: 1\n")
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    app = open_app(root, "new_run")
+    assert not app.error and app.selectbox(key="spec").options == ["mine.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("run.yaml", "run"),
+        ("sub/my_spec-1.2.yml", "my_spec-1.2"),
+        ("mein spec \u00fcber.yaml", "mein-spec-uber"),
+        ("  (copy) of it.yaml", "copy-of-it"),
+        ("-x.yaml", "x"),
+        ("\u6e2c\u8a66.yaml", "run"),
+        (f"{'a' * 100}.yaml", "a" * 80),
+    ],
+)
+def test_the_proposed_name_of_a_folder_is_accepted(root: Path, spec: str, name: str) -> None:
+    assert proposed_name(spec) == name
+    (root / spec).parent.mkdir(exist_ok=True)
+    (root / spec).write_text("version: 1\n")
+    assert analyze_request(Settings(root), spec, proposed_name(spec)).run == root / name
+
+
+def test_the_form_starts_with_a_name_that_it_accepts(open_app: Open, root: Path) -> None:
+    (root / "mein spec \u00fc.yaml").write_text("version: 1\n")
+    app = open_app(root, "new_run")
+    (button,) = [button for button in app.button if button.label == "Start the analysis"]
+    button.click().run()
+    until(lambda: (view := watch(root / "mein-spec-u")) is not None and view.is_live, "it runs")
+    assert not app.error and len(processes._CHILDREN) == 1

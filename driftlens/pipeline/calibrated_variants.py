@@ -110,9 +110,15 @@ def _own_form(models: OpenModels) -> StateSource:
 
 
 def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
-    """What the header of a variant's weights says of it."""
+    """What the header of a variant's weights says of it: all that repeating the calibration takes, but the models."""
     return {
         "variant": variant,
         "calibration_method": info.method,
         "calibration_parameters": json.dumps(dict(info.settings)),
+        "calibration_preset": info.preset,
+        "calibration_layers": json.dumps(list(info.layers)),
+        "calibration_sites": json.dumps(list(info.sites)),
+        "calibration_samples": json.dumps(dict(info.samples)),
+        "calibration_sample_digests": json.dumps(dict(info.sample_digests)),
+        "calibration_seed": json.dumps(info.seed),
     }

@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from driftlens.pipeline.calibration_command import calibration_command
 from driftlens.records.before_after import Outcome, credit_sentences, outcomes
 from driftlens.records.intervals import mcnemar
 from driftlens.records.layout import SPEC
-from driftlens.records.manifest import ModelInfo
+from driftlens.records.manifest import CalibrationInfo, ModelInfo
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
 from driftlens.records.variants import calibrated, title
@@ -85,10 +86,33 @@ def _recipe(run: DriftRun, name: str) -> str:
     info = run.manifest.calibrations[name]
     merge = _merge_of(run)
     rows = [("Merge", merge), ("Calibration", f"{escaped(info.method)} on layers {_ranges(info.layers)}")]
+    rows += _sites(run, name)
+    rows.append(("Preset", escaped(info.preset or "none")))
     rows += [(escaped(key), escaped(_value(value))) for key, value in info.settings.items()]
     rows.append(("Time", f"{info.seconds:.1f} s on {escaped(run.manifest.device)}, without the analysis"))
     said = [escaped(text) for text in selection_sentences(run, name)]
-    return "\n\n".join([_table(("Setting", "Value"), rows), *said])
+    return "\n\n".join([_table(("Setting", "Value"), rows), *said, *_command(name, info)])
+
+
+def _sites(run: DriftRun, name: str) -> list[tuple[str, str]]:
+    """Which modules of the layers were solved for; none where an older run does not say which were meant."""
+    info = run.manifest.calibrations[name]
+    if info.seed is None:
+        return []
+    solved = run.calibration(name)[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
+    is_linear = solved["kind"] == "linear"
+    kinds = [name for name, there in (("linear", is_linear.any()), ("norm", (~is_linear).any())) if there]
+    meant = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"
+    return [("Sites", escaped(f"{meant} ({len(solved)} modules)"))]
+
+
+def _command(name: str, info: CalibrationInfo) -> list[str]:
+    line = calibration_command(name, info)
+    if not line:
+        return []
+    # Indented, not fenced: nothing in a pattern can end the block.
+    shown = "".join(character if character.isprintable() else "\ufffd" for character in line)
+    return [f"To repeat it in a run of the same models and data (sample seed {info.seed}):", f"    {shown}"]
 
 
 def _merge_of(run: DriftRun) -> str:
@@ -111,9 +135,10 @@ def _models(run: DriftRun, name: str) -> str:
 
 def _calibration_data(run: DriftRun, name: str) -> str:
     info, digests = run.manifest.calibrations[name], run.manifest.calibrations[name].sample_digests
+    drawn = "" if info.seed is None else f" The samples were drawn with seed {info.seed}."
     rows = [(escaped(task), str(count), f"`{digests[task]}`") for task, count in info.samples.items()]
     text = _table(("Task", "Samples", "SHA-256 of their ids"), rows)
-    return f"Inputs only: no label was used, and no test sample.\n\n{text}"
+    return f"Inputs only: no label was used, and no test sample.{drawn}\n\n{text}"
 
 
 def _results(run: DriftRun, name: str, found: Sequence[Outcome]) -> str:

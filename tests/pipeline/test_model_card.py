@@ -66,6 +66,15 @@ def test_models_samples_and_recipe_are_named_by_digest(run: DriftRun, card: str)
     assert "task\\_arithmetic (scaling 0.3)" in card and "| rho | 2.0 |" in card and "layers 2 to 4" in card
 
 
+def test_preset_sites_and_seed_are_named(run: DriftRun, card: str) -> None:
+    count = len(run.calibration(NAME))
+    assert (
+        "| Preset | paper-clip |" in card
+        and f"samples were drawn with seed {run.manifest.seeds['samples']}" in card
+    )
+    assert f"| Sites | every linear and norm module of these layers ({count} modules) |" in card
+
+
 def test_no_path_of_this_machine_is_in_it(world: World, run: DriftRun, card: str) -> None:
     assert str(world.folder) not in card and str(run.path.parent) not in card
     assert "flowers.safetensors" in card

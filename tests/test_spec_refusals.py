@@ -208,6 +208,7 @@ def test_an_override_below_a_value_without_keys_is_refused() -> None:
         pytest.param("", "found nothing", id="empty file"),
         pytest.param("- 1", "found a list", id="a list"),
         pytest.param("a: [1\nb: 2", "line 2, column 2", id="bracket left open"),
+        pytest.param("[" * 5000, "nested too deeply", id="brackets without end"),
         pytest.param(
             "experts:\n  cars: {weights: a}\n  cars: {weights: b}",
             "line 3, column 3: the key 'cars' occurs twice",

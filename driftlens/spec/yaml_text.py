@@ -58,7 +58,7 @@ def from_yaml(text: str, where: str) -> Any:
         where: what messages call it, for example the file's name.
 
     Raises:
-        SpecError: not YAML, or a key occurs twice; line and column are in the message.
+        SpecError: not YAML, nested too deeply, or a key occurs twice; line and column are in the message.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -68,6 +68,12 @@ def from_yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where}{place}: {error.problem or error.context}", hint=_hint(error)) from error
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{where}: not YAML: {error}") from error
+    except RecursionError:
+        # Without its cause: a traceback of a thousand equal lines helps nobody.
+        raise SpecError(
+            f"{where}: lists or mappings are nested too deeply to be read",
+            hint="A spec needs about five levels; look for brackets that are never closed.",
+        ) from None
 
 
 def _hint(error: yaml.MarkedYAMLError) -> str:

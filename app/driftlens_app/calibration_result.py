@@ -61,6 +61,7 @@ def show_result(run: DriftRun, name: str) -> None:
         )
         with st.container(horizontal=True):
             _downloads(run, name)
+        with st.container(horizontal=True):
             st.page_link(path_of("features"), label="Features", icon=":material/scatter_plot:")
             st.page_link(path_of("report"), label="Report & export", icon=":material/description:")
         variants = [variant for variant in compared_variants(run, name) if variant != "expert"]

@@ -50,7 +50,7 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
     return Drawn(
         grid.figure,
         alt=f"Mean drift by layer while the calibration runs. {_in_words(rows, run, found)}",
-        data=rows.drop(columns="task"),
+        data=rows[["variant", "layer", "role", "path", _DRIFT]],
         notes=(
             "Mean over tasks.",
             "Merged: diagnosis samples; the calibration: calibration samples while it runs.",

@@ -19,7 +19,7 @@ class FeatureStore:
 
     Args:
         budget: bytes of states that may stay in memory.
-        folder: where the rest goes, made on first use; None keeps everything in memory.
+        folder: where the rest goes, made on first use in one that is there; None keeps everything in memory.
     """
 
     def __init__(self, budget: int, folder: Path | None) -> None:
@@ -60,7 +60,7 @@ class FeatureStore:
         file = self._folder / f"{name}.safetensors"
         try:
             if not self._folder.exists():
-                self._folder.mkdir(parents=True)
+                self._folder.mkdir()  # not its parents: a run that was removed meanwhile must not come back
                 self._made_folder = True
             # A new file, not new content: tensors that were read from the old one may still look into it.
             file.unlink(missing_ok=True)

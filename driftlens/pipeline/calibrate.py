@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.errors import SpecError
+from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.automatic import choose_settings, require_choice
 from driftlens.pipeline.calibrated_variants import (
@@ -31,6 +33,7 @@ from driftlens.pipeline.reopening import add_saved, reopened, require_analyzed, 
 from driftlens.pipeline.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
+from driftlens.records.listing import how_to_resume
 from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
@@ -92,7 +95,7 @@ def calibrate(
         terms.require_free_name(plan, writer.manifest)
         if not (resume and plan.name in writer.manifest.calibrations):
             reporter = Reporter(all_of(writer.progress, on_progress), cancel)
-            with deterministic_algorithms(opened.study.settings.deterministic):
+            with deterministic_algorithms(opened.study.settings.deterministic), _resumable(folder, plan.name):
                 _calibrate(writer, opened, reporter, choose, resume=resume)
         card = model_card(open_run(folder), plan.name)
         with writer.file(plan.card) as file:
@@ -216,6 +219,18 @@ class Terms:
                 f"the calibration {plan.name!r} is finished, with other settings",
                 hint="Choose another --name, or --replace it.",
             )
+
+
+@contextmanager
+def _resumable(folder: pathlib.Path, name: str) -> Iterator[None]:
+    """A block that, stopped by the user or by a full disk, says which files stay and how the calibration goes on."""
+    try:
+        yield
+    except (Cancelled, RunError) as error:
+        if CalibrationScratch(folder, name).is_there:
+            told = f"What was finished is kept: {how_to_resume(folder, name)}."
+            error.hint = told if isinstance(error, Cancelled) else f"{error.hint} {told}".lstrip()
+        raise
 
 
 def _calibrate(

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from driftlens.engine.problems import CalibratedLayer, SiteReport
-from driftlens.errors import SpecError
+from driftlens.errors import RunError, SpecError
 from driftlens.files import write_json_atomic
 from driftlens.models.saving import save_state_dict
 from driftlens.records import layout
@@ -101,8 +101,13 @@ class CalibrationScratch:
             seconds: time since the calibration began, over all sittings.
 
         Raises:
-            RunError: the disk is full.
+            RunError: the disk is full, or the run was removed since the calibration began.
         """
+        if not self.is_there:  # to write would bring the run's folder back
+            raise RunError(
+                f"{self._folder} was removed while it was being written to",
+                hint="Nothing more was written there. Start again with a run that is in its place.",
+            )
         reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
         file = self._folder / f"{layer.layer:03d}.safetensors"
         save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})

@@ -194,6 +194,7 @@ class _Job:
             for setting in settings
         ]
         spill = self.writer.folder / layout.SCRATCH / PHASE
+        spill.parent.mkdir(exist_ok=True)
         for lane, seconds in solved_lanes(
             self.study, parts, lanes, self.opened.plan.sites, reporter, phase=PHASE, spill=spill
         ):

@@ -13,6 +13,8 @@ from driftlens_reports.charts.chart import ChartOptions
 _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 _COLOURS = {"role": "model", "class": "class", "drift": "drift"}
 _POINTS = (250, 500, 1000, 2000)
+MOST_FOLLOWED = 20
+"""Samples that a click follows; more lines hide one another."""
 
 
 def feature_options(chosen: Selection, task: str) -> ChartOptions:
@@ -50,13 +52,19 @@ def feature_options(chosen: Selection, task: str) -> ChartOptions:
             width=130,
         )
         classes = st.multiselect(
-            "Classes", known_classes(run, task), placeholder="All classes", key="classes", width=300
+            "Classes",
+            known_classes(run, task),
+            placeholder="All classes",
+            key="classes",
+            bind="query-params",
+            width=300,
         )
         highlight = st.multiselect(
             "Follow samples",
             run.sample_ids(task),
             placeholder="By id",
             key="highlight",
+            bind="query-params",
             help="Lines show where these samples are for the expert and for each variant.",
             width=300,
         )

@@ -6,7 +6,7 @@ import streamlit as st
 
 from driftlens_app.landing import land
 from driftlens_app.pages import SECTIONS, pages
-from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
+from driftlens_app.selection import choose_run, choose_view, require_no_unreadable, show_link
 from driftlens_app.settings import Settings
 from driftlens_app.theme_watch import watch_theme
 from driftlens_app.trouble import shown_errors
@@ -52,6 +52,9 @@ def main() -> None:
         elif is_readable:
             require_no_unreadable(settings)
             welcome()
+    # Last, when every choice of the page stands in the URL.
+    with st.sidebar:
+        show_link()
 
 
 main()

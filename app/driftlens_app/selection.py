@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 import streamlit as st
 
@@ -143,6 +144,15 @@ def choose_view(run: DriftRun) -> Selection:
     chosen = Selection(run, task, tuple(variants), _index(layer), measure == _MEASURES[1])
     st.session_state[_CHOSEN] = chosen
     return chosen
+
+
+def show_link() -> None:
+    """The address of what is shown, to copy."""
+    drawer = st.expander("Link to this view", key="link", on_change="rerun")
+    if drawer.open:
+        place = (st.context.url or "").partition("?")[0]
+        asked = urlencode(st.query_params.to_dict())
+        drawer.code(f"{place}?{asked}" if asked else place, language=None, wrap_lines=True)
 
 
 def _layer_help(run: DriftRun) -> str:

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from driftlens.records.run import open_run
 from driftlens_app.pages import pages
 from driftlens_reports.wording import number, percent
-from tests.app.conftest import Open, shown_data
+from tests.app.conftest import Open, opened_drawers, shown_data
 from tests.records.full_run import write_full_run
 
 VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
@@ -214,6 +214,12 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
         and r"\$" in title
         and r"\<b" in title
     )
+
+
+def test_the_link_holds_what_was_chosen(open_app: Open, root: Path) -> None:
+    app = open_app(root, "layer_drift", task="dtd")
+    (link,) = opened_drawers(app, "Link to this view")
+    assert f"run={open_run(root / 'full').id}" in link.code[0].value and "task=dtd" in link.code[0].value
 
 
 def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:

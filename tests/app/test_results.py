@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from driftlens.errors import DataError
 from driftlens.records.compare import compare
 from driftlens.records.run import open_run
 from driftlens_app.building import Built, build, zipped
 from driftlens_app.jobs import command_line
-from driftlens_app.views.compare import readable, readable_gains
+from driftlens_app.views.compare import of_task, readable, readable_gains
 from driftlens_reports.charts.change_curves import change_curves
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
@@ -56,6 +57,14 @@ def test_the_page_compares_merged_with_the_calibration_and_shows_the_tables_numb
         assert shown.loc[task, "drift_before"] == before and shown.loc[task, "drift_after"] == after
         assert shown.loc[task, "drift_relative"] == pytest.approx(100 * (after / before - 1))
     assert "Rescaling and calibration" in said(app)
+
+
+def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> None:
+    app = open_app(root, "compare", task="dtd")
+    assert app.dataframe[0].value["task"].tolist() == ["dtd"]
+    assert set(shown_data(app)[0]["task"]) == {"dtd"}
+    with pytest.raises(DataError, match="only one of the runs has the task 'none'"):
+        of_task(compare(root / "full", before="merged", after="base"), "none")
 
 
 def test_gains_are_shown_in_words_and_percent(root: Path) -> None:

@@ -83,6 +83,19 @@ def test_a_box_selects_the_samples_inside_it_and_a_double_click_none(
     expect(page.get_by_text("selected in the chart")).to_have_count(0, timeout=30_000)
 
 
+def test_selected_samples_are_followed_through_all_panels(page: Any, app_url: str, runs_folder: Path) -> None:
+    features(page, app_url, runs_folder / "full", task="cars")
+    sample, (x, y) = list(places(page).items())[4]
+    page.mouse.click(x, y)
+    page.get_by_role("button", name="Follow them through all panels").click()
+    page.wait_for_url(f"**highlight={sample.replace('/', '%2F')}*")
+    page.wait_for_function(
+        """() => document.querySelector('.js-plotly-plot').data
+        .filter(trace => trace.name?.endsWith(', highlighted')).length === 4""",
+        timeout=60_000,
+    )
+
+
 @pytest.mark.parametrize("colour", ["role", "class", "drift"])
 def test_in_a_narrow_window_no_words_of_the_panels_overlap(
     browser: Any, app_url: str, runs_folder: Path, colour: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pandas as pd
 import streamlit as st
 
@@ -58,11 +60,14 @@ _SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", 
 def show() -> None:
     """Draw the page."""
     chosen = selection()
-    page_title("Compare", "What changes from one model to another: negative drift is an improvement.")
+    page_title(
+        "Compare",
+        "What changes from one model to another, in feature units over all layers: negative drift is an improvement.",
+    )
     with shown_errors():
         found = _comparison(chosen)
         if found is not None:
-            _show(chosen, found)
+            _show(of_task(found, chosen.task))
 
 
 def _comparison(chosen: Selection) -> Comparison | None:
@@ -111,7 +116,24 @@ def _compared(
     return compare(_first, second, before=pair[0], after=pair[1], allow_mismatch=True)
 
 
-def _show(chosen: Selection, found: Comparison) -> None:
+def of_task(found: Comparison, task: str | None) -> Comparison:
+    """The comparison's rows of one task; None is all.
+
+    Raises:
+        DataError: the other run has no such task.
+    """
+    if task is None:
+        return found
+    kept = {name: getattr(found, name) for name in ("layers", "tasks", "gains")}
+    kept = {name: rows[rows["task"] == task] if len(rows) else rows for name, rows in kept.items()}
+    if kept["tasks"].empty:
+        raise DataError(
+            f"only one of the runs has the task {task!r}", hint="Choose another task in the sidebar."
+        )
+    return replace(found, **kept)
+
+
+def _show(found: Comparison) -> None:
     if found.mismatches:
         differing = "; ".join(plain(text) for text in found.mismatches)
         st.warning(

@@ -10,7 +10,7 @@ import streamlit as st
 
 from driftlens.records.run import DriftRun
 from driftlens.records.variants import title
-from driftlens_app.feature_options import feature_options
+from driftlens_app.feature_options import MOST_FOLLOWED, feature_options
 from driftlens_app.hover_picture import show_hover_pictures
 from driftlens_app.jobs import start, watch
 from driftlens_app.jobs.requests import project_request
@@ -90,6 +90,12 @@ def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str
     if selected:
         rows = rows[rows["sample_id"].isin(selected)]
         st.caption(f"{len(rows)} selected in the chart; a double click there shows all again.")
+        st.button(
+            "Follow them through all panels",
+            icon=":material/timeline:",
+            key="follow",
+            on_click=lambda: st.session_state.update(highlight=selected[:MOST_FOLLOWED]),
+        )
     columns = {
         name: st.column_config.NumberColumn(format="%.4g")
         for name in rows.columns
@@ -99,7 +105,7 @@ def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str
     if sample is None and len(selected) == 1:
         sample = selected[0]
     if sample is None:
-        st.caption("Select a row to see the sample and how it drifts.")
+        st.caption("Select a row to see the sample and how it drifts; on the keyboard, with Shift+Space.")
         return
     show_story(run, task, sample, options)
 

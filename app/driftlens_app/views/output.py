@@ -74,13 +74,16 @@ def _flips(chosen: Selection) -> None:
             tasks,
             format_func=lambda name: f"{name} ({counts[name]} flips)",
             key="flips-of",
+            bind="query-params",
         )
     shown = rows[rows["task"] == task].drop(columns="task")
     sample = choose_sample(
         chosen.run, task, shown, _COLUMNS, key="flips-table", alt=f"Flipped decisions of {task}"
     )
     if sample is None:
-        st.caption(f"Select a row to see the sample of {plain(task)} and how it drifts.")
+        st.caption(
+            f"Select a row to see the sample of {plain(task)} and how it drifts; on the keyboard, with Shift+Space."
+        )
         return
     show_story(chosen.run, task, sample, options)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from driftlens_app.jobs import command_line
+from driftlens_app.jobs.log import told_failure
 
 _PATIENCE_SECONDS = 300.0
 _LOG_LINES = 20
@@ -23,13 +24,15 @@ class Built:
     Attributes:
         name: what was asked for.
         files: contents by path, relative to the command's folder; empty where it failed.
-        problem: the command's own message and hint; empty where it succeeded.
+        problem: the command's own message; empty where it succeeded.
+        hint: its hint, if it gave one.
         log: the end of what it printed.
     """
 
     name: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     problem: str = ""
+    hint: str = ""
     log: str = ""
 
     @property
@@ -58,12 +61,10 @@ def build(name: str, arguments: Sequence[str], folder: Path) -> Built:
             return Built(name, problem=f"it took longer than {_PATIENCE_SECONDS:.0f} seconds")
         log = "\n".join((done.stdout + done.stderr).replace(made, "").splitlines()[-_LOG_LINES:])
         if done.returncode:
-            said = (
-                done.stderr.rpartition("error: ")[2].replace(made, "").strip()
-                if "error: " in done.stderr
-                else ""
-            )
-            return Built(name, problem=said or f"it ended with exit code {done.returncode}", log=log)
+            failure = told_failure(done.stderr.replace(made, ""))
+            if failure is None:
+                return Built(name, problem=f"it ended with exit code {done.returncode}", log=log)
+            return Built(name, problem=failure.message, hint=failure.hint, log=log)
         files = {
             path.relative_to(out).as_posix(): path.read_bytes()
             for path in sorted(out.rglob("*"))

@@ -29,13 +29,14 @@ def listed_runs(settings: Settings) -> list[RunSummary]:
     """The runs under the root, by name of folder; one that can't be read says why."""
     found = []
     for folder in _folders(settings.root):
+        now = stamp(folder)
         try:
-            _require_links_inside(folder, settings.root)
+            _require_links_inside(folder, settings.root, now)
         except RunError as error:
             found.append(RunSummary(path=folder, name=folder.name, problem=error.message))
             continue
         status = _file_stamp(folder / STATUS)
-        found.append(_summary(str(folder), (*stamp(folder), status), _is_alive(folder)))
+        found.append(_summary(str(folder), (*now, status), _is_alive(folder)))
     return _without_doubles(found)
 
 
@@ -62,7 +63,7 @@ def folder_of(settings: Settings, run_id: str) -> Path:
 def hint_for(run: RunSummary) -> str:
     """What to do about a run that can't be read; empty where there is nothing to say."""
     try:
-        _require_links_inside(run.path, Settings.from_environment().root)
+        _require_links_inside(run.path, Settings.from_environment().root, stamp(run.path))
         open_run(run.path)
     except DriftLensError as error:
         return error.hint
@@ -76,8 +77,9 @@ def opened(folder: Path) -> DriftRun:
         RunError: it is damaged or gone, or a link in it leaves the root.
         SchemaTooNewError: a newer DriftLens wrote it.
     """
-    _require_links_inside(folder, Settings.from_environment().root)
-    return _opened(str(folder), stamp(folder))
+    now = stamp(folder)
+    _require_links_inside(folder, Settings.from_environment().root, now)
+    return _opened(str(folder), now)
 
 
 def stamp(folder: Path) -> Stamp:
@@ -85,11 +87,11 @@ def stamp(folder: Path) -> Stamp:
     return tuple(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
 
 
-def _require_links_inside(folder: Path, root: Path) -> None:
+def _require_links_inside(folder: Path, root: Path, now: Stamp) -> None:
     # A link that is added later changes the time of the folder it is put into; files deeper down that are replaced
     # by links while the dashboard is open are noticed with the next change of the run.
     folders = (folder, folder / "tables", folder / "features", folder / "calibrations", folder / "thumbs")
-    _searched(str(folder), str(root), (*stamp(folder), *map(_file_stamp, folders)))
+    _searched(str(folder), str(root), (*now, *map(_file_stamp, folders)))
 
 
 @st.cache_data(max_entries=500, show_spinner=False)

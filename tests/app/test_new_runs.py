@@ -13,6 +13,7 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.errors import DriftLensError, RunLockedError, SpecError
 from driftlens.records.status import Status, write_status
+from driftlens_app.building import build
 from driftlens_app.jobs import Job, command_line, processes, start, watch
 from driftlens_app.jobs.ask import ask
 from driftlens_app.jobs.record import dismiss, job_of, write_job
@@ -130,6 +131,16 @@ def test_an_answer_that_is_an_error_is_of_the_kind_its_exit_code_says(
         ask(("validate", "run.yaml", "--json"), root)
     assert type(refusal.value) is kind
     assert (refusal.value.message, refusal.value.hint) == (PROBLEMS, "Correct it.")
+
+
+def test_a_file_that_could_not_be_built_has_its_problem_and_hint_apart(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = f"a warning about error: nothing\nerror: {PROBLEMS}\nhint: Correct it.\n"
+    done = subprocess.CompletedProcess([], 2, "", told)
+    monkeypatch.setattr(command_line, "answer", lambda *_: done)
+    built = build("report", ("report",), root)
+    assert (built.problem, built.hint) == (PROBLEMS, "Correct it.")
 
 
 @pytest.mark.parametrize("view", ["new_run", "runs", "overview"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from driftlens.errors import DriftLensError, RunError, RunLockedError, SpecError
 from driftlens_app.jobs import command_line
+from driftlens_app.jobs.log import told_failure
 
 _PATIENCE_SECONDS = 300.0
 _KINDS = {kind.exit_code: kind for kind in (SpecError, RunLockedError)}
@@ -39,7 +40,7 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def _failure(command: str, code: int, said: str) -> DriftLensError:
-    message, _, hint = said.partition("error: ")[2].partition("\nhint: ")
-    if not message:
+    failure = told_failure(said)
+    if failure is None:
         return RunError(f"`driftlens {command}` ended with exit code {code} and said nothing")
-    return _KINDS.get(code, DriftLensError)(message.strip(), hint=hint.strip())
+    return _KINDS.get(code, DriftLensError)(failure.message, hint=failure.hint)

@@ -25,8 +25,13 @@ def last_progress(log: Path) -> dict[str, Any] | None:
 
 
 def logged_failure(log: Path) -> Failure | None:
-    """The error that the command line ended with, from its two lines `error: ...` and `hint: ...`."""
-    lines = [line for line in _lines(log) if _progress(line) is None]
+    """The error that the command line ended with, or None."""
+    return told_failure(log_text(log))
+
+
+def told_failure(said: str) -> Failure | None:
+    """The error that the command line told, from its parts `error: ...` and `hint: ...`, or None."""
+    lines = said.splitlines()
     starts = [at for at, line in enumerate(lines) if line.startswith("error: ")]
     if not starts:
         return None

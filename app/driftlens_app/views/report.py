@@ -14,7 +14,7 @@ from driftlens_app.runs import stamp
 from driftlens_app.selection import selection
 from driftlens_app.show import page_title, show_data
 from driftlens_app.texts import plain
-from driftlens_app.trouble import shown_errors
+from driftlens_app.trouble import show_error, shown_errors
 from driftlens_reports.build import formats
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import WIDTHS
@@ -118,7 +118,7 @@ def _built(run: DriftRun, kind: str, commands: dict[str, tuple[str, ...]], press
 def _offer(run: DriftRun, built: Built, label: str) -> None:
     """A button that downloads what was built; where it failed, why."""
     if built.problem:
-        st.error(f"**{plain(label)}** could not be built: {plain(built.problem)}", icon=":material/error:")
+        show_error(f"{label} could not be built", built.problem, built.hint)
         if built.log:
             with st.expander(f"Log of {plain(built.name)}"):
                 st.code(built.log, language=None, wrap_lines=True)

@@ -94,6 +94,15 @@ def test_a_taken_name_starts_no_process(open_app: Open, run: Path, button: str) 
     assert app.text_input(key="name").value == "featcal"
 
 
+def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app: Open, run: Path) -> None:
+    app = open_app(run.parent, "calibrate")
+    with_calibrations(run, ["featcal", "featcal-2"])
+    press(app, "FeatCal calibrate")
+    assert "has a calibration 'featcal-2' already" in errors(app) and job_of(run) is None
+    assert app.text_input(key="name").value == "featcal-2"
+    assert app.run().text_input(key="name").value == "featcal-3"
+
+
 @pytest.mark.parametrize("choice", ["featcal", "steady"])
 def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
     open_app: Open, run: Path, choice: str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from driftlens.errors import SingularGramError
 from driftlens.linalg.norm_moments import NormMoments
 
 
@@ -32,6 +34,9 @@ def solve_layer_norm(
 
     Returns:
         scale and shift, each [k].
+
+    Raises:
+        SingularGramError: a coordinate's equations are singular to working precision.
     """
     count = moments.weight_sum
     ridge = 0.0 if anchor_scale is None else lam
@@ -43,7 +48,10 @@ def solve_layer_norm(
     if anchor_scale is not None and anchor_shift is not None:
         scale_side = scale_side + lam * anchor_scale
         shift_side = shift_side + lam * anchor_shift
-    determinant = (a22 * a11 - a12**2).clamp_min(eps)
+    determinant = a22 * a11 - a12**2
+    # Smallest and largest eigenvalue of two by two: about determinant / trace, and at most the trace.
+    _require_regular(determinant / (a11 + a22), 2 * torch.finfo(a11.dtype).eps * (a11 + a22))
+    determinant = determinant.clamp_min(eps)
     scale = (a22 * scale_side - a12 * shift_side) / determinant
     shift = (a11 * shift_side - a12 * scale_side) / determinant
     return scale, shift
@@ -70,9 +78,26 @@ def solve_rms_norm(
 
     Returns:
         The scale, [k].
+
+    Raises:
+        SingularGramError: no task excites a coordinate, and nothing pulls it either.
     """
     pulled = moments.weight_sum * moments.scale_target
     excited = moments.weight_sum * moments.second
     if anchor_scale is not None:
         pulled, excited = pulled + lam * anchor_scale, excited + lam
+    _require_regular(excited, len(excited) * torch.finfo(excited.dtype).eps * excited.max())
     return pulled / excited.clamp_min(eps)
+
+
+def _require_regular(smallest: Tensor, limit: Tensor) -> None:
+    """Refuse coordinates whose smallest eigenvalue is at most the limit, both [k]; NaN passes, as it is no zero."""
+    is_singular = smallest <= limit
+    if bool(is_singular.any()):
+        worst = float(smallest.min())
+        raise SingularGramError(
+            f"the equations of {int(is_singular.sum())} of {len(smallest)} coordinates are singular to working "
+            f"precision: their smallest eigenvalue is {worst:.2e}",
+            hint="Raise `lam`, calibrate on more samples, or leave norms out of `update`.",
+            smallest_eigenvalue=worst,
+        )

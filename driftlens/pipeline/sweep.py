@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from driftlens.data.samples import SampleSet
 from driftlens.engine.lanes import Lane
 from driftlens.engine.pool import expert_of
-from driftlens.errors import SpecError
+from driftlens.errors import SingularGramError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.calibrate import OpenCalibration, open_calibration
 from driftlens.pipeline.calibration_request import CalibrationRequest, Configured
@@ -92,7 +92,7 @@ def sweep(
         path: the run directory.
         request: what to vary.
         resume: leave out points that the run has already.
-        replace: take the run's earlier sweeps of the same factors out first.
+        replace: take the run's earlier sweeps of the same factors out, once the first new point is measured.
         device: over the spec's.
         offline: whether only files that were downloaded before may be used.
         trust: whether Python code named in the spec may run.
@@ -102,6 +102,7 @@ def sweep(
     Raises:
         SpecError: an unknown factor, a value out of its range, or a sweep that would mix with another one's points.
         DataError: a task has fewer samples than asked for.
+        SingularGramError: some settings can't be solved for; all others were measured.
         DriftLensError: see the tree in `driftlens.errors`.
     """
     folder = pathlib.Path(path)
@@ -122,15 +123,17 @@ def sweep(
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     with RunWriter.resume(folder) as writer:
-        if replace:
-            _take_out(writer, list(sweeps))
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         rows = open_run(folder).sweeps()
-        job = _Job(writer, study, opened, request, numbered(sweeps, rows), rows if resume else rows[:0])
+        outdated = rows["sweep"].isin(sweeps) & replace
+        points = numbered(sweeps, rows[~outdated])
+        kept = rows[~outdated] if resume else rows[:0]
+        job = _Job(writer, study, opened, request, points, kept, set(rows["sweep"][outdated]))
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
                 with writer.phase(f"{PHASE}:{seed}"):
                     job.run(seed, drawn, reporter)
+    job.require_all()
     return open_run(folder)
 
 
@@ -155,7 +158,13 @@ def _fewest(spec: RunSpec) -> int:
 
 @dataclass(frozen=True)
 class _Job:
-    """The points of all sweeps, and those of them that are there already."""
+    """The points of all sweeps, and those of them that are there already.
+
+    Attributes:
+        kept: rows of points that need not be measured again.
+        outdated: sweeps whose rows go when the first new ones come.
+        unsolved: settings that can't be solved for, and why.
+    """
 
     writer: RunWriter
     study: Study
@@ -163,6 +172,8 @@ class _Job:
     request: SweepRequest
     points: Sequence[SweepPoint]
     kept: pd.DataFrame
+    outdated: set[str]
+    unsolved: dict[Setting, SingularGramError] = field(default_factory=dict)
 
     @cached_property
     def experts(self) -> dict[str, Tensor]:
@@ -181,6 +192,47 @@ class _Job:
         settings = list(dict.fromkeys(point.setting for point in missing))
         if not settings:
             return
+        try:
+            self._measure(settings, missing, seed, samples, reporter)
+        except SingularGramError:  # without a word on whose: one after the other, it is known
+            for setting in settings:
+                try:
+                    self._measure([setting], missing, seed, samples, reporter)
+                except SingularGramError as error:
+                    self.unsolved.setdefault(setting, error)
+
+    def require_all(self) -> None:
+        """Complain of what could not be measured.
+
+        Raises:
+            SingularGramError: names the settings; every other point is in the run.
+        """
+        if not self.unsolved:
+            return
+        named = "; ".join(
+            f"lam {setting.lam:g}, rho {setting.rho:g}, alpha {setting.alpha:g}, {setting.n} samples"
+            for setting in self.unsolved
+        )
+        error = next(iter(self.unsolved.values()))
+        raise SingularGramError(
+            f"not measured, because they can't be solved for: {named}. The first one: {error.message}",
+            hint=f"All other points are in the run. {error.hint}",
+            **error.context,
+        )
+
+    def _measure(
+        self,
+        settings: Sequence[Setting],
+        missing: Sequence[SweepPoint],
+        seed: int,
+        samples: Mapping[str, SampleSet],
+        reporter: Reporter,
+    ) -> None:
+        """Calibrate with some settings side by side.
+
+        Raises:
+            SingularGramError: one of them can't be solved for; what came before it is written.
+        """
         cuts = sorted({setting.n for setting in settings})
         parts = {
             task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
@@ -229,6 +281,9 @@ class _Job:
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         import pandas as pd
 
+        if self.outdated:
+            _take_out(self.writer, self.outdated)
+            self.outdated.clear()
         self.writer.append("sweeps", pd.DataFrame(rows), replace=True)
 
 
@@ -237,9 +292,8 @@ def _calibrator(start: Configured, setting: Setting) -> Configured:
     return type(start)(**start.get_params() | values)
 
 
-def _take_out(writer: RunWriter, sweeps: Sequence[str]) -> None:
+def _take_out(writer: RunWriter, sweeps: Collection[str]) -> None:
     """Remove the rows of some sweeps; the others keep their exact values."""
     rows = open_run(writer.folder).sweeps()
-    if rows["sweep"].isin(sweeps).any():
-        with writer.file(layout.table_file(SWEEPS.name)) as file:
-            append_rows(file, SWEEPS, rows[~rows["sweep"].isin(sweeps)])
+    with writer.file(layout.table_file(SWEEPS.name)) as file:
+        append_rows(file, SWEEPS, rows[~rows["sweep"].isin(sweeps)])

@@ -200,3 +200,24 @@ def test_an_rms_norms_scale_is_stationary() -> None:
     assert float(gradient.abs().max()) < 1e-12
     free = solve_rms_norm(norm_moments(z[:1], scales[:1], None), None, lam=lam)
     torch.testing.assert_close(free, scales[0])
+
+
+def test_a_norm_that_too_few_rows_determine_is_refused(generator: torch.Generator) -> None:
+    mean = torch.randn(5, generator=generator, dtype=torch.float64)
+    one = torch.ones((), dtype=torch.float64)
+    moments = NormMoments.of_affine(mean, mean**2, torch.ones_like(mean), torch.zeros_like(mean), one)
+    with pytest.raises(SingularGramError, match="5 of 5 coordinates") as raised:
+        solve_layer_norm(moments, None, None, lam=0.0)
+    assert abs(raised.value.context["smallest_eigenvalue"]) < 1e-12
+    pulled, shift = solve_layer_norm(moments, torch.ones_like(mean), torch.zeros_like(mean), lam=0.05)
+    torch.testing.assert_close(pulled, torch.ones_like(mean))
+    torch.testing.assert_close(shift, torch.zeros_like(mean), rtol=0, atol=1e-12)
+
+
+def test_a_scale_that_nothing_excites_or_pulls_is_refused() -> None:
+    second = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
+    scale, one = torch.ones_like(second), torch.ones((), dtype=torch.float64)
+    moments = NormMoments.of_affine(torch.zeros_like(second), second, scale, None, one)
+    with pytest.raises(SingularGramError, match="1 of 3 coordinates"):
+        solve_rms_norm(moments, None, lam=0.0)
+    torch.testing.assert_close(solve_rms_norm(moments, scale, lam=0.05), scale)

@@ -17,7 +17,7 @@ from driftlens.engine.forward_order import calibrate as calibrate_layers
 from driftlens.engine.lanes import Lane
 from driftlens.engine.side_by_side import calibrate_side_by_side
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import Cancelled, DataError, SpecError
+from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.pipeline.calibrate import calibrate
 from driftlens.pipeline.lane_models import solved_lanes
 from driftlens.pipeline.reopening import reopened
@@ -229,6 +229,25 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
     labels.clear()
     sweep(folder, asked, resume=True, on_progress=lambda event: labels.append(event.label))
     assert not [label for label in labels if "calibration" in label or "layer" in label]
+
+
+def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: pathlib.Path) -> None:
+    before = sweep(folder, SweepRequest(values=LAM, samples=1, accuracy=False))
+    with pytest.raises(SingularGramError, match=r"lam 0, rho 2, alpha 0\.3, 1 samples") as raised:
+        sweep(folder, SweepRequest(values={"lam": [0.0, 0.3]}, samples=1, accuracy=False), replace=True)
+    assert "All other points are in the run" in raised.value.hint
+    found = rows_of(open_run(folder), "lam")
+    assert set(found["lam"]) == {0.3}
+    wanted = rows_of(before, "lam", lam=0.3)
+    for measure in MEASURES:
+        np.testing.assert_allclose(found[measure], wanted[measure], rtol=1e-6)
+
+
+def test_replacing_by_what_cannot_be_solved_for_takes_nothing_away(folder: pathlib.Path) -> None:
+    before = sweep(folder, SweepRequest(values=LAM, samples=1, accuracy=False)).sweeps()
+    with pytest.raises(SingularGramError):
+        sweep(folder, SweepRequest(values={"lam": [0.0]}, samples=1, accuracy=False), replace=True)
+    pd.testing.assert_frame_equal(open_run(folder).sweeps(), before)
 
 
 def test_resuming_scores_points_that_have_no_accuracy_yet(folder: pathlib.Path) -> None:

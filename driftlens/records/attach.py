@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from driftlens.files import atomic_path
-from driftlens.records.file_list import describe_file
+from driftlens.records.file_list import describe_file, settled
 from driftlens.records.lock import RunLock
 from driftlens.records.manifest import read_manifest, write_manifest
 
@@ -31,13 +31,15 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
     lock.acquire()
     try:
         manifest = read_manifest(folder)
-        others = {name: file for name, file in manifest.files.items() if name != relative}
-        # Unlisted first: whatever stops the writing, no file is listed with a digest that is not its own.
-        write_manifest(folder, dataclasses.replace(manifest, files=others))
+        manifest = dataclasses.replace(manifest, files=settled(folder, manifest), rewriting={})
         with atomic_path(folder / relative) as written:
             yield written
             lock.require_own()
-        listed = dict(sorted({**others, relative: describe_file(folder / relative)}.items()))
+            new = describe_file(written)
+            if relative in manifest.files:
+                # Whatever stops the next two steps, it is listed as the old or the new one.
+                write_manifest(folder, dataclasses.replace(manifest, rewriting={relative: new}))
+        listed = dict(sorted({**manifest.files, relative: new}.items()))
         write_manifest(folder, dataclasses.replace(manifest, files=listed))
     finally:
         lock.release()

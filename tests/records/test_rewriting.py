@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+from contextlib import suppress
 
 import pandas as pd
 import pytest
 
+from driftlens.records import attach as attaching
 from driftlens.records import contents
+from driftlens.records.attach import attach
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import open_run
 from driftlens.records.verify import verify
@@ -103,3 +106,29 @@ def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: pathlib.Pa
     assert verify(own).changed == (ACCURACY,)
     RunWriter.resume(own).__exit__(None, None, None)
     assert verify(own).changed == (ACCURACY,)
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_an_attached_file_stays_listed_while_it_is_replaced(
+    own: pathlib.Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    with attach(own, "reports/report.html") as path:
+        path.write_text("first")
+    before = read_manifest(own).files
+    with monkeypatch.context() as patch:
+        patch.setattr(attaching, "write_manifest", stopping(attaching.write_manifest, call))
+        with suppress(KeyboardInterrupt), attach(own, "reports/report.html") as path:
+            path.write_text("second")
+    assert set(read_manifest(own).files) == set(before) and verify(own).ok
+    with attach(own, "reports/figure.svg") as path:
+        path.write_text("figure")
+    assert verify(own).ok and not verify(own).unlisted and not read_manifest(own).rewriting
+
+
+def test_attaching_that_fails_leaves_the_old_file_listed(own: pathlib.Path) -> None:
+    with attach(own, "reports/report.html") as path:
+        path.write_text("first")
+    before = read_manifest(own)
+    with pytest.raises(ZeroDivisionError), attach(own, "reports/report.html") as path:
+        raise ZeroDivisionError
+    assert read_manifest(own) == before

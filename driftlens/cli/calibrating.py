@@ -151,8 +151,8 @@ def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> Non
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from driftlens.records.before_after import credits_of
-    from driftlens.records.rows import plain_rows
+    from driftlens.records.before_after import accuracy_changes, credits_of
+    from driftlens.records.rows import plain, plain_rows
     from driftlens.records.variants import calibrated
     from driftlens_reports.before_after import before_after
 
@@ -161,6 +161,11 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
         "variant": calibrated(name),
         **asdict(run.manifest.calibrations[name]),
         "before_after": plain_rows(before_after(run, name)),
+        "accuracy_changes": [
+            {key: plain(value) for key, value in vars(entry).items()}
+            | {"paired": entry.paired and asdict(entry.paired)}
+            for entry in accuracy_changes(run, name)
+        ],
         "gains": [
             asdict(credit) | {"rescaling": credit.rescaling, "calibration": credit.calibration}
             for credit in credits_of(run, name)

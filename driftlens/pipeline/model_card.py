@@ -9,8 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from driftlens.pipeline.calibration_command import calibration_command
-from driftlens.records.before_after import Outcome, credit_sentences, outcomes
-from driftlens.records.intervals import mcnemar
+from driftlens.records.before_after import (
+    AccuracyChange,
+    Outcome,
+    accuracy_change_note,
+    accuracy_changes,
+    credit_sentences,
+    outcomes,
+)
 from driftlens.records.layout import SPEC
 from driftlens.records.manifest import CalibrationInfo, ModelInfo
 from driftlens.records.run import DriftRun
@@ -142,43 +148,60 @@ def _calibration_data(run: DriftRun, name: str) -> str:
 
 
 def _results(run: DriftRun, name: str, found: Sequence[Outcome]) -> str:
-    header = ("Task", "Model", "Final L2 drift", "Cosine to expert", "Accuracy", "95 % interval (Wilson)")
+    header = (
+        *("Task", "Model", "Final L2 drift, 95 % interval of the mean", "Cosine to expert"),
+        *("Accuracy", "95 % interval (Wilson)"),
+    )
     rows = [(escaped(entry.task), escaped(title(entry.variant)), *_cells(entry)) for entry in found]
-    lines = [escaped(text) for text in [*credit_sentences(run, name), *_paired(run, name)]]
-    return "\n\n".join([_table(header, rows), *lines])
+    lines = [escaped(text) for text in credit_sentences(run, name)]
+    return "\n\n".join([_table(header, rows), *lines, *_changes(run, name)])
 
 
 def _cells(entry: Outcome) -> tuple[str, str, str, str]:
-    is_expert = entry.variant == "expert"
-    numbers = [
-        "" if is_expert or math.isnan(value) else f"{value:.4g}" for value in (entry.drift, entry.cosine)
-    ]
+    drift = "" if math.isnan(entry.drift) else f"{entry.drift:.4g}"
+    if drift and not math.isnan(entry.drift_error):
+        drift += f" \u00b1 {entry.drift_error:.2g}"
+    cosine = "" if math.isnan(entry.cosine) else f"{entry.cosine:.4g}"
     if math.isnan(entry.accuracy):
-        return numbers[0], numbers[1], "not measured", ""
+        return drift, cosine, "not measured", ""
     interval = f"{100 * entry.low:.1f} to {100 * entry.high:.1f} %"
-    return numbers[0], numbers[1], f"{100 * entry.accuracy:.1f} % of {entry.n}", interval
+    return drift, cosine, f"{100 * entry.accuracy:.1f} % of {entry.n}", interval
 
 
-def _paired(run: DriftRun, name: str) -> list[str]:
-    """The same labelled samples before and after: what changed, with the interval that pairing allows."""
-    sentences = []
-    for task in run.tasks:
-        before, after = (run.outputs(task, variant) for variant in ("merged", calibrated(name)))
-        if before.empty or before["label"].isna().any():
-            continue
-        # Both tables list the diagnosis samples in the run's order.
-        change = mcnemar(*((rows["pred"] == rows["label"]).to_numpy(dtype=bool) for rows in (before, after)))
-        sentences.append(
-            f"{task}: of {change.n} diagnosis samples {change.gained} became right and {change.lost} wrong "
-            f"({100 * change.difference:+.1f} points, 95 % interval {100 * change.ci_low:+.1f} to "
-            f"{100 * change.ci_high:+.1f}; McNemar p = {change.p_value:.2g})."
-        )
-    return sentences
+def _changes(run: DriftRun, name: str) -> list[str]:
+    """The change of accuracy on test samples with its interval, and on those whose answers are stored."""
+    found = accuracy_changes(run, name)
+    if not found:
+        return []
+    header = (
+        *("Task", "Change on test samples", "95 % interval", "Samples answered by both"),
+        *("Became right", "Became wrong", "Change on these", "95 % interval (Tango)", "McNemar p"),
+    )
+    rows = [(escaped(entry.task), *_change_cells(entry)) for entry in found]
+    heading = f"### Change of accuracy from merged to {escaped(title(calibrated(name)))}, in points"
+    return [heading, _table(header, rows), accuracy_change_note(found)]
+
+
+def _change_cells(entry: AccuracyChange) -> list[str]:
+    tested = ["not measured", ""]
+    if entry.n:
+        tested = [f"{100 * entry.change:+.1f}", _points(entry.low, entry.high)]
+    paired = entry.paired
+    if paired is None:
+        return [*tested, "none", *[""] * 5]
+    return [
+        *(*tested, f"{paired.n} {entry.split}", str(paired.gained), str(paired.lost)),
+        *(f"{100 * paired.difference:+.1f}", _points(paired.ci_low, paired.ci_high), f"{paired.p_value:.2g}"),
+    ]
+
+
+def _points(low: float, high: float) -> str:
+    return f"{100 * low:+.1f} to {100 * high:+.1f}"
 
 
 def _notices(run: DriftRun, name: str) -> str:
     lines = [
-        "Accuracy is measured on the run's test samples, drift and paired changes on its diagnosis samples.",
+        "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
         *run.manifest.warnings,
         *run.manifest.calibrations[name].notices,
     ]

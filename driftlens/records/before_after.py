@@ -13,8 +13,14 @@ from dataclasses import dataclass
 import pandas as pd
 
 from driftlens.errors import DataError
+from driftlens.records.compare import paired_accuracy
+from driftlens.records.intervals import Paired, unpaired_difference
 from driftlens.records.run import DriftRun
+from driftlens.records.single import accuracy_of
 from driftlens.records.variants import calibrated, is_control
+
+_Z = 1.96
+"""Standard errors either way of a mean that hold 95 % of a normal variable."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Outcome:
         task: the task.
         variant: merged, the control, the calibrated variant or `expert`; the expert has an accuracy only.
         drift: mean norm of the final drift.
+        drift_error: 1.96 standard errors of that mean over diagnosis samples, half its 95 % interval.
         relative: final drift norm against the expert's feature norm.
         cosine: mean cosine of the final feature to the expert's.
         accuracy: on test samples.
@@ -36,12 +43,39 @@ class Outcome:
     task: str
     variant: str
     drift: float
+    drift_error: float
     relative: float
     cosine: float
     accuracy: float
     low: float
     high: float
     n: int
+
+
+@dataclass(frozen=True)
+class AccuracyChange:
+    """How a calibration changes the accuracy on one task; NaN where not measured.
+
+    Attributes:
+        task: the task.
+        change: calibrated minus merged on test samples, a fraction.
+        low: lower end of its 95 % interval.
+        high: upper end of its 95 % interval.
+        n: test samples behind it; 0 without.
+        is_paired: whether the interval counts samples gained and lost. Without answers sample by sample it comes from
+            the two accuracies alone, as if of different samples, and is wider than it need be.
+        paired: the change on samples whose answers are stored; None where none is.
+        split: which samples those are, "test" or "diagnosis"; empty without.
+    """
+
+    task: str
+    change: float
+    low: float
+    high: float
+    n: int
+    is_paired: bool
+    paired: Paired | None
+    split: str
 
 
 @dataclass(frozen=True)
@@ -92,19 +126,50 @@ def outcomes(run: DriftRun, name: str) -> list[Outcome]:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    drifts = _by_key(run.layers(layer="final"), ("drift_l2_mean", "drift_rel", "cos_mean"))
+    columns = ("drift_l2_mean", "drift_l2_std", "n", "drift_rel", "cos_mean")
+    drifts = _by_key(run.layers(layer="final"), columns)
     accuracy = run.accuracy()
     accuracy = accuracy[accuracy["metric"] == "accuracy"]
     scores = _by_key(accuracy, ("value", "ci_low", "ci_high", "n"))
-    unknown = (math.nan,) * 4
+    unknown = (math.nan,) * len(columns)
     found = []
     for task in run.tasks:
         for variant in compared_variants(run, name):
-            drift, relative, cosine = drifts.get((task, variant), unknown[:3])
-            value, low, high, n = scores.get((task, variant), unknown)
+            drift, std, samples, relative, cosine = drifts.get((task, variant), unknown)
+            error = _Z * std / math.sqrt(samples) if samples > 1 else math.nan
+            value, low, high, n = scores.get((task, variant), unknown[:4])
             count = 0 if math.isnan(n) else int(n)
-            found.append(Outcome(task, variant, drift, relative, cosine, value, low, high, count))
+            found.append(Outcome(task, variant, drift, error, relative, cosine, value, low, high, count))
     return found
+
+
+def accuracy_changes(run: DriftRun, name: str) -> list[AccuracyChange]:
+    """One entry per task whose accuracy was measured before and after, or whose answers are stored.
+
+    A run that has no merged model, or not this variant, has none.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    after = compared_variants(run, name)[-2]
+    if not {"merged", after} <= set(run.variants):
+        return []
+    found = (_accuracy_change(run, task, after) for task in run.tasks)
+    return [entry for entry in found if entry.n or entry.paired is not None]
+
+
+def accuracy_change_note(found: Sequence[AccuracyChange]) -> str:
+    """What a reader must know about the intervals of these changes."""
+    if all(entry.is_paired for entry in found if entry.n):
+        return "Both models answered the same test samples; intervals count those gained and lost."
+    text = (
+        "Answers sample by sample are not stored for all test samples: there the interval takes the two accuracies for "
+        "independent, and is too wide, as both models answered the same samples."
+    )
+    if any(entry.split == "diagnosis" for entry in found):
+        text += " Gained and lost are counted on the diagnosis samples."
+    return text
 
 
 def credits_of(run: DriftRun, name: str) -> list[Credit]:
@@ -131,6 +196,18 @@ def credit_sentences(run: DriftRun, name: str) -> list[str]:
     if not has_control:
         lines.append("No anchor other than the merged model was used, so none of this is rescaling.")
     return lines + _losses(outcomes(run, name), name)
+
+
+def _accuracy_change(run: DriftRun, task: str, after: str) -> AccuracyChange:
+    paired, split = paired_accuracy(run, run, task, ("merged", after)) or (None, "")
+    before, n_before = accuracy_of(run, task, "merged")
+    value, n = accuracy_of(run, task, after)
+    if not n_before or not n:
+        return AccuracyChange(task, math.nan, math.nan, math.nan, 0, False, paired, split)
+    if paired is not None and split == "test":
+        return AccuracyChange(task, paired.difference, paired.ci_low, paired.ci_high, n, True, paired, split)
+    low, high = unpaired_difference(round(before * n_before), n_before, round(value * n), n)
+    return AccuracyChange(task, value - before, low, high, n, False, paired, split)
 
 
 def _by_key(rows: pd.DataFrame, columns: Sequence[str]) -> dict[tuple[str, str], tuple[float, ...]]:
@@ -164,9 +241,14 @@ def _sentence(credit: Credit, has_control: bool) -> str:
         return f"{text}."
     unit = "points" if is_accuracy else "points of the expert's norm"
     return (
-        f"{text}: {100 * credit.rescaling:+.1f} {unit} come from the anchor alone (rescaling), "
-        f"{100 * credit.calibration:+.1f} from calibration."
+        f"{text}: {_points(credit.rescaling)} {unit} come from the anchor alone (rescaling), "
+        f"{_points(credit.calibration)} from calibration."
     )
+
+
+def _points(value: float) -> str:
+    # Adding zero takes the minus off a zero that was rounded from below.
+    return f"{round(100 * value, 1) + 0.0:+.1f}"
 
 
 def _losses(found: list[Outcome], name: str) -> list[str]:

@@ -6,21 +6,33 @@ import math
 
 import pandas as pd
 
-from driftlens.records.before_after import Outcome, credit_sentences, outcomes
+from driftlens.records.before_after import (
+    AccuracyChange,
+    Outcome,
+    accuracy_change_note,
+    accuracy_changes,
+    credit_sentences,
+    outcomes,
+)
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
-from driftlens.records.variants import title
+from driftlens.records.variants import calibrated, title
 from driftlens_reports.columns import aligned, printable
-from driftlens_reports.wording import number, percent
+from driftlens_reports.wording import number, percent, points, points_interval, with_error
 
-_HEADER = ("task", "model", "L2 drift", "relative", "cosine", "accuracy", "95 % interval")
+_HEADER = ("task", "model", "L2 drift, 95 %", "relative", "cosine", "accuracy", "95 % interval")
+_CHANGE_HEADER = (
+    *("task", "test samples", "change", "95 % interval"),
+    *("answered by both", "gained", "lost", "change", "95 % interval", "McNemar p"),
+)
 
 
 def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     """The numbers of a calibration's table, one row per task and model, for showing and downloading.
 
-    Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), relative,
-    cosine, accuracy, low, high, n. The expert has an accuracy only; what was not measured is NaN.
+    Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
+    (half its 95 % interval), relative, cosine, accuracy, low, high, n. The expert has an accuracy only; what was not
+    measured is NaN.
 
     Raises:
         DataError: the run has no finished calibration of that name.
@@ -32,7 +44,7 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 
 
 def before_after_text(run: DriftRun, name: str) -> str:
-    """The table; below it how much of the gain is calibration and how much rescaling, and how settings were chosen.
+    """The table and the changes of accuracy; below, what calibration and rescaling gain, and how settings were chosen.
 
     Raises:
         DataError: the run has no finished calibration of that name.
@@ -44,15 +56,38 @@ def before_after_text(run: DriftRun, name: str) -> str:
         is_first = at == 0 or found[at - 1].task != entry.task
         rows.append([entry.task if is_first else "", title(entry.variant), *_cells(entry)])
     said = [*credit_sentences(run, name), *selection_sentences(run, name)]
-    lines = [*aligned(rows, num_names=2), "", *map(printable, said)]
+    lines = [*aligned(rows, num_names=2), "", *_change_lines(run, name), *map(printable, said)]
     return "\n".join(lines)
+
+
+def _change_lines(run: DriftRun, name: str) -> list[str]:
+    """How the accuracy of each task changes, with intervals, and an empty line; none where it was not measured."""
+    found = accuracy_changes(run, name)
+    if not found:
+        return []
+    heading = f"Change of accuracy from merged to {title(calibrated(name))}, in points"
+    rows = [list(_CHANGE_HEADER), *(_change_cells(entry) for entry in found)]
+    return [printable(heading), *aligned(rows, num_names=1), accuracy_change_note(found), ""]
+
+
+def _change_cells(entry: AccuracyChange) -> list[str]:
+    tested = (
+        [str(entry.n), points(entry.change), points_interval(entry.low, entry.high)] if entry.n else [""] * 3
+    )
+    paired = entry.paired
+    if paired is None:
+        return [entry.task, *tested, *[""] * 6]
+    return [
+        *(entry.task, *tested, f"{paired.n} {entry.split}", str(paired.gained), str(paired.lost)),
+        *(points(paired.difference), points_interval(paired.ci_low, paired.ci_high), f"{paired.p_value:.2g}"),
+    ]
 
 
 def _cells(entry: Outcome) -> list[str]:
     if entry.variant == "expert":  # its drift is zero by definition
         features = ["", "", ""]
     else:
-        features = [number(entry.drift), number(entry.relative), number(entry.cosine)]
+        features = [with_error(entry.drift, entry.drift_error), number(entry.relative), number(entry.cosine)]
     known = not math.isnan(entry.accuracy) and not math.isnan(entry.low)
     interval = f"{100 * entry.low:.1f} to {100 * entry.high:.1f} %" if known else ""
     return [*features, percent(entry.accuracy), interval]

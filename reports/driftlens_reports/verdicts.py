@@ -14,7 +14,7 @@ from driftlens.records.compare import Comparison
 from driftlens.records.equality import Equality
 from driftlens.records.variants import title
 from driftlens_reports.columns import aligned, printable
-from driftlens_reports.wording import error, number, percent
+from driftlens_reports.wording import error, number, percent, points, points_interval
 
 _SHOWN = 5
 """How many of the differences between two runs are listed."""
@@ -130,8 +130,8 @@ def _task_cells(row: dict[Any, Any]) -> list[str]:
         _signed(row["cos_change"]),
         flips,
         _arrow(percent(row["accuracy_before"]), percent(row["accuracy_after"])),
-        _points(row["accuracy_change"]),
-        _interval(row["accuracy_ci_low"], row["accuracy_ci_high"]),
+        points(row["accuracy_change"]),
+        points_interval(row["accuracy_ci_low"], row["accuracy_ci_high"]),
     ]
 
 
@@ -139,8 +139,8 @@ def _notes(rows: pd.DataFrame) -> list[str]:
     """Where both answered the same samples: how many each side gained, and whether that may be chance."""
     return [
         f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} are "
-        f"gained and {row['lost']} lost: {_points(row['paired_change'])} points "
-        f"({_interval(row['paired_ci_low'], row['paired_ci_high'])}), McNemar p = {row['p_value']:.2g}"
+        f"gained and {row['lost']} lost: {points(row['paired_change'])} points "
+        f"({points_interval(row['paired_ci_low'], row['paired_ci_high'])}), McNemar p = {row['p_value']:.2g}"
         for row in rows.to_dict("records")
         if row["paired_n"]
     ]
@@ -153,7 +153,7 @@ def _gain_lines(found: Comparison) -> list[str]:
             str(row["task"]),
             _QUANTITIES[row["quantity"]],
             *map(
-                _points if row["quantity"] == "accuracy" else _signed,
+                points if row["quantity"] == "accuracy" else _signed,
                 (row["value_after"] - row["value_before"], row["by_rescaling"], row["by_calibration"]),
             ),
         ]
@@ -176,11 +176,3 @@ def _signed(value: float) -> str:
 
 def _signed_percent(value: float) -> str:
     return "" if math.isnan(value) else f"{100 * value:+.1f} %"
-
-
-def _points(value: float) -> str:
-    return "" if math.isnan(value) else f"{100 * value:+.1f}"
-
-
-def _interval(low: float, high: float) -> str:
-    return "" if math.isnan(low) else f"{_points(low)} to {_points(high)}"

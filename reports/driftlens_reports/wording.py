@@ -21,6 +21,21 @@ def percent(value: float) -> str:
     return f"{round(100 * value, 1) + 0.0:.1f} %" if is_measured(value) else NOT_MEASURED
 
 
+def points(value: float) -> str:
+    """A change of a fraction in percentage points, signed; empty where it was not measured."""
+    return f"{round(100 * value, 1) + 0.0:+.1f}" if is_measured(value) else ""
+
+
+def points_interval(low: float, high: float) -> str:
+    """Both ends of an interval in percentage points; empty where it was not measured."""
+    return f"{points(low)} to {points(high)}" if is_measured(low) else ""
+
+
+def with_error(value: float, error: float) -> str:
+    """Four significant digits, and two of half the interval where there is one."""
+    return f"{number(value)} +- {error:#.2g}".removesuffix(".") if is_measured(error) else number(value)
+
+
 def origin_sentence(origins: Origins) -> str:
     """Which layers the final drift comes from, or that this was not measured."""
     if not origins.layers:

@@ -63,6 +63,10 @@ def test_json_holds_the_same_numbers(folder: pathlib.Path, run_cli: Cli) -> None
     for task in TASKS:
         assert rows[task, VARIANT]["drift"] == run.value("drift_l2_mean", task=task, variant=VARIANT)
         assert rows[task, "expert"]["drift"] is None
+    for change in found["accuracy_changes"]:
+        before, after = (rows[change["task"], variant]["accuracy"] for variant in ("merged", VARIANT))
+        assert change["change"] == after - before and change["low"] <= change["change"] <= change["high"]
+        assert change["split"] == "diagnosis" and change["paired"]["n"] == 5
     for gain in found["gains"]:
         assert gain["rescaling"] == 0 and gain["calibration"] == pytest.approx(
             gain["calibrated"] - gain["merged"]

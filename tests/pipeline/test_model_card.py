@@ -11,6 +11,7 @@ import yaml
 import driftlens as dl
 from driftlens.pipeline.calibrate import calibrate
 from driftlens.pipeline.model_card import escaped, model_card
+from driftlens.records.before_after import accuracy_changes
 from driftlens.records.run import DriftRun
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.pipeline.world import TASKS, World, build
@@ -42,20 +43,34 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
     for task in TASKS:
         for variant, title in (("merged", "merged"), (CONTROL, "featcal, anchor only"), (VARIANT, "featcal")):
             row = run.accuracy(task, variant).iloc[0]
-            drift, cosine = (
-                run.value(name, task=task, variant=variant) for name in ("drift_l2_mean", "cos_mean")
-            )
+            final = run.layers(task, variant, "final").iloc[0]
+            error = 1.96 * final["drift_l2_std"] / final["n"] ** 0.5
             interval = f"{100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f} %"
             cells = [
                 task,
                 title,
-                f"{drift:.4g}",
-                f"{cosine:.4g}",
+                f"{final['drift_l2_mean']:.4g} \u00b1 {error:.2g}",
+                f"{final['cos_mean']:.4g}",
                 f"{100 * row['value']:.1f} % of {row['n']}",
                 interval,
             ]
             assert f"| {' | '.join(cells)} |" in card
-    assert "McNemar p = " in card and "(rescaling)" in card
+    assert "(rescaling)" in card
+
+
+def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_paired(
+    run: DriftRun, card: str
+) -> None:
+    for entry in accuracy_changes(run, NAME):
+        assert entry.n == 9 and entry.split == "diagnosis" and entry.paired is not None
+        cells = [
+            entry.task,
+            f"{100 * entry.change:+.1f}",
+            f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}",
+            f"{entry.paired.n} diagnosis",
+        ]
+        assert f"| {' | '.join(cells)} | {entry.paired.gained} | {entry.paired.lost} |" in card
+    assert "| McNemar p |" in card and "too wide, as both models answered the same samples" in card
 
 
 def test_models_samples_and_recipe_are_named_by_digest(run: DriftRun, card: str) -> None:

@@ -46,6 +46,8 @@ def test_the_frame_holds_the_numbers_of_the_tables(run: DriftRun) -> None:
             assert rows.loc[(task, variant), ["drift", "relative", "cosine"]].isna().all()
         else:
             assert row["drift"] == run.value("drift_l2_mean", task=task, variant=variant)
+            final = run.layers(task, variant, "final").iloc[0]
+            assert row["drift_error"] == pytest.approx(1.96 * final["drift_l2_std"] / final["n"] ** 0.5)
             assert row["cosine"] == run.value("cos_mean", task=task, variant=variant)
     assert rows["model"].unique().tolist() == ["merged", "featcal, anchor only", "featcal", "expert"]
 
@@ -80,7 +82,7 @@ def test_the_text_shows_every_task_and_its_numbers(run: DriftRun) -> None:
     text = before_after_text(run, NAME)
     for entry in outcomes(run, NAME):
         assert entry.task in text and f"{100 * entry.accuracy:.1f} %" in text
-        assert entry.variant == "expert" or f"{entry.drift:#.4g}" in text
+        assert entry.variant == "expert" or f"{entry.drift:#.4g} +- {entry.drift_error:#.2g}" in text
     assert all(sentence in text for sentence in credit_sentences(run, NAME))
 
 

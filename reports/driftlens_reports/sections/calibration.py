@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from driftlens.records.before_after import credit_sentences, outcomes
+from driftlens.records.before_after import (
+    accuracy_change_note,
+    accuracy_changes,
+    credit_sentences,
+    outcomes,
+)
 from driftlens.records.gains import gains
+from driftlens.records.intervals import Paired
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
@@ -32,7 +38,8 @@ def calibration_sentences(run: DriftRun) -> list[str]:
 def calibration_tables(run: DriftRun) -> list[Table]:
     """Settings, before and after of every calibration, and the gains split by its control."""
     names = list(run.manifest.calibrations)
-    tables = [_settings(run.manifest.calibrations), *(_outcomes(run, name) for name in names), _split(run)]
+    results = [build(run, name) for name in names for build in (_outcomes, _changes)]
+    tables = [_settings(run.manifest.calibrations), *results, _split(run)]
     return [entry for entry in tables if entry.rows]
 
 
@@ -72,7 +79,8 @@ def _outcomes(run: DriftRun, name: str) -> Table:
         (
             entry.task,
             title(entry.variant),
-            *(entry.drift, entry.relative, entry.cosine, entry.accuracy, entry.low, entry.high),
+            *(entry.drift, entry.drift_error, entry.relative, entry.cosine),
+            *(entry.accuracy, entry.low, entry.high),
             entry.n or None,
         )
         for entry in outcomes(run, name)
@@ -84,6 +92,7 @@ def _outcomes(run: DriftRun, name: str) -> Table:
             "task": "text",
             "model": "text",
             "L2 drift": "number",
+            "drift +-": "number",
             "relative drift": "share",
             "cosine": "number",
             "accuracy": "share",
@@ -92,8 +101,45 @@ def _outcomes(run: DriftRun, name: str) -> Table:
             "test samples": "count",
         },
         rows,
-        note="The expert has an accuracy only: its own drift is zero by definition.",
+        note="L2 drift is a mean over diagnosis samples, followed by half its 95 % interval. Low and high are "
+        "those of the accuracy on test samples. The expert has an accuracy only: its own drift is zero by definition.",
     )
+
+
+def _changes(run: DriftRun, name: str) -> Table:
+    found = accuracy_changes(run, name)
+    rows = [
+        (
+            *(entry.task, entry.change, entry.low, entry.high, entry.n or None),
+            *(_paired(entry.paired, entry.split) if entry.paired else (None,) * 7),
+        )
+        for entry in found
+    ]
+    return table(
+        f"accuracy-change-{name}",
+        f"{name}: change of accuracy against the merged model",
+        {
+            "task": "text",
+            "change": "share",
+            "95 % low": "share",
+            "95 % high": "share",
+            "test samples": "count",
+            "answered by both": "text",
+            "gained": "count",
+            "lost": "count",
+            "change on these": "share",
+            "low on these": "share",
+            "high on these": "share",
+            "McNemar p": "number",
+        },
+        rows,
+        note=f"Percentages are points of accuracy. {accuracy_change_note(found)}",
+    )
+
+
+def _paired(paired: Paired, split: str) -> tuple[object, ...]:
+    change = (paired.difference, paired.ci_low, paired.ci_high, paired.p_value)
+    return (f"{paired.n} {split}", paired.gained, paired.lost, *change)
 
 
 def _split(run: DriftRun) -> Table:

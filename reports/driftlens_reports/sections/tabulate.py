@@ -10,7 +10,7 @@ from driftlens.records.rows import plain
 from driftlens_reports.content import Cell, Column, Kind, Table
 
 _UNITS = {
-    **dict.fromkeys(("L2 drift", "mean drift", "10 % quantile", "90 % quantile"), "feature"),
+    **dict.fromkeys(("L2 drift", "drift +-", "mean drift", "10 % quantile", "90 % quantile"), "feature"),
     **dict.fromkeys(("mismatch", "propagation", "drift"), "feature"),
     **dict.fromkeys(("score drift", "secant", "directional", "spectral", "certified"), "score"),
     **dict.fromkeys(("relative drift", "of base distance", "drift / base distance", "amplification"), "1"),

@@ -1,0 +1,71 @@
+"""The change of accuracy by a calibration: which samples it and its interval rest on, in every text."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from driftlens.records.before_after import accuracy_change_note, accuracy_changes
+from driftlens.records.intervals import mcnemar, unpaired_difference
+from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.before_after import before_after_text
+from driftlens_reports.build import Report
+from tests.records.full_run import Size, write_full_run
+
+NAME, VARIANT = "featcal", "calibrated:featcal"
+
+
+def run_of(folder: pathlib.Path, *, tests: int = 400, has_labels: bool = True) -> DriftRun:
+    size = Size(blocks=1, samples=24, tests=tests)
+    return open_run(write_full_run(folder, tasks=("cars", "dtd"), size=size, has_labels=has_labels))
+
+
+def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_path: pathlib.Path) -> None:
+    run = run_of(tmp_path / "run")
+    for entry in accuracy_changes(run, NAME):
+        before, after = (
+            run.accuracy(entry.task, variant)["value"].iloc[0] for variant in ("merged", VARIANT)
+        )
+        assert entry.change == after - before and entry.n == 400 and not entry.is_paired
+        counts = (round(before * 400), 400, round(after * 400), 400)
+        assert (entry.low, entry.high) == unpaired_difference(*counts)
+        assert entry.split == "diagnosis" and entry.paired is not None and entry.paired.n == 24
+    text = before_after_text(run, NAME)
+    assert "24 diagnosis" in text and "too wide" in text and "on the diagnosis samples" in text
+
+
+def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: pathlib.Path) -> None:
+    run = run_of(tmp_path / "run", tests=24)  # the diagnosis samples are then the test samples
+    for entry in accuracy_changes(run, NAME):
+        right = [
+            rows["pred"] == rows["label"]
+            for rows in (run.outputs(entry.task, v) for v in ("merged", VARIANT))
+        ]
+        found = mcnemar(*(answers.to_numpy(dtype=bool) for answers in right))
+        assert entry.is_paired and entry.split == "test" and entry.paired == found
+        assert (entry.change, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
+    text = before_after_text(run, NAME)
+    assert "24 test" in text and "too wide" not in text and "same test samples" in text
+
+
+def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
+    run = run_of(tmp_path / "run")
+    tables = {table.name: table for table in Report(run, "calibration").content.tables}
+    found = tables[f"accuracy-change-{NAME}"]
+    entries = accuracy_changes(run, NAME)
+    assert [row[:5] for row in found.rows] == [(e.task, e.change, e.low, e.high, e.n) for e in entries]
+    assert [row[5] for row in found.rows] == ["24 diagnosis"] * 2 and accuracy_change_note(
+        entries
+    ) in found.note
+    drifts = tables[f"before-after-{NAME}"]
+    at = [column.name for column in drifts.columns].index("drift +-")
+    final = run.layers("cars", "merged", "final").iloc[0]
+    assert drifts.rows[0][at] == pytest.approx(1.96 * final["drift_l2_std"] / final["n"] ** 0.5)
+
+
+def test_without_labels_nothing_is_said_about_accuracy(tmp_path: pathlib.Path) -> None:
+    run = run_of(tmp_path / "run", has_labels=False)
+    assert accuracy_changes(run, NAME) == [] and "Change of accuracy" not in before_after_text(run, NAME)
+    names = [table.name for table in Report(run, "calibration").content.tables]
+    assert f"before-after-{NAME}" in names and f"accuracy-change-{NAME}" not in names

@@ -131,7 +131,10 @@ class FeatCal:
         require_one_of("anchor", self.anchor, ("merged", "none"))
         require_one_of("solve_dtype", self.solve_dtype, ("float32", "float64"))
         if isinstance(self.update, str) or not self.update:
-            raise SpecError(f"update is {self.update!r}; expected a list of {', '.join(UPDATES)}")
+            raise SpecError(
+                f"update is {self.update!r}; expected a list of {', '.join(UPDATES)}",
+                hint="For example ['linear', 'bias']; on the command line: --set 'update=[linear, bias]'.",
+            )
         for part in self.update:
             require_one_of("update", part, UPDATES)
         if not has_base and self.anchor == "merged" and self.rho != 1:

@@ -34,7 +34,11 @@ def open_npz(entry: NpzData, split: Split, access: Access) -> ImageView:
     file, images, labels = _arrays(entry, split)
     shape, dtype = file.header(images)
     where = f"{file.path}, array {images}"
-    if len(shape) < 3 or shape[0] == 0:
+    if shape[:1] == (0,):
+        raise DataError(
+            f"{where}: it is empty, no image at all", hint="Every task needs samples in each split."
+        )
+    if len(shape) < 3:
         raise DataError(
             f"{where}: shape {list(shape)}, expected [n, h, w, 3] or [n, h, w]", hint="One image per row."
         )

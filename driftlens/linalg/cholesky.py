@@ -81,7 +81,8 @@ def factorize(matrix: Tensor, *, what: str) -> Factor:
     raise SingularGramError(
         f"{what} is singular to working precision: its smallest eigenvalue is {smallest:.2e}, its largest "
         f"{largest:.2e}",
-        hint="Raise `lam`, or calibrate on more samples than the site has input features.",
+        hint="Raise `lam` (it needs an anchor to pull towards), or calibrate on more samples than the site has input "
+        "features.",
         smallest_eigenvalue=smallest,
         largest_eigenvalue=largest,
     )

@@ -31,7 +31,7 @@ job that a page starts needs a function in `jobs/requests.py` and no more.
 | `show` | `show_chart`, `show_data`, `page_title`: charts with their data, numbers in one format |
 | `texts` | `plain`: a name from a run or spec, safe inside Markdown |
 | `runs` | the runs under the allowed root, by id, cached |
-| `inside` | whether a path stays under that root once links are followed; ask before reading or writing by a name from a run |
+| `inside` | whether a path stays under that root once links are followed: asked before a name from a run is used |
 | `jobs` | start, watch and cancel the command line; what it does is on disk |
 | `live` | a job while it runs, redrawn by itself |
 | `trouble` | `shown_errors`: what happened and what to do, in place |

@@ -162,13 +162,13 @@ def accuracy_changes(run: DriftRun, name: str) -> list[AccuracyChange]:
 def accuracy_change_note(found: Sequence[AccuracyChange]) -> str:
     """What a reader must know about the intervals of these changes."""
     if all(entry.is_paired for entry in found if entry.n):
-        return "Both models answered the same test samples; intervals count those gained and lost."
+        return "Both models answered the same test samples; intervals count the answers that changed."
     text = (
-        "Answers sample by sample are not stored for all test samples: there the interval takes the two accuracies for "
-        "independent, and is too wide, as both models answered the same samples."
+        "Single answers are not stored for all test samples: the interval there takes the two accuracies for "
+        "independent and is wider than it need be, as both models answered the same samples."
     )
     if any(entry.split == "diagnosis" for entry in found):
-        text += " Gained and lost are counted on the diagnosis samples."
+        text += " Answers that changed are counted on the diagnosis samples."
     return text
 
 

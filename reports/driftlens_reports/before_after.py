@@ -23,7 +23,7 @@ from driftlens_reports.wording import number, percent, points, points_interval, 
 _HEADER = ("task", "model", "L2 drift, 95 %", "relative", "cosine", "accuracy", "95 % interval")
 _CHANGE_HEADER = (
     *("task", "test samples", "change", "95 % interval"),
-    *("answered by both", "gained", "lost", "change", "95 % interval", "McNemar p"),
+    *("answered by both", "to right", "to wrong", "change", "95 % interval", "McNemar p"),
 )
 
 

@@ -70,7 +70,9 @@ def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_
             f"{entry.paired.n} diagnosis",
         ]
         assert f"| {' | '.join(cells)} | {entry.paired.gained} | {entry.paired.lost} |" in card
-    assert "| McNemar p |" in card and "too wide, as both models answered the same samples" in card
+    assert (
+        "| McNemar p |" in card and "wider than it need be, as both models answered the same samples" in card
+    )
 
 
 def test_models_samples_and_recipe_are_named_by_digest(run: DriftRun, card: str) -> None:

@@ -11,6 +11,7 @@ from driftlens.records.intervals import mcnemar, unpaired_difference
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.before_after import before_after_text
 from driftlens_reports.build import Report
+from driftlens_reports.wording import points
 from tests.records.full_run import Size, write_full_run
 
 NAME, VARIANT = "featcal", "calibrated:featcal"
@@ -32,7 +33,7 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
         assert (entry.low, entry.high) == unpaired_difference(*counts)
         assert entry.split == "diagnosis" and entry.paired is not None and entry.paired.n == 24
     text = before_after_text(run, NAME)
-    assert "24 diagnosis" in text and "too wide" in text and "on the diagnosis samples" in text
+    assert "24 diagnosis" in text and "wider than it need be" in text and "on the diagnosis samples" in text
 
 
 def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: pathlib.Path) -> None:
@@ -46,7 +47,7 @@ def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: path
         assert entry.is_paired and entry.split == "test" and entry.paired == found
         assert (entry.change, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
     text = before_after_text(run, NAME)
-    assert "24 test" in text and "too wide" not in text and "same test samples" in text
+    assert "24 test" in text and "wider than" not in text and "same test samples" in text
 
 
 def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
@@ -54,10 +55,13 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     tables = {table.name: table for table in Report(run, "calibration").content.tables}
     found = tables[f"accuracy-change-{NAME}"]
     entries = accuracy_changes(run, NAME)
-    assert [row[:5] for row in found.rows] == [(e.task, e.change, e.low, e.high, e.n) for e in entries]
-    assert [row[5] for row in found.rows] == ["24 diagnosis"] * 2 and accuracy_change_note(
-        entries
-    ) in found.note
+    assert list(found.rows) == [(e.task, e.change, e.low, e.high, e.n) for e in entries]
+    assert accuracy_change_note(entries) in found.note
+    answers = [entry.paired for entry in entries if entry.paired is not None]
+    assert [row[1:] for row in tables[f"answers-changed-{NAME}"].rows] == [
+        ("diagnosis", 24, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
+        for at in answers
+    ]
     drifts = tables[f"before-after-{NAME}"]
     at = [column.name for column in drifts.columns].index("drift +-")
     final = run.layers("cars", "merged", "final").iloc[0]
@@ -69,3 +73,8 @@ def test_without_labels_nothing_is_said_about_accuracy(tmp_path: pathlib.Path) -
     assert accuracy_changes(run, NAME) == [] and "Change of accuracy" not in before_after_text(run, NAME)
     names = [table.name for table in Report(run, "calibration").content.tables]
     assert f"before-after-{NAME}" in names and f"accuracy-change-{NAME}" not in names
+    assert f"answers-changed-{NAME}" not in names
+
+
+def test_a_change_too_small_to_show_has_no_minus() -> None:
+    assert (points(-0.0001), points(-0.012), points(float("nan"))) == ("+0.0", "-1.2", "")

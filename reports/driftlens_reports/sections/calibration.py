@@ -11,7 +11,6 @@ from driftlens.records.before_after import (
     outcomes,
 )
 from driftlens.records.gains import gains
-from driftlens.records.intervals import Paired
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
@@ -38,7 +37,7 @@ def calibration_sentences(run: DriftRun) -> list[str]:
 def calibration_tables(run: DriftRun) -> list[Table]:
     """Settings, before and after of every calibration, and the gains split by its control."""
     names = list(run.manifest.calibrations)
-    results = [build(run, name) for name in names for build in (_outcomes, _changes)]
+    results = [build(run, name) for name in names for build in (_outcomes, _changes, _answers)]
     tables = [_settings(run.manifest.calibrations), *results, _split(run)]
     return [entry for entry in tables if entry.rows]
 
@@ -107,14 +106,7 @@ def _outcomes(run: DriftRun, name: str) -> Table:
 
 
 def _changes(run: DriftRun, name: str) -> Table:
-    found = accuracy_changes(run, name)
-    rows = [
-        (
-            *(entry.task, entry.change, entry.low, entry.high, entry.n or None),
-            *(_paired(entry.paired, entry.split) if entry.paired else (None,) * 7),
-        )
-        for entry in found
-    ]
+    found = [entry for entry in accuracy_changes(run, name) if entry.n]
     return table(
         f"accuracy-change-{name}",
         f"{name}: change of accuracy against the merged model",
@@ -124,22 +116,37 @@ def _changes(run: DriftRun, name: str) -> Table:
             "95 % low": "share",
             "95 % high": "share",
             "test samples": "count",
-            "answered by both": "text",
-            "gained": "count",
-            "lost": "count",
-            "change on these": "share",
-            "low on these": "share",
-            "high on these": "share",
-            "McNemar p": "number",
         },
-        rows,
+        [(entry.task, entry.change, entry.low, entry.high, entry.n) for entry in found],
         note=f"Percentages are points of accuracy. {accuracy_change_note(found)}",
     )
 
 
-def _paired(paired: Paired, split: str) -> tuple[object, ...]:
-    change = (paired.difference, paired.ci_low, paired.ci_high, paired.p_value)
-    return (f"{paired.n} {split}", paired.gained, paired.lost, *change)
+def _answers(run: DriftRun, name: str) -> Table:
+    return table(
+        f"answers-changed-{name}",
+        f"{name}: answers that changed on the samples whose answers are stored",
+        {
+            "task": "text",
+            "split": "text",
+            "samples": "count",
+            "became right": "count",
+            "became wrong": "count",
+            "change": "share",
+            "95 % low": "share",
+            "95 % high": "share",
+            "McNemar p": "number",
+        },
+        [
+            (
+                *(entry.task, entry.split, entry.paired.n, entry.paired.gained, entry.paired.lost),
+                *(entry.paired.difference, entry.paired.ci_low, entry.paired.ci_high, entry.paired.p_value),
+            )
+            for entry in accuracy_changes(run, name)
+            if entry.paired is not None
+        ],
+        note="Percentages are points of accuracy on these samples, with Tango's interval for paired answers.",
+    )
 
 
 def _split(run: DriftRun) -> Table:

@@ -9,7 +9,7 @@ from driftlens.records.variants import title
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Outcome
 from driftlens_reports.sections.comparison import Compared
-from driftlens_reports.wording import number, percent
+from driftlens_reports.wording import number, percent, points
 
 
 def verdict_sentences(
@@ -91,7 +91,7 @@ def _credit_sentences(run: DriftRun, compared: Compared, changes: Sequence[Chang
 def _part(value: float, change: Change) -> str:
     """A part of a change in the measure's own unit: parts that work against each other make no readable shares."""
     if change.kind == "share":
-        return f"{100 * value:+.1f} points"
+        return f"{points(value)} points"
     return f"{value:+.4g} feature units" if change.measure == "final drift" else f"{value:+.4f}"
 
 

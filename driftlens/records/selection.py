@@ -10,6 +10,11 @@ from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 
 _NAMES = {"lam": "lambda", "rho": "rho", "alpha": "alpha"}
+_TOLD = {
+    *("score", "start", "chosen", "is_start_kept", "found"),
+    *("advantage", "standard_error", "candidates", "seconds"),
+}
+"""Entries of the record that the sentence is made from."""
 
 
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
@@ -27,10 +32,10 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
         raise DataError(f"the run has no calibration {name!r}; it has {', '.join(known) or 'none'}")
     if not known[name].automatic:
         return []
-    if not known[name].selection:
-        # Runs from before the manifest told.
+    if not known[name].selection.keys() >= _TOLD:
+        # A run from before the manifest told, or a chooser of the caller's own, which may keep any record.
         return [
-            f"Settings were chosen on held-out calibration samples; calibrations/{name}/config.yaml says how."
+            f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how."
         ]
     return [_sentence(known[name].selection)]
 

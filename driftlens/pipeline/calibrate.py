@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from driftlens.pipeline.calibration_notices import untouched_but_moved
 from driftlens.pipeline.calibration_plan import CalibrationPlan, Choice, plan_calibration
 from driftlens.pipeline.calibration_record import calibration_info, record_solution
 from driftlens.pipeline.calibration_request import CalibrationRequest, Configured
-from driftlens.pipeline.calibration_scratch import CalibrationScratch
+from driftlens.pipeline.calibration_scratch import CalibrationScratch, SolvedLayer
 from driftlens.pipeline.calibration_walk import solve
 from driftlens.pipeline.identity import require_same_models, require_same_samples
 from driftlens.pipeline.model_card import model_card
@@ -93,7 +93,7 @@ def calibrate(
     with RunWriter.resume(folder) as writer:
         # Somebody may have been faster while the models were being opened.
         terms.require_free_name(plan, writer.manifest)
-        if not (resume and plan.name in writer.manifest.calibrations):
+        if replace or not (resume and plan.name in writer.manifest.calibrations):
             reporter = Reporter(all_of(writer.progress, on_progress), cancel)
             with deterministic_algorithms(opened.study.settings.deterministic), _resumable(folder, plan.name):
                 _calibrate(writer, opened, reporter, choose, resume=resume)
@@ -233,6 +233,25 @@ def _resumable(folder: pathlib.Path, name: str) -> Iterator[None]:
         raise
 
 
+def _replaced(
+    writer: RunWriter,
+    study: Study,
+    plan: CalibrationPlan,
+    scratch: CalibrationScratch,
+    solved: Mapping[int, SolvedLayer],
+    reporter: Reporter,
+) -> dict[int, SolvedLayer]:
+    """All layers solved; only then does the calibration that has the name make room."""
+    try:
+        solve(writer, study, plan, scratch, solved, reporter)
+    except BaseException:
+        scratch.remove()  # what has the name stays, so there is nothing to go on with
+        raise
+    with scratch.hidden():
+        writer.remove_calibration(plan.name)
+    return scratch.solved()
+
+
 def _calibrate(
     writer: RunWriter,
     opened: OpenCalibration,
@@ -243,14 +262,18 @@ def _calibrate(
 ) -> None:
     plan, study = opened.plan, opened.study
     scratch = CalibrationScratch(writer.folder, plan.name)
+    replaces = plan.name in writer.manifest.calibrations
     if not (resume and scratch.is_there):
         scratch.remove()  # first: with it, a removal that is stopped could be taken for a calibration to go on with
-        writer.remove_calibration(plan.name)
+        if not replaces:
+            writer.remove_calibration(plan.name)  # what one that was stopped has left
     if choose is not None:
         with writer.phase(f"{plan.phase}:choose"):
             plan = plan.chosen(choose, study, reporter)
     identity = plan.identity(opened.manifest, study)
     solved = scratch.begin(identity, resume=resume)
+    if replaces:
+        solved = _replaced(writer, study, plan, scratch, solved, reporter)
     notices = untouched_but_moved(study.pool, plan.parameters)
     writer.begin_variants(plan.variants)
 

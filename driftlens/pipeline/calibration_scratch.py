@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +57,22 @@ class CalibrationScratch:
         """
         if resume and self.is_there:
             self.require_same(settings)
-            return {int(path.stem): _read(path) for path in self._files()}
+            return self.solved()
         self.remove()
         write_json_atomic(self._settings, settings)
         return {}
+
+    def solved(self) -> dict[int, SolvedLayer]:
+        """The layers that are kept, by index."""
+        return {int(path.stem): _read(path) for path in self._files()}
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """A block that, stopped in the middle, leaves nothing to go on with."""
+        settings = json.loads(self._settings.read_text(encoding="utf-8"))
+        self._settings.unlink()
+        yield
+        write_json_atomic(self._settings, settings)
 
     @property
     def is_there(self) -> bool:

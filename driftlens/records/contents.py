@@ -24,7 +24,6 @@ from driftlens.records.schema import TABLES, Table
 from driftlens.records.tables import append_rows, drop_rows
 from driftlens.records.variants import calibrated, control_of
 
-
 LATER = ("calibrate:", "sweep:")
 """How phases begin that are no part of a run's own analysis."""
 

@@ -19,6 +19,7 @@ from driftlens.errors import (
     DriftLensError,
     LayerNotFoundError,
     RunError,
+    SingularGramError,
     SpecError,
 )
 from driftlens.pipeline.analyze import analyze, evaluate
@@ -130,6 +131,23 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
         not list((folder / "features").rglob("*anchor*"))
         and not (folder / f"calibrations/{NAME}/anchor.safetensors").exists()
     )
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled"])
+def test_what_has_the_name_stays_until_its_successor_is_solved_for(
+    folder: pathlib.Path, whole: DriftRun, end: str
+) -> None:
+    calibrate(folder, request())
+    if end == "failed":
+        with pytest.raises(SingularGramError):
+            calibrate(folder, request(parameters={"lam": 0.0}, samples=1), replace=True)
+    else:
+        calibrate_until(folder, in_layer(3), replace=True)
+    run = open_run(folder)
+    same_rows(run, whole)
+    assert run.variants == whole.variants and verify(folder).ok
+    assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
+    assert not (folder / "scratch" / f"calibrate-{NAME}").exists()
 
 
 def test_resuming_what_is_finished_only_saves_it_elsewhere(whole: DriftRun, tmp_path: pathlib.Path) -> None:

@@ -134,6 +134,21 @@ def test_a_cancelled_calibration_can_be_continued(open_app: Open, root: Path, ru
     assert job is not None and "--resume" in log_text(job.log)
 
 
+def test_going_on_writes_no_folder_beside_a_single_run(open_app: Open, root: Path, run: Path) -> None:
+    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    until(lambda: state(run) == "running", "it runs")
+    press(app.run(), "Cancel")
+    until(lambda: state(run) == "cancelled", "it has stopped")
+    record = run / "logs" / "calibrate-job.json"
+    found = json.loads(record.read_text())
+    found["settings"]["save_weights"] = True
+    record.write_text(json.dumps(found))
+    press(open_app(run, "calibrate"), "Continue where it stopped")
+    until(lambda: state(run) == "running", "it runs again")
+    job = job_of(run)
+    assert job is not None and "--save-weights" not in log_text(job.log)
+
+
 def test_a_killed_worker_is_reported(open_app: Open, root: Path, run: Path) -> None:
     app = calibrate_as(open_app(root, "calibrate"), "steady")
     until(lambda: state(run) == "running", "it runs")

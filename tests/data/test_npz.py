@@ -108,7 +108,9 @@ def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
             {"x_test": np.zeros((3, 4, 4, 4), np.uint8)}, "[4, 4, 4]", "further", id="alpha channel"
         ),
         pytest.param({"x_test": np.zeros((3, 16), np.uint8)}, "[3, 16]", "One image per row", id="flat rows"),
-        pytest.param({"x_test": np.zeros((0, 4, 4), np.uint8)}, "it is empty, no image at all", "", id="no images"),
+        pytest.param(
+            {"x_test": np.zeros((0, 4, 4), np.uint8)}, "it is empty, no image at all", "", id="no images"
+        ),
         pytest.param({"x_test": None}, "no array x_test; there are x_train", "{x: KEY", id="no pixels"),
         pytest.param(
             {"y_test": np.array([0, 3, 1])}, "label 3 of sample 1 is outside 0 to 2", "", id="label too high"

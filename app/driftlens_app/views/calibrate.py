@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import streamlit as st
 
@@ -55,7 +56,7 @@ def show() -> None:
         if job is not None and job.state in BAD_ENDS:
             show_ended(job)
             if not settings.read_only:
-                _offer_to_continue(run, job.job)
+                _offer_to_continue(run, job.job, may_export=not settings.is_one_run)
         _results(run, job)
 
 
@@ -83,13 +84,15 @@ def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str) -> None:
         show_findings(known[2])
 
 
-def _offer_to_continue(run: DriftRun, job: Job) -> None:
+def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:
     if not (run.path / begun_calibration(job.name)).is_file():
         return  # It ended before it had begun: with a fresh start nothing is lost.
     settings = CalibrationSettings.from_dict(job.settings)
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
         with shown_errors():
-            start(calibrate_request(run, settings.resumed()))
+            # A record may say anything, and the folder of an export lies beside the run.
+            resumed = replace(settings.resumed(), save_weights=settings.save_weights and may_export)
+            start(calibrate_request(run, resumed))
             st.rerun()
 
 

@@ -61,8 +61,22 @@ def test_the_server_listens_on_this_machine_only(url: str) -> None:
 def test_a_foreign_host_or_origin_gets_no_session(url: str) -> None:
     own = urlsplit(url).netloc
     assert handshake(url, Host=own, Origin=url) == 101
-    assert handshake(url, Host="evil.example", Origin="http://evil.example") == 403
+    assert handshake(url, Host="evil.example", Origin="http://evil.example") == 400
     assert handshake(url, Host=own, Origin="http://evil.example") == 403
+
+
+def test_a_foreign_host_is_refused_before_anything_else(url: str) -> None:
+    own = urlsplit(url).netloc
+    for path in ("/", "/overview", "/runs", "/_stcore/health", "/_stcore/host-config"):
+        assert answer(url, path, {"Host": own}) in (200, 307)
+        assert answer(url, path, {"Host": "evil.example"}) == 400
+        assert answer(url, path, {}) == 400
+
+
+def test_the_first_page_answers_to_its_name_too(url: str) -> None:
+    assert answer(url, "/runs", {"Host": urlsplit(url).netloc}) == 307
+    with urllib.request.urlopen(f"{url}/runs?task=cars", timeout=30) as response:
+        assert response.url == f"{url}/?task=cars" and response.status == 200
 
 
 def test_the_apps_own_files_are_not_served(url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from driftlens.errors import RunLockedError, SpecError
 from driftlens.records.lock import RunLock
 from driftlens.records.run import open_run
 from driftlens_app.calibration import CalibrationSettings
-from driftlens_app.jobs import Job, cancel, processes, start, watch
+from driftlens_app.jobs import Job, cancel, command_line, processes, start, watch
 from driftlens_app.jobs.curve import running_drift
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
@@ -241,3 +242,21 @@ def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
     until(lambda: state(root / "driftlens-demo") == "done", "it is done")
     (root / "driftlens-demo" / "manifest.json").write_text((root / "full" / "manifest.json").read_text())
     assert "--force" in demo_request(settings).arguments
+
+
+def test_at_most_two_commands_are_waited_for_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "stand_in.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "here = pathlib.Path(sys.argv[1]); here.touch()\n"
+        "print(len(list(here.parent.glob('busy-*'))))\n"
+        "time.sleep(0.3); here.unlink()\n"
+    )
+    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(script)))
+    with ThreadPoolExecutor(5) as visitors:
+        asked = [[str(tmp_path / f"busy-{at}")] for at in range(5)]
+        found = [*visitors.map(lambda arguments: command_line.answer(arguments, tmp_path, 60), asked)]
+    assert all(done.returncode == 0 for done in found)
+    assert max(int(done.stdout) for done in found) <= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from driftlens_app.settings import Settings
 
 COMMAND = (sys.executable, "-m", "driftlens")
 """The program; tests put a stand-in here."""
+
+_TURNS = threading.BoundedSemaphore(2)
 
 
 def environment() -> dict[str, str]:
@@ -28,16 +31,19 @@ def environment() -> dict[str, str]:
 def answer(arguments: Sequence[str], folder: Path, patience: float) -> subprocess.CompletedProcess[str]:
     """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said.
 
+    Two run at a time, however many visitors ask; the others wait, and their patience begins with their turn.
+
     Raises:
         subprocess.TimeoutExpired: it took longer than `patience` seconds, and was ended.
     """
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(),
-        timeout=patience,
-        check=False,
-    )
+    with _TURNS:
+        return subprocess.run(
+            [*COMMAND, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment(),
+            timeout=patience,
+            check=False,
+        )

@@ -36,7 +36,9 @@ def show() -> None:
         await_demo(settings)  # its tables come before its end: there is nothing else to look at yet
     page_title("Runs", f"In {plain(settings.root)}. Select a row to open its overview.")
     show_new_runs(settings)
-    wanted = st.text_input("Filter", placeholder="part of a name, task or variant", key="filter")
+    wanted = st.text_input(
+        "Filter", placeholder="part of a name, task or variant", key="filter", bind="query-params"
+    )
     shown = sorted((run for run in found if _matches(run, wanted)), key=lambda run: run.created, reverse=True)
     if not shown:
         st.info("No run matches the filter.", icon=":material/filter_alt:")

@@ -14,6 +14,7 @@ from driftlens.projection import project, stored_projection
 from driftlens.records.run import open_run
 from driftlens_app.jobs import watch
 from driftlens_app.pictures import pictures
+from driftlens_app.settings import Settings
 from tests.browser.reading import settled
 from tests.browser.server import serving
 
@@ -126,8 +127,17 @@ def writable(browser: Any, runs_folder: Path, tmp_path: Path) -> Iterator[tuple[
         yield address, run
 
 
-def test_a_layout_is_computed_by_a_job_and_then_drawn(page: Any, writable: tuple[str, Path]) -> None:
+def looks_into(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let the app's functions, called here, look where the server of a test does."""
+    for name, value in Settings(folder.resolve(), read_only=False).environment().items():
+        patch.setenv(name, value)
+
+
+def test_a_layout_is_computed_by_a_job_and_then_drawn(
+    page: Any, writable: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     address, run = writable
+    looks_into(run.parent, monkeypatch)
     features(page, address, run, task="cars", method="t-SNE", seed="3")
     page.get_by_role("button", name="Compute this layout").click()
     drawn = places_of_layout(page)
@@ -153,8 +163,9 @@ def places_of_layout(page: Any) -> dict[str, tuple[float, float]]:
 
 
 def test_the_picture_of_a_sample_shows_while_the_pointer_is_over_its_point(
-    page: Any, app_url: str, runs_folder: Path
+    page: Any, app_url: str, runs_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    looks_into(runs_folder, monkeypatch)
     run = open_run(runs_folder / "full")
     features(page, app_url, runs_folder / "full", task="mnist")
     found = places(page)

@@ -187,5 +187,5 @@ def test_a_full_disk_is_told_with_what_is_needed(tmp_path: pathlib.Path) -> None
             tmp_path / "w.safetensors", patched(Failing(OSError(errno.ENOSPC, "No space left")), {})
         )
     assert refusal.value.context["need"] > 8 * 400
-    assert "MB needed are free there" in refusal.value.hint
+    assert "bytes needed are free there" in refusal.value.hint
     assert not list(tmp_path.iterdir())

@@ -16,16 +16,15 @@ def open_part(names: Sequence[str], *, key: str) -> str:
 
     Charts of the other parts are not drawn, so that a page costs what it shows.
     """
-    chosen = st.segmented_control(
+    # A segmented control writes its open part in the accent, too faint on a dark page beside white on that accent.
+    return st.radio(
         "Part of the page",
         names,
-        default=names[0],
-        required=True,
+        horizontal=True,
         key=key,
         bind="query-params",
         label_visibility="collapsed",
     )
-    return chosen or names[0]
 
 
 def show_parts(parts: Mapping[str, Sequence[str]], run: DriftRun, options: ChartOptions, *, key: str) -> None:

@@ -28,7 +28,7 @@ PARTS = [
 
 def opened_at(app: AppTest, key: str, part: str) -> AppTest:
     """The page with one of its parts open."""
-    app.button_group(key=key).set_value(part).run()
+    app.radio(key=key).set_value(part).run()
     return app
 
 

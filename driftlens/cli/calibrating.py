@@ -77,7 +77,8 @@ def calibrate(
         bool, typer.Option("--replace", help="Take out the calibration of this name.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and estimate the cost; write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check everything but digests, estimate the cost, write nothing."),
     ] = False,
     device: Device = None,
     offline: Offline = False,

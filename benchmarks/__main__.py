@@ -7,7 +7,7 @@ import importlib
 
 import torch
 
-NAMES = ("decomposition", "attribution", "memory", "calibration", "calibration_memory", "report")
+NAMES = ("decomposition", "attribution", "memory", "calibration", "calibration_memory", "report", "pages")
 
 
 def main() -> None:

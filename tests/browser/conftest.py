@@ -12,28 +12,26 @@ import pytest
 
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.thumbs import SIDE, save_thumbs, thumbs_file
+from tests.browser.chromium import lacking, launch
 from tests.browser.server import serving
 from tests.pipeline.fixtures import light, world
 from tests.records.full_run import write_full_run
 
 __all__ = ["app_url", "browser", "light", "page", "runs_folder", "world"]
 
-CHROMIUM = Path(os.environ.get("DRIFTLENS_CHROMIUM", "/usr/bin/chromium"))
-_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """A headless Chromium; without one, tests skip, or fail where DRIFTLENS_REQUIRE_BROWSER=1 asks for it."""
-    lacking = _lacking()
-    if lacking:
+    reason = lacking()
+    if reason:
         if os.environ.get("DRIFTLENS_REQUIRE_BROWSER") == "1":
-            pytest.fail(f"DRIFTLENS_REQUIRE_BROWSER=1, but {lacking}")
-        pytest.skip(lacking)
+            pytest.fail(f"DRIFTLENS_REQUIRE_BROWSER=1, but {reason}")
+        pytest.skip(reason)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=str(CHROMIUM), args=_ARGUMENTS)
+        started = launch(playwright)
         yield started
         started.close()
 
@@ -69,11 +67,3 @@ def _save_pictures(run: DriftRun, task: str) -> None:
     file = run.path / thumbs_file(task)
     file.parent.mkdir()
     save_thumbs(file, np.broadcast_to(greys[:, None, None, None], (len(greys), SIDE, SIDE, 3)).copy())
-
-
-def _lacking() -> str:
-    try:
-        import playwright  # noqa: F401
-    except ImportError:
-        return "playwright is not installed"
-    return "" if CHROMIUM.exists() else f"there is no browser at {CHROMIUM}"

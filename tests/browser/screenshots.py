@@ -7,17 +7,16 @@ Writes `OUT/<page>-<theme>.png`, and `OUT/<page>-narrow.png` for a window as wid
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from driftlens_app.pages import pages
+from tests.browser.chromium import launch
 from tests.browser.reading import settled
 from tests.browser.server import serving
 
-_CHROMIUM = os.environ.get("DRIFTLENS_CHROMIUM", "/usr/bin/chromium")
 _SHOTS = {
     "light": {"viewport": {"width": 1400, "height": 1000}, "color_scheme": "light"},
     "dark": {"viewport": {"width": 1400, "height": 1000}, "color_scheme": "dark"},
@@ -39,9 +38,7 @@ def main(root: str, out: str, *wanted: str) -> None:
         serving(Path(root), Path(scratch) / "log") as address,
         sync_playwright() as playwright,
     ):
-        browser = playwright.chromium.launch(
-            executable_path=_CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+        browser = launch(playwright)
         for kind, settings in _SHOTS.items():
             context = browser.new_context(**settings)
             for name in names:

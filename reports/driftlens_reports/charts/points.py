@@ -16,8 +16,12 @@ from driftlens_reports.charts.words import literal
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-MOST_SVG = 1000
-"""Points that a browser still moves smoothly as SVG; a figure of more draws them with WebGL."""
+MOST_SVG = 5000
+"""Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
+
+Without a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
+these as SVG; and a page may hold few figures that use it.
+"""
 
 
 def thinned_samples(rows: pd.DataFrame, options: ChartOptions, panels: int) -> tuple[pd.DataFrame, list[str]]:

@@ -164,13 +164,19 @@ def test_a_layout_that_is_not_stored_names_its_command(full: DriftRun) -> None:
 
 @pytest.mark.parametrize("name", CLOUDS)
 def test_of_very_many_samples_few_are_drawn_and_the_notes_say_so(name: str, crowd: DriftRun) -> None:
-    options = ChartOptions(max_points=1200)
+    options = ChartOptions(max_points=6000)
     drawn = charts[name].draw(crowd, options)
     assert 0 < sum(len(trace.x) for trace in clouds(drawn)) <= options.max_points
-    assert all(trace.type == "scattergl" for trace in clouds(drawn))
     assert any(f" of {len(crowd.sample_ids('crowd')) // 1000}" in note for note in drawn.notes), drawn.notes
     again = charts[name].draw(crowd, options)
     assert again.figure.to_json() == drawn.figure.to_json()
+
+
+@pytest.mark.parametrize(("most", "kind"), [(5000, "scatter"), (6000, "scattergl")])
+def test_webgl_draws_only_what_would_be_slow_as_svg(most: int, kind: str, crowd: DriftRun) -> None:
+    found = clouds(charts["sample-cosine"].draw(crowd, ChartOptions(max_points=most)))
+    assert sum(len(trace.x) for trace in found) > 0.75 * most
+    assert {trace.type for trace in found} == {kind}
 
 
 @pytest.mark.parametrize("name", CLOUDS)

@@ -1,0 +1,76 @@
+"""How long a page of the dashboard takes that was opened before: 8 tasks, 12 blocks, 256 samples."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+import tempfile
+import time
+from typing import Any
+
+from driftlens_app.pages import pages
+from tests.browser.chromium import lacking, launch
+from tests.browser.reading import settled
+from tests.browser.server import serving
+from tests.records.full_run import Size, write_full_run
+
+TASKS, SIZE = 8, Size(12, 256, 64)
+VISITS = 5
+WANTED = 1.0
+"""Seconds."""
+
+_DRAWN = """() => [...document.querySelectorAll('[data-testid=stPlotlyChart]')]
+    .every(chart => chart.querySelector('.main-svg .cartesianlayer .subplot'))"""
+_HAS_OTHER_TITLE = "before => ![before, undefined].includes(document.querySelector('h1')?.innerText)"
+_PAINTED = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+def run(device: str) -> str:
+    """Median and largest seconds of every page, in a headless browser that draws in software."""
+    del device
+    reason = lacking()
+    if reason:
+        return f"pages: not measured, since {reason}"
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        folder = pathlib.Path(scratch)
+        write_full_run(folder / "runs" / "run", tasks=[f"task {at}" for at in range(TASKS)], size=SIZE)
+        with serving(folder / "runs", folder / "log") as address:
+            browser = launch(playwright)
+            window = browser.new_page(viewport={"width": 1400, "height": 1000})
+            window.goto(address)
+            settled(window)
+            found = _visited(window)
+            browser.close()
+    return (
+        f"pages, {TASKS} tasks, {SIZE.blocks} blocks, {SIZE.samples} samples, opened again from another page, median "
+        f"and largest of {VISITS} visits (wanted: {WANTED:.0f} s): "
+        + "; ".join(
+            f"{name} {statistics.median(all_):.2f} s, {max(all_):.2f} s" for name, all_ in found.items()
+        )
+    )
+
+
+def _visited(window: Any) -> dict[str, list[float]]:
+    names = [page.title for page in pages().values() if page.needs_run]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(1 + VISITS):
+        for name in names:
+            seconds[name].append(_visit(window, name))
+    return {name: visits[1:] for name, visits in seconds.items()}
+
+
+def _visit(window: Any, name: str) -> float:
+    """Seconds from the click in the navigation until the script has run and every chart is drawn."""
+    link = window.get_by_test_id("stSidebarNav").get_by_role("link", name=name, exact=True)
+    before = window.locator("h1").inner_text()
+    started = time.perf_counter()
+    link.click()
+    window.wait_for_function(_HAS_OTHER_TITLE, arg=before)
+    settled(window)
+    window.wait_for_function(_DRAWN)
+    window.evaluate(_PAINTED)
+    seconds = time.perf_counter() - started
+    window.wait_for_timeout(1000)  # whatever the page still does must not count as the next one's
+    return seconds

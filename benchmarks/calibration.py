@@ -26,13 +26,14 @@ from driftlens.models.sources import module_source
 
 BLOCKS = 12
 BATCH = 32  # the default of a spec
+ROUNDS = 2
 CASES = {"cpu": ((8, 16), (2, 64)), "cuda": ((8, 256),)}  # tasks, samples of each, features already decoded
 
 
 def run(device: str) -> str:
     """One line per case: ratios to the reference and to the floor, and how exact the weights are.
 
-    Times are those of float32. Exact weights are the reference's own in float64, so that its rounding isn't ours.
+    Times are those of float32, the best of some rounds. Exact weights are the reference's own in float64, so that its rounding isn't ours.
     """
     where = torch.device(device)
     return "\n".join(_case(tasks, samples, where) for tasks, samples in CASES[where.type])
@@ -44,10 +45,15 @@ def _case(tasks: int, samples: int, device: torch.device) -> str:
     pixels = {
         str(task): torch.randn(samples, 3, 224, 224, generator=generator).to(device) for task in range(tasks)
     }
+    candidates = {"ours": _calibrated, "theirs": reference}
+    best: dict[str, tuple[_Seconds, Any]] = {}
     before = product_rates(device)
-    ours, layers = _timed(device, lambda clock: _calibrated(models, pixels, clock))
+    for _ in range(ROUNDS):  # in turns, so that both meet memory that the process has touched before
+        for name, candidate in candidates.items():
+            timed = _timed(device, lambda clock: candidate(models, pixels, clock))  # noqa: B023 - called at once
+            best[name] = min(best.get(name, timed), timed, key=lambda found: found[0].total)
     rates = before.mean(product_rates(device))
-    theirs, blocks = _timed(device, lambda clock: reference(models, pixels, clock))
+    (ours, layers), (theirs, blocks) = best["ours"], best["theirs"]
     floor = floor_seconds(tasks, samples, BLOCKS, rates)
     exact = _in_float64(models, pixels, device)
     return (
@@ -82,7 +88,7 @@ def _timed(device: torch.device, work: Callable[[Clock], Any]) -> tuple[_Seconds
 def _calibrated(
     models: dict[str, nn.Module], pixels: dict[str, Tensor], clock: Clock
 ) -> list[CalibratedLayer]:
-    """Like the reference, without the objectives of the history table and with all inputs in memory."""
+    """As `driftlens calibrate` does it, objectives of the history table included, with all inputs in memory."""
     chain = adapters["open_clip_vit"].chain(models["merged"])
     layers = tuple(_clocked(layer, clock) for layer in chain.layers)
     first = next(iter(pixels.values()))
@@ -94,7 +100,7 @@ def _calibrated(
         dtype=torch.float32,
     )
     samples = {task: lambda x=x: _batches(x) for task, x in pixels.items()}
-    return list(calibrate(pool, samples, FeatCal(), sites=select_sites(chain), objectives=False))
+    return list(calibrate(pool, samples, FeatCal(), sites=select_sites(chain)))
 
 
 def _batches(pixels: Tensor) -> list[Batch]:

@@ -7,7 +7,13 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from driftlens.records.before_after import compared_variants, credit_sentences
+from driftlens.records.before_after import (
+    AccuracyChange,
+    accuracy_change_note,
+    accuracy_changes,
+    compared_variants,
+    credit_sentences,
+)
 from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
@@ -17,7 +23,7 @@ from driftlens_app.show import show_chart, show_data
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.before_after import before_after
-from driftlens_reports.wording import size
+from driftlens_reports.wording import points_interval, size
 
 _CARD = "README.md"
 _MOST_BYTES = 1_000_000_000
@@ -25,10 +31,20 @@ _MOST_BYTES = 1_000_000_000
 
 _COLUMNS = {
     "drift": st.column_config.NumberColumn("L2 drift", format="%.4g", help="Mean norm of the final drift."),
+    "drift_error": st.column_config.NumberColumn("±", format="%.2g", help="Half the 95 % interval of that mean."),
     "relative": st.column_config.NumberColumn(format="%.1f %%", help="Against the expert's feature norm."),
     "cosine": st.column_config.NumberColumn(format="%.4g", help="Of the final feature to the expert's."),
     "accuracy": st.column_config.NumberColumn(format="%.1f %%", help="On test samples."),
     "interval": st.column_config.TextColumn("95 % interval", help="Wilson interval of the accuracy."),
+}
+
+_CHANGES = {
+    "change": st.column_config.NumberColumn(format="%+.1f", help="On test samples, in points."),
+    "interval": st.column_config.TextColumn("95 % interval"),
+    "answered": st.column_config.TextColumn("answers stored", help="Samples that both models answered one by one."),
+    "gained": st.column_config.NumberColumn("became right"),
+    "lost": st.column_config.NumberColumn("became wrong"),
+    "p_value": st.column_config.NumberColumn("McNemar p", format="%.2g"),
 }
 
 _MOST_MOVES = 5
@@ -59,6 +75,7 @@ def show_result(run: DriftRun, name: str) -> None:
             key="before-after",
             alt="Drift, cosine and accuracy by task, merged and calibrated",
         )
+        _show_changes(run, name)
         with st.container(horizontal=True):
             _downloads(run, name)
         with st.container(horizontal=True):
@@ -71,6 +88,35 @@ def show_result(run: DriftRun, name: str) -> None:
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
         for notice in run.manifest.calibrations[name].notices:
             st.caption(plain(notice))
+
+
+def _show_changes(run: DriftRun, name: str) -> None:
+    found = accuracy_changes(run, name)
+    if not found:
+        return
+    st.subheader("Change of accuracy, in points", anchor=False, help="Calibrated minus merged.")
+    st.dataframe(
+        pd.DataFrame([_change(entry) for entry in found]),
+        hide_index=True,
+        column_config=_CHANGES,
+        placeholder="–",
+        key="accuracy-changes",
+        alt="Change of accuracy by task with its interval, and the answers that changed",
+    )
+    st.caption(plain(accuracy_change_note(found)))
+
+
+def _change(entry: AccuracyChange) -> dict[str, object]:
+    paired = entry.paired
+    return {
+        "task": entry.task,
+        "change": 100 * entry.change,
+        "interval": points_interval(entry.low, entry.high) if entry.n else "",
+        "answered": f"{paired.n} {entry.split}" if paired else "",
+        "gained": paired.gained if paired else None,
+        "lost": paired.lost if paired else None,
+        "p_value": paired.p_value if paired else None,
+    }
 
 
 def weight_moves(run: DriftRun, name: str) -> pd.DataFrame:
@@ -104,7 +150,7 @@ def _show_moves(run: DriftRun, name: str) -> None:
 
 def _readable(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with shares in percent and the interval in words."""
-    shown = rows[["task", "model", "drift", "relative", "cosine", "accuracy"]].copy()
+    shown = rows[["task", "model", "drift", "drift_error", "relative", "cosine", "accuracy"]].copy()
     shown[["relative", "accuracy"]] *= 100
     shown["interval"] = [
         f"{100 * low:.1f} to {100 * high:.1f} %" if low == low and high == high else ""  # false for NaN

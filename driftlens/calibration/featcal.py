@@ -155,7 +155,7 @@ class FeatCal:
         if base is None:  # then rho is 1
             return {name: value.to(dtype) for name, value in merged.items()}
         return {
-            name: self.rho * value.to(dtype) + (1 - self.rho) * base[name].to(dtype)
+            name: torch.lerp(base[name].to(dtype), value.to(dtype), self.rho)
             for name, value in merged.items()
         }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from driftlens.errors import ShapeError
 
 _PANEL = 256  # rows per product: wide enough for a matrix library, narrow enough to stay in its caches
+_NARROW = 128  # columns per product where more than the product itself is done with them
 
 
 class GramSum:
@@ -56,10 +57,13 @@ class GramSum:
     def quadratic(self, vectors: Tensor) -> Tensor:
         """v' S v of this sum S for every row v of `vectors`, [o, k], in their dtype: [o]. Half of S is read."""
         found = vectors.new_zeros(len(vectors))
-        for rows, columns in self._panels():
-            products = (vectors[:, rows] @ self._lower[rows, columns].to(vectors)) * vectors[:, columns]
-            found += 2 * products[:, : rows.start].sum(dim=1) + products[:, rows.start :].sum(dim=1)
-        return found
+        for start in range(0, len(self._lower), _NARROW):
+            mine = slice(start, start + _NARROW)
+            below = self._lower[start:, mine].to(vectors, copy=True)
+            # Halved on the diagonal, the lower triangle and its mirror image add up to S.
+            below[: below.shape[1]].tril_().diagonal().mul_(0.5)
+            found += torch.linalg.vecdot(vectors[:, start:] @ below, vectors[:, mine])
+        return 2 * found
 
     def clear(self) -> None:
         """Start again at zero, in the same memory."""

@@ -21,9 +21,7 @@ def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Fa
     """
     if not lam >= 0:  # also refuses NaN
         raise SpecError(f"lam must be at least 0, got {lam}", hint="0.05 is the paper's value for CLIP.")
-    system = gram * scale
-    system.diagonal().add_(lam)
-    return factorize(system, what=f"gram + {lam:g} I" if lam else "gram")
+    return factorize(gram, what=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
 
 
 def solve_weight(
@@ -69,7 +67,7 @@ def solve_weight(
         )
     if factor is None:
         factor = ridge_factor(gram, 0.0 if anchor is None else lam)
-    right = output_cross if anchor is None else torch.add(output_cross, anchor, alpha=lam)
+    right = output_cross.clone() if anchor is None else torch.add(output_cross, anchor, alpha=lam)
     return factor.solve_rows(right)
 
 

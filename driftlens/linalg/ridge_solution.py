@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from driftlens.linalg.cholesky import Factor
@@ -52,7 +53,7 @@ def solve_ridge(moments: Moments, anchor: Tensor | None, *, lam: float) -> Ridge
     if moments.target_energy is None:
         return RidgeSolution(weight, factor, None)
     # At the solution W H = R, so that W's quadratic form needs no product with H.
-    objective = moments.weight_sum * moments.target_energy - (cross * weight).sum(dim=1)
+    objective = moments.weight_sum * moments.target_energy - torch.linalg.vecdot(cross, weight)
     if anchor is not None:
-        objective = objective + lam * (anchor * (anchor - weight)).sum(dim=1)
+        objective = objective + lam * torch.linalg.vecdot(anchor, anchor - weight)
     return RidgeSolution(weight, factor, objective)

@@ -31,7 +31,9 @@ _MOST_BYTES = 1_000_000_000
 
 _COLUMNS = {
     "drift": st.column_config.NumberColumn("L2 drift", format="%.4g", help="Mean norm of the final drift."),
-    "drift_error": st.column_config.NumberColumn("±", format="%.2g", help="Half the 95 % interval of that mean."),
+    "drift_error": st.column_config.NumberColumn(
+        "±", format="%.2g", help="Half the 95 % interval of that mean."
+    ),
     "relative": st.column_config.NumberColumn(format="%.1f %%", help="Against the expert's feature norm."),
     "cosine": st.column_config.NumberColumn(format="%.4g", help="Of the final feature to the expert's."),
     "accuracy": st.column_config.NumberColumn(format="%.1f %%", help="On test samples."),
@@ -41,7 +43,9 @@ _COLUMNS = {
 _CHANGES = {
     "change": st.column_config.NumberColumn(format="%+.1f", help="On test samples, in points."),
     "interval": st.column_config.TextColumn("95 % interval"),
-    "answered": st.column_config.TextColumn("answers stored", help="Samples that both models answered one by one."),
+    "answered": st.column_config.TextColumn(
+        "answers stored", help="Samples that both models answered one by one."
+    ),
     "gained": st.column_config.NumberColumn("became right"),
     "lost": st.column_config.NumberColumn("became wrong"),
     "p_value": st.column_config.NumberColumn("McNemar p", format="%.2g"),
@@ -111,7 +115,7 @@ def _change(entry: AccuracyChange) -> dict[str, object]:
     return {
         "task": entry.task,
         "change": 100 * entry.change,
-        "interval": points_interval(entry.low, entry.high) if entry.n else "",
+        "interval": points_interval(entry.low, entry.high),
         "answered": f"{paired.n} {entry.split}" if paired else "",
         "gained": paired.gained if paired else None,
         "lost": paired.lost if paired else None,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from importlib.resources import files
-from typing import Any
-
-import streamlit as st
 
 from driftlens.records.run import DriftRun
+from driftlens_app.component import component
 from driftlens_app.pictures import pictures
 
 MOST_PICTURES = 512
@@ -33,13 +29,5 @@ def show_hover_pictures(run: DriftRun, task: str, chart: str, sample_ids: Sequen
     ids = list(sample_ids)[:MOST_PICTURES]
     there = {name: image for name, image in zip(ids, pictures(run, task, ids), strict=True) if image}
     if there:
-        _component()(data={"chart": chart, "pictures": there}, key=f"pictures-{chart}", height=1)
-
-
-@functools.cache
-def _component() -> Any:
-    # Made on first use: components are registered with the running server.
-    script = files("driftlens_app").joinpath("hover_picture.js").read_text(encoding="utf-8")
-    return st.components.v2.component(
-        "driftlens.hover_picture", html="<img hidden alt='' />", css=_STYLE, js=script
-    )
+        picture = component("hover_picture", "<img hidden alt='' />", _STYLE)
+        picture(data={"chart": chart, "pictures": there}, key=f"pictures-{chart}", height=1)

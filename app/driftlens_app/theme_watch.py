@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from importlib.resources import files
-from typing import Any
-
 import streamlit as st
+
+from driftlens_app.component import component
 
 
 def is_dark() -> bool:
@@ -16,11 +14,5 @@ def is_dark() -> bool:
 
 def watch_theme() -> None:
     """Let the browser ask for the page again when its theme is no longer the one that charts are drawn in."""
-    _component()(data={"dark": is_dark()}, key="theme-watch", height=1, on_dark_change=lambda: None)
-
-
-@functools.cache
-def _component() -> Any:
-    # Made on first use: components are registered with the running server.
-    script = files("driftlens_app").joinpath("theme_watch.js").read_text(encoding="utf-8")
-    return st.components.v2.component("driftlens.theme_watch", html="<i></i>", js=script)
+    watch = component("theme_watch", "<i></i>")
+    watch(data={"dark": is_dark()}, key="theme-watch", height=1, on_dark_change=lambda: None)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from driftlens.errors import ShapeError
 
-_PANEL = 256  # rows per product: wide enough for a matrix library, narrow enough to stay in its caches
-_NARROW = 128  # columns per product where more than the product itself is done with them
+_NARROW = 128  # rows or columns per product: the least that keeps a matrix library busy
 
 
 class GramSum:
@@ -94,6 +93,7 @@ class GramSum:
     def _panels(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of each panel: [i, j) times [0, j)."""
         k = len(self._lower)
-        for start in range(0, k, _PANEL):
-            stop = min(start + _PANEL, k)
+        rows = max(_NARROW, k // 8)  # narrow panels waste little above the diagonal, wide ones run faster
+        for start in range(0, k, rows):
+            stop = min(start + rows, k)
             yield slice(start, stop), slice(0, stop)

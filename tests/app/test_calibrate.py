@@ -10,6 +10,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.errors import SpecError
+from driftlens.records.before_after import accuracy_change_note, accuracy_changes
 from driftlens.records.run import open_run
 from driftlens.records.schema import SCHEMA_VERSION
 from driftlens_app.calibration import CalibrationSettings
@@ -197,12 +198,28 @@ def test_the_table_of_a_finished_calibration_is_the_reports(open_app: Open, root
     with_calibration(run)
     app = open_app(root, "calibrate")
     expected = before_after(open_run(run), "featcal")
-    (table,) = [frame.value for frame in app.dataframe if "interval" in frame.value]
-    for column in ("task", "model", "drift", "cosine"):
+    (table,) = [frame.value for frame in app.dataframe if "model" in frame.value]
+    for column in ("task", "model", "drift", "drift_error", "cosine"):
         assert table[column].equals(expected[column]), column
     assert table["accuracy"].equals(100 * expected["accuracy"])
     assert "anchor alone (rescaling)" in said(app)
     assert app.get("plotly_chart")
+
+
+def test_changes_of_accuracy_come_with_intervals_and_the_answers_that_changed(
+    open_app: Open, root: Path, run: Path
+) -> None:
+    with_calibration(run)
+    app = open_app(root, "calibrate")
+    expected = accuracy_changes(open_run(run), "featcal")
+    (table,) = [frame.value for frame in app.dataframe if "change" in frame.value]
+    assert table["task"].tolist() == [entry.task for entry in expected]
+    assert table["change"].tolist() == [100 * entry.change for entry in expected]
+    for shown, entry in zip(table.to_dict("records"), expected, strict=True):
+        assert entry.paired is not None
+        assert shown["interval"] == f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}"
+        assert (shown["gained"], shown["lost"]) == (entry.paired.gained, entry.paired.lost)
+    assert accuracy_change_note(expected) in said(app)
 
 
 def test_the_largest_weight_moves_are_the_logs(open_app: Open, root: Path, run: Path) -> None:

@@ -35,11 +35,11 @@ class Factor:
         return max(1.0, self.largest_eigenvalue / self.smallest_eigenvalue)
 
     def solve_rows(self, rows: Tensor) -> Tensor:
-        """X with X (L L') = rows, [o, k], in the memory of `rows`; one factor serves every row."""
+        """X with X (L L') = rows, [o, k], which may be overwritten; one factor serves every row."""
         # X S = R with S symmetric means S X' = R'. In place, either solve takes half the time.
-        for lower, is_upper in ((self.lower.mT, True), (self.lower, False)):
-            torch.linalg.solve_triangular(lower, rows, upper=is_upper, left=False, out=rows)
-        return rows
+        out = None if rows.requires_grad or self.lower.requires_grad else rows
+        half = torch.linalg.solve_triangular(self.lower.mT, rows, upper=True, left=False, out=out)
+        return torch.linalg.solve_triangular(self.lower, half, upper=False, left=False, out=out)
 
     def energy(self, rows: Tensor) -> Tensor:
         """x' (L L') x for every row x, [o], computed in the dtype of `rows`, [o, k]."""

@@ -86,8 +86,9 @@ class GramSum:
     def _energy(self, part: tuple[slice, slice]) -> Tensor:
         rows, _ = part
         panel = self._lower[part]
-        whole = torch.linalg.vector_norm(panel).double().square()
-        square = torch.linalg.vector_norm(panel[:, rows.start :]).double().square()
+        # A float32 sum of this many squares would be too small in the fourth digit.
+        whole = torch.linalg.vector_norm(panel, dtype=torch.float64).square()
+        square = torch.linalg.vector_norm(panel[:, rows.start :], dtype=torch.float64).square()
         return 2 * whole - square
 
     def _panels(self) -> Iterator[tuple[slice, slice]]:

@@ -72,7 +72,12 @@ class Moments:
 
     def counted(self, weight_sum: float | Tensor) -> Moments:
         """The same averages, counting `weight_sum` in sums with others; tasks are balanced this way."""
-        return replace(self, weight_sum=torch.as_tensor(weight_sum).to(self.weight_sum))
+        return replace(
+            self,
+            weight_sum=torch.as_tensor(
+                weight_sum, dtype=self.weight_sum.dtype, device=self.weight_sum.device
+            ),
+        )
 
     def outputs(self, start: int, stop: int) -> Moments:
         """Moments of outputs [start, stop) alone, for sites that read the same rows."""

@@ -43,6 +43,14 @@ def test_sums_of_tasks_are_scaled_and_memory_is_used_again(generator: torch.Gene
     torch.testing.assert_close(total.full(), want, rtol=1e-12, atol=1e-12)
 
 
+def test_the_norm_of_a_wide_float32_sum_is_not_too_small(generator: torch.Generator) -> None:
+    rows = random(generator, 40, 3000).float()
+    found = GramSum(3000, torch.float32, CPU)
+    found.add_rows(rows)
+    want = torch.linalg.matrix_norm(rows.double().mT @ rows.double())
+    assert float(found.norm()) == pytest.approx(float(want), rel=1e-6)
+
+
 def test_float32_products_are_summed_in_float64() -> None:
     """A thousand small products beside a large one would be lost in a float32 sum."""
     found = GramSum(1, torch.float64, CPU)

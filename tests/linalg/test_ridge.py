@@ -89,6 +89,28 @@ def test_nothing_that_is_handed_in_is_modified() -> None:
     assert torch.equal(anchor, random(3, 4, seed=2))
 
 
+def test_a_weight_can_be_solved_for_where_gradients_are_wanted() -> None:
+    anchor = random(2, 4).requires_grad_()
+    found = solve_weight(torch.eye(4, dtype=torch.float64), random(2, 4, seed=1), anchor, lam=1.0)
+    (gradient,) = torch.autograd.grad(found.sum(), anchor)
+    torch.testing.assert_close(gradient, torch.full_like(anchor, 0.5))
+
+
+def test_a_sum_of_weights_is_as_exact_as_the_moments() -> None:
+    assert float(Moments.of(random(3, 2), random(3, 1)).counted(0.7).weight_sum) == 0.7
+
+
+@pytest.mark.parametrize("k", [383, 384, 385, 800])
+def test_a_factor_of_several_panels_is_the_whole_one(k: int) -> None:
+    rows = random(k + 5, k)
+    gram = rows.mT @ rows / k
+    factor = factorize(gram, what="gram", scale=2.0, shift=0.1)
+    want = torch.linalg.cholesky(2 * gram + 0.1 * torch.eye(k, dtype=torch.float64))
+    torch.testing.assert_close(factor.lower.tril(), want, rtol=1e-10, atol=1e-12)
+    with pytest.raises(SingularGramError):
+        factorize(gram - 2 * torch.diag(torch.ones(k, dtype=torch.float64)), what="gram")
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from driftlens.errors import LayerNotFoundError
+from driftlens.errors import IncompatibleModelsError, LayerNotFoundError
 from driftlens.layers import select_layers
 from driftlens.models.chain import Layer, LayerChain, Site
 from driftlens.models.sites import BLOCK_ITSELF
@@ -37,6 +37,7 @@ def select_sites(
 
     Raises:
         LayerNotFoundError: a pattern matches nothing, naming the three nearest paths, or nothing is left to calibrate.
+        IncompatibleModelsError: a site that is meant runs more than once in its layer.
     """
     paths = {
         (layer.index, site.name): site_path(layer, site) for layer in chain.layers for site in layer.sites
@@ -48,13 +49,15 @@ def select_sites(
     for layer in chain.layers:
         if wanted is not None and layer.index not in wanted:
             continue
-        names = tuple(
-            site.name
+        chosen = [
+            site
             for site in layer.sites
             if _is_updated(site, update) and _is_meant(layer, paths[layer.index, site.name], sites)
-        )
-        if names:
-            found[layer.index] = names
+        ]
+        for site in chosen:
+            _require_one_input(site, paths[layer.index, site.name])
+        if chosen:
+            found[layer.index] = tuple(site.name for site in chosen)
     if not found:
         raise LayerNotFoundError(
             f"nothing to calibrate: {chain.architecture} has no site that matches "
@@ -71,6 +74,14 @@ def _require_match(pattern: str, paths: Sequence[str]) -> None:
             f"no site matches {pattern!r}; the nearest are {', '.join(near)}",
             hint="Use patterns on module paths such as `*.mlp.*`.",
             nearest=near,
+        )
+
+
+def _require_one_input(site: Site, path: str) -> None:
+    if site.runs > 1:
+        raise IncompatibleModelsError(
+            f"{path} runs {site.runs} times in one pass, so it has no one input to calibrate on",
+            hint="Leave it out with a pattern of sites.",
         )
 
 

@@ -50,7 +50,8 @@ class Site:
     `name.bias`. Sites with the same `input` read the same tensor. `token_weights` names the adapter's rule for how
     much each token counts in moments (`uniform`, all alike, unless the adapter says otherwise). `eps` is the constant
     of a norm. `mixes_tokens` says that other tokens read this site's output at one token, as attention reads keys
-    and values.
+    and values. `runs` is how often one pass through the layer calls the module; one that runs twice has no one input
+    to be calibrated on.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Site:
     token_weights: str = "uniform"
     eps: float | None = None
     mixes_tokens: bool = False
+    runs: int = 1
 
 
 class LayerCall(Protocol):

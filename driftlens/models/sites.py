@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,19 +55,27 @@ def traced_sites(
     projection of `nn.MultiheadAttention` is used but never called, so it is no site.
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
-    calls: dict[str, Tensor] = {}
+    calls: defaultdict[str, list[Tensor]] = defaultdict(list)
     known: dict[str, tuple[SiteKind, float | None]] = {}
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
             known[name] = kind, _eps(module)
-            hooks.callback(_on_input(module, partial(calls.setdefault, name)))
+            hooks.callback(_on_input(module, partial(_append, calls, name)))
         output = run()
     sites = [
-        Site(name, kind, next(other for other, tensor in calls.items() if tensor is value), eps=eps)
-        for name, value in calls.items()
+        Site(name, kind, _first_reader(calls, inputs[0]), eps=eps, runs=len(inputs))
+        for name, inputs in calls.items()
         for kind, eps in [known[name]]
     ]
     return tuple(sites), output
+
+
+def _append(calls: defaultdict[str, list[Tensor]], name: str, value: Tensor) -> None:
+    calls[name].append(value)
+
+
+def _first_reader(calls: Mapping[str, Sequence[Tensor]], value: Tensor) -> str:
+    return next(name for name, inputs in calls.items() if inputs[0] is value)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.errors import LayerNotFoundError, SpecError
+from driftlens.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
 from driftlens.pipeline.calibrate import calibrate
 from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun
@@ -127,6 +127,36 @@ def test_what_can_not_be_is_refused(
     with pytest.raises(error):
         calibrator.fit(merged, **given)
     assert not hasattr(calibrator, "model_")
+
+
+class Twice(nn.Module):
+    """A residual block; one of its modules may run twice in a pass."""
+
+    def __init__(self, repeated: str = "") -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.repeated = repeated
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(self.norm(x))
+        x = x + self.second(self.norm(x) if self.repeated == "norm" else x)
+        return x + self.first(x).tanh() if self.repeated == "first" else x
+
+
+@pytest.mark.parametrize("block", [0, 1], ids=["first block", "last block"])
+@pytest.mark.parametrize("repeated", ["norm", "first"])
+def test_a_module_that_runs_twice_is_refused_and_can_be_left_out(repeated: str, block: int) -> None:
+    """It has no one input to be calibrated on; to take one of the two would be silently wrong."""
+    blocks = [Twice(repeated if at == block else "") for at in range(2)]
+    base = nn.Sequential(*blocks, nn.Linear(5, 2)).eval()
+    models = [perturbed(base, seed) for seed in (1, 2)]
+    with pytest.raises(
+        IncompatibleModelsError, match=f"{block}.{repeated} runs 2 times in one pass"
+    ) as caught:
+        dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()})
+    assert "pattern of sites" in caught.value.hint
+    fitted = dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()}, sites=["*.second"])
+    assert list(fitted.modules_) == ["0.second", "1.second"]
 
 
 def test_progress_is_told_and_a_token_stops_it() -> None:

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from driftlens.errors import DataError
 
+CHOSEN = ("lam", "alpha", "rho")
+"""Settings that are chosen, in the order in which they are."""
+
 NUM_FOLDS = 4
 SEARCH_FOLD, DECISION_FOLD = 0, 1
 CONFIDENCE = 1.96
@@ -114,9 +117,7 @@ def folds_of(num_samples: int, task: str) -> list[range]:
     return [range(fold, num_samples, NUM_FOLDS) for fold in range(NUM_FOLDS)]
 
 
-def choose(
-    start: Candidate, evaluate: Evaluate, *, varies: Sequence[str] = ("lam", "alpha", "rho")
-) -> Choice:
+def choose(start: Candidate, evaluate: Evaluate, *, varies: Sequence[str] = CHOSEN) -> Choice:
     """The settings to calibrate with: the start, or others that are clearly better on samples not seen.
 
     Args:

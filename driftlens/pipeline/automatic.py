@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.calibration.automatic import (
+    CHOSEN,
     DECISION_FOLD,
     NUM_FOLDS,
     SEARCH_FOLD,
@@ -103,7 +104,7 @@ def _free(start: Configured, *, has_base: bool) -> list[str]:
         )
     if settings.get("anchor") == "none":
         return ["alpha"]
-    return ["lam", "alpha", "rho"] if has_base else ["lam", "alpha"]
+    return [name for name in CHOSEN if has_base or name != "rho"]
 
 
 class _Trials:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import calibrators
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
@@ -34,7 +35,7 @@ from driftlens.pipeline.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.listing import how_to_resume
-from driftlens.records.manifest import Manifest
+from driftlens.records.manifest import CalibrationInfo, Manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens.spec import load_spec
@@ -195,9 +196,10 @@ class Terms:
             SpecError: as said.
         """
         self.require_free_name(plan, opened.manifest)
-        if self.resume and not self.is_chosen:
+        if self.resume:
+            identity = plan.identity(opened.manifest, opened.study) | {"automatic": self.is_chosen}
             scratch = CalibrationScratch(opened.folder, plan.name)
-            scratch.require_same(plan.identity(opened.manifest, opened.study))
+            scratch.require_same(identity, chosen=CHOSEN if self.is_chosen else ())
 
     def require_free_name(self, plan: CalibrationPlan, manifest: Manifest) -> None:
         """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
@@ -213,12 +215,25 @@ class Terms:
                 f"the run has a calibration {plan.name!r} already",
                 hint="Choose another --name, or --replace it.",
             )
-        is_same = self.is_chosen or dict(taken.settings) == plan.hyperparameters
-        if not is_same or dict(taken.sample_digests) != plan.sample_digests:
+        if not _is_same(plan, taken, is_chosen=self.is_chosen):
             raise SpecError(
                 f"the calibration {plan.name!r} is finished, with other settings",
                 hint="Choose another --name, or --replace it.",
             )
+
+
+def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:
+    """Whether a finished calibration is what the plan would make; hyperparameters that were chosen are its own."""
+    settings = {
+        name: value for name, value in plan.hyperparameters.items() if not (is_chosen and name in CHOSEN)
+    }
+    return (
+        settings.items() <= dict(taken.settings).items()
+        and taken.automatic == is_chosen
+        and sorted(plan.sites) == sorted(taken.layers)
+        and tuple(plan.patterns) == tuple(taken.sites)
+        and plan.sample_digests == dict(taken.sample_digests)
+    )
 
 
 @contextmanager

@@ -149,6 +149,7 @@ class CalibrationPlan:
         return {
             "method": self.method,
             "settings": self.hyperparameters,
+            "automatic": self.automatic,
             "sites": {str(layer): list(names) for layer, names in self.sites.items()},
             "samples": self.sample_digests,
             "models": {name: manifest.models[name].digest for name in models},

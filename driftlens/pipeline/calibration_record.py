@@ -53,7 +53,6 @@ def record_solution(
         "name": plan.name,
         "variant": plan.variant,
         "control": plan.control or None,
-        "automatic": plan.automatic,
         "selection": dict(plan.selection) or None,
         **identity,
         "num_samples": plan.counts,

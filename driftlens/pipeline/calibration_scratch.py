@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,20 +79,24 @@ class CalibrationScratch:
         """Whether a calibration of this name was begun and is not finished."""
         return self._settings.is_file()
 
-    def require_same(self, settings: Mapping[str, Any]) -> None:
+    def require_same(self, settings: Mapping[str, Any], *, chosen: Collection[str] = ()) -> None:
         """Refuse to go on with other settings; nothing happens where nothing was begun.
+
+        Args:
+            settings: everything that the solutions depend on, as plain values.
+            chosen: hyperparameters that are yet to be chosen, so that they can't be compared.
 
         Raises:
             SpecError: the first setting that differs.
         """
         if not self.is_there:
             return
-        stored = json.loads(self._settings.read_text(encoding="utf-8"))
-        for name, value in settings.items():
-            if stored.get(name) != value:
+        begun, now = _flat(json.loads(self._settings.read_text(encoding="utf-8"))), _flat(settings)
+        for name in {**now, **begun}:
+            if name.removeprefix("settings.") not in chosen and begun.get(name) != now.get(name):
                 raise SpecError(
-                    f"the interrupted calibration had another {name}: {_shown(stored.get(name))}, "
-                    f"now {_shown(value)}",
+                    f"the interrupted calibration had another {name}: {_shown(begun.get(name))}, "
+                    f"now {_shown(now.get(name))}",
                     hint="Resume with the same settings, models and samples, or start afresh without --resume.",
                 )
 
@@ -144,6 +148,15 @@ def _read(path: pathlib.Path) -> SolvedLayer:
     stored = _metadata(path)
     reports = tuple(SiteReport(**report) for report in json.loads(stored["reports"]))
     return SolvedLayer(updates, reports, float(stored["seconds"]))
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted names, so that a difference can be told where it is."""
+    return {
+        (f"{name}.{part}" if part else name): value
+        for name, parts in settings.items()
+        for part, value in (parts.items() if isinstance(parts, Mapping) else [("", parts)])
+    }
 
 
 def _shown(value: object) -> str:

@@ -22,8 +22,11 @@ from driftlens.errors import (
     SingularGramError,
     SpecError,
 )
+from driftlens.pipeline import automatic
 from driftlens.pipeline.analyze import analyze, evaluate
+from driftlens.pipeline.automatic import choose_settings
 from driftlens.pipeline.calibrate import calibrate
+from driftlens.pipeline.calibration_request import CalibrationRequest
 from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import read_status
@@ -103,11 +106,48 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
     folder: pathlib.Path, whole: DriftRun
 ) -> None:
     calibrate_until(folder, in_layer(3))
-    for changed, words in ((request(parameters={"lam": 0.1}), "settings"), (request(samples=2), "samples")):
+    for changed, words in (
+        (request(parameters={"lam": 0.1}), r"settings\.lam: 0\.05, now 0\.1"),
+        (request(parameters={"solve_dtype": "float32"}), r"settings\.solve_dtype"),
+        (request(layers=[2, 3]), r"sites\.4"),
+        (request(samples=2), "samples"),
+    ):
         with pytest.raises(SpecError, match=f"another {words}"):
             calibrate(folder, changed, resume=True)
     fresh = calibrate(folder, request())
     same_rows(fresh, whole)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"update": ["linear"]}])
+def test_settings_are_not_chosen_for_what_was_begun_with_others(
+    folder: pathlib.Path, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before the run is touched: a search may take minutes, and a finished run must not become a failed one."""
+    calibrate_until(folder, in_layer(3))
+    before = files_of(folder)
+    monkeypatch.setattr(automatic, "solved_lanes", lambda *_, **__: pytest.fail("a search began"))
+    with pytest.raises(SpecError, match=r"another (automatic: false, now true|settings\.update)"):
+        calibrate(folder, request(parameters=parameters), resume=True, choose=choose_settings)
+    assert files_of(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "choose"),
+    [
+        (request(layers=[3]), None),
+        (request(sites=["*.mlp.*"]), None),
+        (request(samples=2), None),
+        (request(), choose_settings),
+    ],
+    ids=["layers", "sites", "samples", "auto"],
+)
+def test_a_finished_calibration_is_resumed_only_as_the_very_same(
+    whole: DriftRun, changed: CalibrationRequest, choose: Any
+) -> None:
+    before = files_of(whole.path)
+    with pytest.raises(SpecError, match="finished, with other settings"):
+        calibrate(whole.path, changed, resume=True, choose=choose)
+    assert files_of(whole.path) == before
 
 
 def test_a_name_is_given_once_unless_it_is_to_be_replaced(

@@ -86,6 +86,14 @@ def test_a_link_to_an_unknown_run_does_not_show_another_one(open_app: Open, root
     assert open_run(root / "full").name not in said(app)
 
 
+@pytest.mark.parametrize("view", OF_A_RUN)
+def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) -> None:
+    app = open_app(root, view, variants="base")
+    assert app.multiselect(key="variants").value == ["base"]
+    assert not app.exception and not app.error
+    assert "This is a defect of DriftLens" not in said(app)
+
+
 def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Open, root: Path) -> None:
     (rows,) = [frame.value for frame in open_app(root).dataframe]
     run = open_run(root / "full")

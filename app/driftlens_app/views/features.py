@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -56,7 +57,8 @@ def show() -> None:
 def _layout_job(run: DriftRun, task: str, options: ChartOptions) -> None:
     """Offer to compute a layout that the run lacks, and show the job that does."""
     settings = Settings.from_environment()
-    if options.method == "pca" or charts["scatter"].missing(run, options) is None:
+    # One layout serves every choice of variants.
+    if options.method == "pca" or charts["scatter"].missing(run, replace(options, variants=None)) is None:
         return
     request = project_request(run, task, options.layer, options.method, options.seed)
     is_live = show_live(run.path, read_only=settings.read_only)

@@ -56,14 +56,21 @@ def _projection(run: DriftRun, options: ChartOptions) -> Projection | None:
     return stored or (project(run, task, **where, store_it=False) if options.method == "pca" else None)
 
 
+def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:
+    """The chosen variants that the layout has: it is that of all variants but the base."""
+    return [name for name in chosen_variants(run, options) if name != "base"]
+
+
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     task = shown_task(run, options)
     if not run.manifest.layers:
         return absent("layers", ["drift_l2_mean"], "driftlens analyze RUN/spec.yaml --out NEW")
+    if chosen_variants(run, options) == ["base"]:
+        return "shows the expert and all variants but the base, which the layout leaves out; choose another variant."
     try:
         run.sample_ids(task)
         is_there = options.method == "pca" or _projection(run, options) is not None
-        for variant in ("expert", *chosen_variants(run, options)):
+        for variant in ("expert", *_laid_out(run, options)):
             run.features(task, variant, options.layer)
     except DataError as error:
         return f"{error.message}. {error.hint}".strip()
@@ -90,7 +97,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels with the same axes; lines show where chosen samples moved."""
     task, found = shown_task(run, options), _projection(run, options)
     assert found is not None  # `missing` says so before
-    names = ["expert", *(name for name in chosen_variants(run, options) if name != "expert")]
+    names = ["expert", *_laid_out(run, options)]
     rows = found.frame[found.frame["variant"].isin(names)]
     rows = rows.merge(_drifts(run, options, task), on=["variant", "sample_id"], how="left")
     rows = _of_classes(rows, options)
@@ -224,6 +231,8 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -
         notes.append(
             "Of the chosen tasks, the one with the largest drift is shown; choose one task to see another."
         )
+    if "base" in chosen_variants(run, options):
+        notes.append("The layout is that of all variants but the base: the base has no panel.")
     if options.classes is not None:
         notes.append(
             f"Only samples of the classes {', '.join(options.classes)}; the layout is that of all samples."

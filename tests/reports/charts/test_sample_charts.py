@@ -120,6 +120,15 @@ def test_choosing_variants_moves_no_point(full: DriftRun) -> None:
     assert few[columns].merge(every[columns], how="inner").equals(few[columns])
 
 
+def test_scatter_leaves_the_base_out_and_says_so(full: DriftRun) -> None:
+    drawn = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], variants=["base", "merged"]))
+    assert [len(trace.x) > 0 for trace in clouds(drawn)] == [True, True]
+    assert set(drawn.data["variant"]) == {"expert", "merged"}
+    assert any("the base has no panel" in note for note in drawn.notes)
+    reason = charts["scatter"].missing(full, ChartOptions(tasks=["cars"], variants=["base"]))
+    assert reason is not None and "choose another variant" in reason
+
+
 def test_highlighted_samples_are_joined_to_the_experts_place(full: DriftRun) -> None:
     options = ChartOptions(tasks=["cars"], highlight=["test/3", "test/7", "moon"])
     drawn = charts["scatter"].draw(full, options)

@@ -34,7 +34,10 @@ class Card:
 
 
 def shown_variant(run: DriftRun, asked: Sequence[str]) -> str | None:
-    """The variant that the cards show: the one asked for, else the newest calibrated one, else the merged model."""
+    """The variant that the cards show: the newest calibrated one of those asked for, or of all, else the merged model.
+
+    None where the base is all there is, or all that was asked for.
+    """
     candidates = [variant for variant in asked or run.variants if variant not in ("base", "expert")]
     calibrated = [variant for variant in candidates if part_of(variant) == "calibrated"]
     if calibrated:

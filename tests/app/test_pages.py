@@ -94,6 +94,15 @@ def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) 
     assert "This is a defect of DriftLens" not in said(app)
 
 
+def test_the_base_has_no_cards_whether_or_not_there_are_other_models(
+    open_app: Open, root: Path, tmp_path: Path
+) -> None:
+    app = open_app(root, "overview", variants="base")
+    assert not app.metric and "The base has no cards" in said(app) and "no merged model" not in said(app)
+    write_full_run(tmp_path / "begun" / "run", variants=("base",))
+    assert "no merged model to look at yet" in said(open_app(tmp_path / "begun", "overview"))
+
+
 def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Open, root: Path) -> None:
     (rows,) = [frame.value for frame in open_app(root).dataframe]
     run = open_run(root / "full")

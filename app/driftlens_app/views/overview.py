@@ -40,7 +40,10 @@ def _cards(chosen: Selection) -> None:
     run = chosen.run
     variant = shown_variant(run, chosen.variants)
     if variant is None:
-        st.info("The run has no merged model to look at yet.", icon=":material/info:")
+        reason = "The run has no merged model to look at yet."
+        if shown_variant(run, ()) is not None:
+            reason = "The base has no cards: they are of merged and calibrated models. Choose one of those variants."
+        st.info(reason, icon=":material/info:")
         return
     found = cards(run, variant, chosen.tasks, relative=chosen.relative)
     over = "all tasks" if chosen.task is None else chosen.task

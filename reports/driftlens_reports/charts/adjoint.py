@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -11,7 +12,14 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import last_layer, layer_axis, whole
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.panels import panel_grid, reference_line
-from driftlens_reports.charts.picking import ANALYZE, absent, chosen_tasks, chosen_variants, ordered
+from driftlens_reports.charts.picking import (
+    ANALYZE,
+    absent,
+    chosen_tasks,
+    chosen_variants,
+    not_of_these,
+    ordered,
+)
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, Look, look, palette
 from driftlens_reports.charts.words import counted, data_key, joined, literal, overlap_notes, ranged, shown
 from driftlens_reports.wording import number
@@ -34,6 +42,8 @@ def _samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     if len(_samples(run, options)):
         return None
+    if len(_samples(run, replace(options, variants=None))):
+        return not_of_these(run, options, "adjoint", ["part"])
     return absent("adjoint", ["part"], f"{ANALYZE} --set metrics.adjoint=true")
 
 

@@ -83,10 +83,14 @@ def needs(table: str, columns: Sequence[str], command: str = ANALYZE) -> Missing
         rows = getattr(run, table)()
         if "task" in rows:
             rows = rows[rows["task"].isin(chosen_tasks(run, options))]
+        of_all = rows
         if "variant" in rows:
             rows = rows[rows["variant"].isin(chosen_variants(run, options))]
         lacking = [name for name in columns if not rows[name].notna().any()]
-        return absent(table, lacking, command) if lacking else None
+        if not lacking:
+            return None
+        nowhere = [name for name in lacking if not of_all[name].notna().any()]
+        return absent(table, nowhere, command) if nowhere else not_of_these(run, options, table, lacking)
 
     return missing
 
@@ -95,6 +99,18 @@ def absent(table: str, columns: Sequence[str], command: str) -> str:
     """The sentence that says which columns have no numbers, and which command adds them."""
     what, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     return f"needs {what} {', '.join(columns)} of table {table}; `{command}` adds {these}."
+
+
+def not_of_these(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str]) -> str:
+    """The sentence that says which columns have numbers for other variants of the run, and none for those chosen.
+
+    No command adds them: an analysis with the same settings leaves these variants out again.
+    """
+    what, has = ("column", "is") if len(columns) == 1 else ("columns", "are")
+    whom = ", ".join(chosen_variants(run, options))
+    return (
+        f"{what} {', '.join(columns)} of table {table} {has} not measured for {whom}; choose another variant."
+    )
 
 
 def _chosen(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> list[str]:

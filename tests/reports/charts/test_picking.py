@@ -7,7 +7,7 @@ import pytest
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import layer_axis, layer_title, titled
-from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows, needs
 from driftlens_reports.charts.words import counted, label, listed, literal, ranged, short
 
@@ -49,6 +49,14 @@ def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) ->
     assert missing(full, ChartOptions()) is None
     missing = needs("accuracy", ["value", "ci_low"])
     assert missing(full, ChartOptions(tasks=["cars"])) is None
+
+
+@pytest.mark.parametrize("name", ["contributions", "contributions-heatmap", "splits", "adjoint"])
+def test_what_other_variants_have_is_not_measured_again(name: str, full: DriftRun) -> None:
+    reason = charts[name].missing(full, ChartOptions(variants=["base"]))
+    assert reason is not None and "not measured for base; choose another variant" in reason
+    assert "driftlens analyze" not in reason
+    assert charts[name].missing(full, ChartOptions(variants=["base", "merged"])) is None
 
 
 def test_the_sentence_names_every_column_without_numbers(unmeasured: DriftRun) -> None:

@@ -17,12 +17,14 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1")
 
 def is_local(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = _address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def in_url(host: str) -> str:
+    """`host` as URLs and the header `Host` write it: in lower case, an IPv6 address short and in brackets."""
+    name = _name(host)
+    return f"[{name}]" if ":" in name else name
 
 
 def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool = True) -> list[str]:
@@ -43,7 +45,7 @@ def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool =
         "server.maxUploadSize": "1",
         "browser.gatherUsageStats": "false",
         # Streamlit's default would open and print a link to "localhost", which may be another server's on ::1.
-        "browser.serverAddress": host if is_local(host) else "localhost",
+        "browser.serverAddress": in_url(host) if is_local(host) else "localhost",
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "type",
         "client.showErrorLinks": "false",
@@ -60,10 +62,12 @@ def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool =
 
 
 def allowed_hosts(host: str) -> Sequence[str]:
-    """Names under which a browser may ask for the app; any other is a page that was rebound to this address."""
-    if is_local(host):
-        return tuple(dict.fromkeys((*LOCAL_HOSTS, host)))
-    return tuple(dict.fromkeys((*LOCAL_HOSTS, host, socket.gethostname(), *_addresses(host))))
+    """Names under which a browser may ask for the app; any other is a page that was rebound to this address.
+
+    Lower case and without brackets, as Streamlit compares them.
+    """
+    others = () if is_local(host) else (socket.gethostname(), *_addresses(host))
+    return tuple(dict.fromkeys(map(_name, (*LOCAL_HOSTS, host, *others))))
 
 
 def environment(settings: Settings) -> dict[str, str]:
@@ -72,19 +76,29 @@ def environment(settings: Settings) -> dict[str, str]:
     return {**inherited, **settings.environment()}
 
 
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` is, without the zone that only this machine knows; None for a name."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def _name(host: str) -> str:
+    """`host` as browsers spell it."""
+    return str(_address(host) or host.lower())
+
+
 def _addresses(host: str) -> list[str]:
     """This machine's own addresses, where `host` stands for all of them."""
-    try:
-        listens_everywhere = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return []
-    if not listens_everywhere:
+    listened = _address(host)
+    if listened is None or not listened.is_unspecified:
         return []
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
     return [
-        address.address.partition("%")[0]
+        address.address
         for addresses in psutil.net_if_addrs().values()
         for address in addresses
         if address.family in families

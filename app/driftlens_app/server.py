@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
+from driftlens_app.launch import in_url
+
 
 async def _to_first_page(request: Request) -> RedirectResponse:
     """The page Runs, which Streamlit serves without a name, for those who type its name."""
@@ -23,7 +25,10 @@ app = st.App(
     # Streamlit refuses strange names for its websocket alone.
     middleware=[
         Middleware(
-            TrustedHostMiddleware, allowed_hosts=st.get_option("server.allowedHosts"), www_redirect=False
+            TrustedHostMiddleware,
+            # Streamlit compares an IPv6 address without its brackets, Starlette with them.
+            allowed_hosts=[in_url(name) for name in st.get_option("server.allowedHosts")],
+            www_redirect=False,
         )
     ],
 )

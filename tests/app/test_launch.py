@@ -73,6 +73,39 @@ def test_a_foreign_host_is_refused_before_anything_else(url: str) -> None:
         assert answer(url, path, {}) == 400
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_the_server_lets_its_own_visitors_in_over_ipv6(tmp_path: Path) -> None:
+    with serving(tmp_path, tmp_path / "log", host="::1") as address:
+        own = urlsplit(address).netloc
+        assert own.startswith("[::1]:") and answer(address, "/", {"Host": own}) == 200
+        assert handshake(address, Host=own, Origin=address) == 101
+        assert answer(address, "/", {"Host": "[::2]"}) == 400
+        assert f"URL: {address}" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "in_url"),
+    [
+        ("::1", "::1", "[::1]"),
+        ("0:0:0:0:0:0:0:1", "::1", "[::1]"),
+        ("FE80::A%eth0", "fe80::a", "[fe80::a]"),
+        ("192.0.2.1", "192.0.2.1", "192.0.2.1"),
+        ("Box.Example", "box.example", "box.example"),
+    ],
+)
+def test_a_host_is_allowed_as_browsers_spell_it(host: str, name: str, in_url: str) -> None:
+    assert name in launch.allowed_hosts(host) and launch.in_url(host) == in_url
+
+
 def test_the_first_page_answers_to_its_name_too(url: str) -> None:
     assert answer(url, "/runs", {"Host": urlsplit(url).netloc}) == 307
     with urllib.request.urlopen(f"{url}/runs?task=cars", timeout=30) as response:
@@ -107,7 +140,14 @@ def test_every_option_is_one_that_streamlit_knows() -> None:
 
 @pytest.mark.parametrize(
     ("host", "is_local"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("example.org", False)],
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("LOCALHOST", True),
+        ("0.0.0.0", False),
+        ("example.org", False),
+    ],
 )
 def test_only_loopback_is_local(host: str, is_local: bool) -> None:
     assert launch.is_local(host) is is_local

@@ -14,10 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from driftlens_app.launch import in_url
+
 
 @contextmanager
 def serving(
-    root: Path, log: Path, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    root: Path,
+    log: Path,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    host: str = "127.0.0.1",
 ) -> Iterator[str]:
     """The address of a dashboard on `root`, started as a user starts it; what it prints goes to `log`.
 
@@ -26,6 +32,7 @@ def serving(
         log: the file for its output.
         options: further options of `driftlens ui`.
         environment: variables over this process's.
+        host: the address of this machine that it listens on.
     """
     port = free_port()
     command = [
@@ -34,6 +41,8 @@ def serving(
         "driftlens",
         "ui",
         str(root),
+        "--host",
+        host,
         "--port",
         str(port),
         "--no-browser",
@@ -48,7 +57,7 @@ def serving(
             start_new_session=True,
         )
     try:
-        address = f"http://127.0.0.1:{port}"
+        address = f"http://{in_url(host)}:{port}"
         _wait(server, address, log)
         yield address
     finally:

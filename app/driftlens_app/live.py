@@ -7,6 +7,7 @@ from pathlib import Path
 
 import streamlit as st
 
+from driftlens.errors import RunError
 from driftlens.progress import ProgressEvent
 from driftlens.progress_sinks import duration
 from driftlens_app.jobs import Job, View, cancel, watch
@@ -136,10 +137,31 @@ def _live(run: Path, read_only: bool, more: Callable[[View], None] | None) -> No
                     key=f"cancel-{_key(view.job)}",
                     icon=":material/stop_circle:",
                     disabled=view.state == "cancelling",
-                    on_click=cancel,
+                    on_click=_cancel,
                     args=(view.job,),
                 )
+                _show_trouble(view.job)
             show_log(view.job)
+
+
+def _cancel(job: Job) -> None:
+    # A callback has no place on the page to show an error in, and the next second would draw over it.
+    st.session_state.pop(_trouble(job), None)
+    try:
+        cancel(job)
+    except RunError as error:
+        st.session_state[_trouble(job)] = error
+
+
+def _show_trouble(job: Job) -> None:
+    """What went wrong when this visitor cancelled the job, for as long as it is live."""
+    error: RunError | None = st.session_state.get(_trouble(job))
+    if error is not None:
+        show_error(type(error).__name__, error.message, error.hint)
+
+
+def _trouble(job: Job) -> str:
+    return f"trouble-{_key(job)}"
 
 
 def _show_progress(view: View) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from driftlens.errors import RunLockedError, SpecError
+from driftlens.errors import RunError, RunLockedError, SpecError
 from driftlens.records.lock import RunLock
 from driftlens.records.run import open_run
 from driftlens_app.calibration import CalibrationSettings
@@ -116,6 +118,34 @@ def test_cancelling_asks_and_the_job_says_that_it_stopped(run: Path) -> None:
     until(lambda: state(run) == "cancelled", "it has stopped")
     view = watch(run)
     assert view is not None and view.job.code == 130
+
+
+@pytest.fixture
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets the disk be full from now on, for this process."""
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    return lambda: monkeypatch.setattr(os, "fsync", full)
+
+
+def test_a_full_disk_keeps_no_job_from_being_stopped(run: Path, fill_disk: Callable[[], None]) -> None:
+    job = begin(run, "steady")
+    until(lambda: state(run) == "running", "it runs")
+    fill_disk()
+    with pytest.raises(RunError, match="No space left on device"):
+        cancel(job)
+    until(lambda: state(run) == "cancelled", "it has stopped")
+
+
+def test_a_full_disk_does_not_hide_how_a_job_ended(run: Path, fill_disk: Callable[[], None]) -> None:
+    begin(run, "refused")
+    fill_disk()
+    until(lambda: state(run) == "failed", "it is refused")
+    view, written = watch(run), job_of(run)
+    assert view is not None and written is not None
+    assert (view.job.code, written.code) == (2, None)
 
 
 def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(

@@ -17,10 +17,17 @@ GRACE_SECONDS = 60.0
 
 
 def cancel(job: Job) -> None:
-    """Ask the job to stop at its next batch, as Ctrl-C does; asking again changes nothing."""
-    if not job.cancelled and _is_here(job):
+    """Ask the job to stop at its next batch, as Ctrl-C does; asking again changes nothing.
+
+    Raises:
+        RunError: that the user asked can't be written down, as on a full disk; the job was asked all the same.
+    """
+    if job.cancelled or not _is_here(job):
+        return
+    try:
         # Written first: a server that is restarted now still knows that the user did this.
         write_job(dataclasses.replace(job, cancelled=utc_now()))
+    finally:
         _signal(job, signal.SIGINT)
 
 

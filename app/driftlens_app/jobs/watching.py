@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Mapping
@@ -85,7 +86,9 @@ def _with_exit_code(job: Job) -> Job:
     if code is None:
         return job
     ended = dataclasses.replace(job, code=code)
-    write_job(ended)
+    # On a full disk this server tells how the job ended all the same, and tries again at the next look.
+    with contextlib.suppress(RunError):
+        write_job(ended)
     return ended
 
 

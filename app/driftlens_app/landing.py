@@ -1,4 +1,4 @@
-"""Where a visitor lands who waited for a run: on its overview, once it is there."""
+"""Where a visitor lands who waited for a run: on its overview, once it is there; who went elsewhere stays there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from driftlens_app.jobs.requests import DEMO
 from driftlens_app.pages import path_of
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings
+from driftlens_app.texts import plain
 
-_AWAITED = "_awaited_run"
+_AWAITED, _WELCOMED = "_awaited_run", "_welcomed_on"
+_WAITING_ROOMS = ("runs", "new_run")
+"""Pages on which a run that is being made is watched; on any other, the visitor has turned to something else."""
 
 
 def await_run(run: Path) -> None:
@@ -29,8 +32,18 @@ def await_demo(settings: Settings) -> None:
         await_run(view.job.run)
 
 
-def land() -> None:
-    """Switch to the overview of the run that this visitor waited for, if its job is done; else do nothing."""
+def wait_on(page: str) -> None:
+    """Note that the page of this path shows the welcome now, on which a visitor waits as on Runs."""
+    st.session_state[_WELCOMED] = page
+
+
+def land(page: str) -> None:
+    """Once the job of the run that this visitor waited for is done: switch to the run's overview, or say so.
+
+    Args:
+        page: path of the page that is open; it is left only where one waits for runs.
+    """
+    waits = st.session_state.pop(_WELCOMED, None) == page or page in map(path_of, _WAITING_ROOMS)
     run = st.session_state.get(_AWAITED)
     view = None if run is None else watch(run)
     if view is None or view.is_live:
@@ -39,7 +52,10 @@ def land() -> None:
     if view.state != "done":
         return
     try:
-        run_id = read_manifest(run).id
+        made = read_manifest(run)
     except RunError:
         return
-    st.switch_page(path_of("overview"), query_params={RUN: run_id})
+    if waits:
+        st.switch_page(path_of("overview"), query_params={RUN: made.id})
+    # A switch would swallow what was clicked here, perhaps the start of another job.
+    st.toast(f"The run {plain(made.name)} is finished.", icon=":material/check_circle:")

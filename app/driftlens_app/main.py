@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens_app.landing import land
+from driftlens_app.landing import land, wait_on
 from driftlens_app.pages import SECTIONS, pages
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable, show_link
 from driftlens_app.settings import Settings
@@ -35,9 +35,10 @@ def main() -> None:
         for section in SECTIONS
     }
     chosen = st.navigation({section: inside for section, inside in sections.items() if inside}, expanded=True)
-    land()
+    path = next(path for path, entry in entries.items() if entry == chosen)
+    with shown_errors():
+        land(path)
     settings = Settings.from_environment()
-    needs_run = next(listed[path].needs_run for path, entry in entries.items() if entry == chosen)
     run, is_readable = None, False
     with shown_errors():
         run = choose_run(settings)
@@ -47,10 +48,11 @@ def main() -> None:
     with st.sidebar:
         watch_theme()
     with shown_errors():
-        if not needs_run or run is not None:
+        if not listed[path].needs_run or run is not None:
             chosen.run()
         elif is_readable:
             require_no_unreadable(settings)
+            wait_on(path)
             welcome()
     # Last, when every choice of the page stands in the URL.
     with st.sidebar:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.errors import SpecError
+from driftlens.errors import RunError, SpecError
 from driftlens.records.before_after import accuracy_change_note, accuracy_changes
 from driftlens.records.run import open_run
 from driftlens.records.schema import SCHEMA_VERSION
@@ -133,6 +134,26 @@ def test_a_cancelled_calibration_can_be_continued(open_app: Open, root: Path, ru
     until(lambda: state(run) == "running", "it runs again")
     job = job_of(run)
     assert job is not None and "--resume" in log_text(job.log)
+
+
+def test_a_cancel_that_a_full_disk_keeps_no_record_of_is_told_and_stops_the_job(
+    open_app: Open, root: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = calibrate_as(open_app(root, "calibrate"), "deaf")
+    until(lambda: state(run) == "running", "it runs")
+
+    def full(_job: object) -> None:
+        raise RunError("can't write the record: No space left on device", hint="Free some space.")
+
+    sent: list[int] = []
+    monkeypatch.setattr("driftlens_app.jobs.cancelling.write_job", full)
+    monkeypatch.setattr("driftlens_app.jobs.cancelling._signal", lambda _job, number: sent.append(number))
+    press(app.run(), "Cancel")
+    for _second in range(2):
+        assert not app.exception and sent == [signal.SIGINT]
+        assert "No space left on device" in errors(app) and "Free some space." in errors(app)
+        app.run()
+    monkeypatch.undo()
 
 
 def test_going_on_writes_no_folder_beside_a_single_run(open_app: Open, root: Path, run: Path) -> None:
@@ -283,6 +304,66 @@ def test_the_demo_button_makes_the_run_and_lands_on_its_overview(open_app: Open,
     app.run()
     assert app.title[0].value == "demo" and app.query_params["run"] == open_run(demo).id
     assert "Synthetic demo" in said(app)
+
+
+def begin_new_run(app: AppTest, root: Path) -> AppTest:
+    (root / "mine.yaml").write_text("version: 1\n")
+    press(app.switch_page("views/new_run.py").run(), "Start the analysis")
+    until(lambda: state(root / "mine") == "running", "it runs")
+    return app.run()
+
+
+def end_new_run(root: Path) -> None:
+    made = write_full_run(root.parent / "made", name="my *run*")
+    left_out = shutil.ignore_patterns("status.json", "run.lock*")
+    shutil.copytree(made, root / "mine", dirs_exist_ok=True, ignore=left_out)
+    finish(root / "mine")
+    until(lambda: state(root / "mine") == "done", "it is done")
+
+
+@pytest.mark.parametrize("view", ["new_run", "runs"])
+def test_a_visitor_who_waits_for_a_run_lands_on_it(open_app: Open, root: Path, view: str) -> None:
+    app = begin_new_run(open_app(root), root).switch_page(f"views/{view}.py").run()
+    end_new_run(root)
+    assert app.run().title[0].value == r"my \*run\*"
+
+
+def test_a_visitor_who_waits_on_the_welcome_of_any_page_lands_on_the_overview(
+    open_app: Open, tmp_path: Path
+) -> None:
+    root = tmp_path / "empty"
+    root.mkdir()
+    app = begin_new_run(open_app(root), root).switch_page("views/layer_drift.py").run()
+    assert app.title[0].value == "Welcome to DriftLens"
+    end_new_run(root)
+    assert app.run().title[0].value == r"my \*run\*"
+
+
+def test_a_click_elsewhere_is_not_swallowed_by_a_run_that_is_finished(
+    open_app: Open, root: Path, run: Path
+) -> None:
+    app = begin_new_run(open_app(root), root).switch_page("views/calibrate.py").run()
+    app.text_input(key="name").set_value("steady")
+    end_new_run(root)
+    press(app, "FeatCal calibrate")
+    job = job_of(run)
+    assert job is not None and job.kind == "calibrate"
+    assert [toast.value for toast in app.toast] == [r"The run my \*run\* is finished."]
+    assert app.switch_page("views/runs.py").run().title[0].value == "Runs" and not app.toast
+
+
+def test_a_landing_that_fails_leaves_the_page(
+    open_app: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RunError("the record is damaged")
+
+    app = open_app(root, "new_run")
+    app.session_state["_awaited_run"] = root / "full"
+    monkeypatch.setattr("driftlens_app.landing.watch", broken)
+    app.run()
+    assert not app.exception and "the record is damaged" in errors(app)
+    assert app.title[0].value == "New run"
 
 
 def test_a_spec_is_checked_and_its_analysis_watched(open_app: Open, root: Path) -> None:

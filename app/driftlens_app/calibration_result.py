@@ -66,7 +66,7 @@ _MOVES = {
 
 
 def show_result(run: DriftRun, name: str) -> None:
-    """Draw the result of the calibration `name`."""
+    """Draw the result of the calibration `name`; a table that can't be read takes no other part along."""
     with shown_errors():
         for sentence in [*credit_sentences(run, name), *selection_sentences(run, name)]:
             st.markdown(f"- {plain(sentence)}")
@@ -79,19 +79,22 @@ def show_result(run: DriftRun, name: str) -> None:
             key="before-after",
             alt="Drift, cosine and accuracy by task, merged and calibrated",
         )
+    with shown_errors():
         _show_changes(run, name)
-        with st.container(horizontal=True):
-            _downloads(run, name)
-        with st.container(horizontal=True):
-            st.page_link(path_of("features"), label="Features", icon=":material/scatter_plot:")
-            st.page_link(path_of("report"), label="Report & export", icon=":material/description:")
+    with shown_errors(), st.container(horizontal=True):
+        _downloads(run, name)
+    with st.container(horizontal=True):
+        st.page_link(path_of("features"), label="Features", icon=":material/scatter_plot:")
+        st.page_link(path_of("report"), label="Report & export", icon=":material/description:")
+    with shown_errors():
         variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
         show_chart("layer-drift", run, selection().options(variants=variants))
+    with shown_errors():
         _show_moves(run, name)
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
-        for notice in run.manifest.calibrations[name].notices:
-            st.caption(plain(notice))
+    for notice in run.manifest.calibrations[name].notices:
+        st.caption(plain(notice))
 
 
 def _show_changes(run: DriftRun, name: str) -> None:

@@ -7,7 +7,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from streamlit.testing.v1 import AppTest
 
 from driftlens.errors import DataError
 from driftlens.records.compare import compare
@@ -57,6 +60,51 @@ def test_the_page_compares_merged_with_the_calibration_and_shows_the_tables_numb
         assert shown.loc[task, "drift_before"] == before and shown.loc[task, "drift_after"] == after
         assert shown.loc[task, "drift_relative"] == pytest.approx(100 * (after / before - 1))
     assert "Rescaling and calibration" in said(app)
+
+
+def test_nothing_measured_is_not_the_same_as_no_flip(open_app: Open, root: Path) -> None:
+    file = root / "full" / "tables" / "outputs.parquet"
+    rows = pq.read_table(file)
+    at = rows.schema.get_field_index("flipped")
+    for flips, words, icon in ((False, "No decision flips.", "check"), (None, "not measured", "info")):
+        column = pa.array([flips] * len(rows), rows.schema.field(at).type)
+        pq.write_table(rows.set_column(at, rows.schema.field(at), column), file)
+        (shown,) = [box for box in open_app(root, "output").info if words in box.value]
+        assert shown.icon == f":material/{icon}:"
+    assert "No decision flips" not in said(open_app(root, "output"))
+
+
+@pytest.mark.parametrize("table", ["accuracy", "outputs", "calibration"])
+def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root: Path, table: str) -> None:
+    folder = root / "full" / "calibrations" / "featcal"
+    folder.mkdir(parents=True)
+    (folder / "weights.safetensors").write_bytes(b"x" * 2_000_000)
+    (folder / "README.md").write_text("# card")
+    file = root / "full" / "tables" / f"{table}.parquet"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    app = open_app(root, "calibrate")
+    labels = [button.label for button in app.get("download_button")]
+    assert "Calibrated checkpoint (2.0 MB)" in labels and "Model card" in labels
+    assert app.error and all(table in element.value for element in app.error)
+    assert "Drift by layer" in said(app)
+
+
+def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
+    open_app: Open, tmp_path: Path
+) -> None:
+    write_full_run(tmp_path / "two", variants=("base", "merged", "calibrated:first", "calibrated:second"))
+
+    def at(**query: str) -> AppTest:
+        return open_app(tmp_path, "calibrate", **query)
+
+    assert at().selectbox(key="calibration").value == "second"
+    assert at(calibration="nosuch").selectbox(key="calibration").value == "second"
+    app = at(calibration="first")
+    assert app.selectbox(key="calibration").value == "first" and "Before and after first" in said(app)
+    # The browser writes the choice into the URL; a default it would leave out.
+    box = app.selectbox(key="calibration")
+    assert box.proto.query_param_key == "calibration" and not box.proto.HasField("default")
+    assert box.set_value("second").run().selectbox(key="calibration").value == "second"
 
 
 def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> None:

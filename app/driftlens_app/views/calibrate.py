@@ -117,7 +117,10 @@ def _results(run: DriftRun, job: View | None) -> None:
             )
         return
     _choose_newest(run, names, job)
-    name = st.selectbox("Calibration", names, key="calibration")
+    # The default stays out of the URL, so it is none: the newest calibration is another one tomorrow.
+    name = st.selectbox("Calibration", names, index=None, key="calibration", bind="query-params")
+    if name is None:
+        return
     if job is not None and job.state == "done" and job.job.name == name:
         st.success(f"Calibration {plain(name)} is done.", icon=":material/check_circle:")
     st.subheader(f"Before and after {plain(name)}", anchor=False)
@@ -125,9 +128,10 @@ def _results(run: DriftRun, job: View | None) -> None:
 
 
 def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> None:
-    """Show the calibration that finished last: on the first showing, and whenever another one has finished since."""
+    """Show the calibration that finished last: whenever another one has finished, and where the URL names none."""
     finished = (run.id, tuple(names), job.job.log.name if job is not None and job.state == "done" else "")
-    if "calibration" not in st.session_state or st.session_state.get(_SHOWN) != finished:
+    is_chosen = st.session_state.get("calibration", st.query_params.get("calibration")) in names
+    if not is_chosen or st.session_state.get(_SHOWN, finished) != finished:
         st.session_state["calibration"] = names[-1]  # the manifest lists them as they were finished
     st.session_state[_SHOWN] = finished
 

@@ -63,7 +63,10 @@ def _flips(chosen: Selection) -> None:
     options = chosen.options()
     rows = flipped(chosen.run, options)
     if rows.empty:
-        st.info("No decision flips.", icon=":material/check:")
+        if _decisions(chosen.run, options).empty:
+            st.info("Decisions were not measured for these tasks and variants.", icon=":material/info:")
+        else:
+            st.info("No decision flips.", icon=":material/check:")
         return
     tasks = [task for task in chosen.tasks if (rows["task"] == task).any()]
     task = tasks[0]
@@ -88,6 +91,14 @@ def _flips(chosen: Selection) -> None:
     show_story(chosen.run, task, sample, options)
 
 
+def _decisions(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """Rows of the output table of the chosen tasks and variants that say whether a decision flipped."""
+    rows = run.outputs()
+    tasks = run.tasks if options.tasks is None else options.tasks
+    rows = rows[rows["task"].isin(list(tasks)) & rows["variant"].isin(chosen_variants(run, options))]
+    return rows[rows["flipped"].notna()]
+
+
 def flipped(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """The decisions that differ from the expert's, one row per task, sample and model, by falling margin.
 
@@ -95,10 +106,8 @@ def flipped(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
         DataError: no such variant.
         RunError: the output table can't be read.
     """
-    rows = run.outputs()
-    tasks = run.tasks if options.tasks is None else options.tasks
-    rows = rows[rows["task"].isin(list(tasks)) & rows["variant"].isin(chosen_variants(run, options))]
-    rows = rows[rows["flipped"].fillna(False).astype(bool)]
+    rows = _decisions(run, options)
+    rows = rows[rows["flipped"].astype(bool)]
     rows = rows.assign(model=rows["variant"].map(title)).sort_values("margin", ascending=False, kind="stable")
     return rows[["task", "sample_id", "model", "label", *_COLUMNS]].reset_index(drop=True)
 

@@ -19,6 +19,7 @@ from driftlens_app.jobs.ask import ask
 from driftlens_app.jobs.curve import running_drift
 from driftlens_app.jobs.requests import calibrate_request
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
+from driftlens_app.outlook import show_outlook
 from driftlens_app.pages import Page
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings
@@ -42,15 +43,16 @@ def show() -> None:
     if settings.read_only:
         st.info("This dashboard is read-only: it starts no jobs.", icon=":material/lock:")
     left, right = st.columns([1, 2], gap="medium")
+    blocked = is_live or settings.read_only
     with left:
         wanted, pressed = calibration_form(
             _beginning(run, job),
             taken=run.manifest.calibrations,
-            blocked=is_live or settings.read_only,
+            blocked=blocked,
             may_export=not settings.is_one_run,
         )
         with shown_errors():
-            _act(run, wanted, pressed)
+            _act(run, wanted, pressed, blocked=blocked)
     with right:
         show_live(run.path, read_only=settings.read_only, more=functools.partial(_curve, run))
         if job is not None and job.state in BAD_ENDS:
@@ -70,7 +72,7 @@ def _beginning(run: DriftRun, job: View | None) -> CalibrationSettings:
     return last.with_free_name(run.manifest.calibrations)
 
 
-def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str) -> None:
+def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str, *, blocked: bool) -> None:
     if pressed == "calibrate":
         start(calibrate_request(run, wanted))
         st.rerun()
@@ -82,6 +84,8 @@ def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str) -> None:
     known = st.session_state.get(_ESTIMATE)
     if known is not None and known[:2] == (run.id, wanted):
         show_findings(known[2])
+    elif not blocked:
+        show_outlook(run)
 
 
 def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:

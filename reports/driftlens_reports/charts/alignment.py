@@ -11,7 +11,7 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import layer_axis, layer_title
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.module_groups import group_of
-from driftlens_reports.charts.picking import ANALYZE, absent, chosen_tasks, chosen_variants, ordered
+from driftlens_reports.charts.picking import ANALYZE, absent, chosen_tasks, chosen_variants, needs, ordered
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, apply_theme, look
 from driftlens_reports.charts.words import counted, data_key, joined, literal, shown
 from driftlens_reports.wording import number
@@ -30,7 +30,9 @@ def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
-    return None if len(_params(run, options)) else absent("params", ["cos"], ANALYZE)
+    if len(_params(run, options)):
+        return None
+    return needs("params", ["cos"])(run, options) or absent("params", ["cos"], ANALYZE)
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:

@@ -7,7 +7,7 @@ import pandas as pd
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.per_task import Marks, averages_in_words, task_figure, with_average
-from driftlens_reports.charts.picking import ANALYZE, absent, chosen_tasks, chosen_variants, ordered
+from driftlens_reports.charts.picking import ANALYZE, absent, chosen_tasks, chosen_variants, needs, ordered
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER
 from driftlens_reports.charts.words import counted, data_key
 
@@ -31,7 +31,9 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
-    return None if _rows(run, options)["cos"].notna().any() else absent("params", ["cos"], ANALYZE)
+    if _rows(run, options)["cos"].notna().any():
+        return None
+    return needs("params", ["cos"])(run, options) or absent("params", ["cos"], ANALYZE)
 
 
 @chart(

@@ -38,6 +38,13 @@ def against_baseline(
     return after.merge(before.rename(columns={column: f"{column}_baseline"}), on=list(by), how="inner")
 
 
+def no_rival(run: DriftRun, options: ChartOptions) -> str:
+    """The sentence for a selection that leaves nothing to compare with the baseline."""
+    if any(name not in ("base", "expert", options.baseline) for name in run.variants):
+        return "needs a variant besides the baseline; choose another variant, or another baseline."
+    return NO_RIVAL
+
+
 def extremes_in_words(rows: pd.DataFrame, column: str) -> str:
     """The smallest and the largest value of each variant, with their tasks."""
     parts = []

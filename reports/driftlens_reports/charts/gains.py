@@ -14,7 +14,7 @@ from driftlens.records.run import DriftRun
 from driftlens.records.variants import part_of
 from driftlens_reports.charts.at_layer import needs_at, rows_at
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.gain import NO_RIVAL, against_baseline, extremes_in_words
+from driftlens_reports.charts.gain import against_baseline, extremes_in_words, no_rival
 from driftlens_reports.charts.picking import absent, chosen_tasks, ordered
 from driftlens_reports.charts.theme import SMALL, TICK_NUMBER, apply_theme, look, palette
 from driftlens_reports.charts.words import data_key, label, literal, overlap_notes, ranged, shown
@@ -75,7 +75,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
         return lacking
     if not run.accuracy()["value"].notna().any():
         return absent("accuracy", ["value"], "driftlens evaluate RUN")
-    return None if len(_rows(run, options)) else NO_RIVAL
+    return None if len(_rows(run, options)) else no_rival(run, options)
 
 
 @chart(

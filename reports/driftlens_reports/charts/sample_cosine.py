@@ -8,7 +8,7 @@ from driftlens.records import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.at_layer import layer_name, needs_at, rows_at
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.gain import NO_RIVAL, against_baseline, extremes_in_words
+from driftlens_reports.charts.gain import against_baseline, extremes_in_words, no_rival
 from driftlens_reports.charts.panels import Grid, panel_grid
 from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
 from driftlens_reports.charts.theme import GLYPHS, NUMBER, SMALL, TICK_NUMBER, faded, look, palette
@@ -25,7 +25,7 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     lacking = needs_at("samples", "cos")(run, options)
-    return lacking or (None if len(_rows(run, options)) else NO_RIVAL)
+    return lacking or (None if len(_rows(run, options)) else no_rival(run, options))
 
 
 @chart(

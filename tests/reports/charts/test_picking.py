@@ -51,7 +51,12 @@ def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) ->
     assert missing(full, ChartOptions(tasks=["cars"])) is None
 
 
-@pytest.mark.parametrize("name", ["contributions", "contributions-heatmap", "splits", "adjoint"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("contributions", "contributions-heatmap", "splits", "adjoint", "alignment", "backbone-alignment"),
+    ],
+)
 def test_what_other_variants_have_is_not_measured_again(name: str, full: DriftRun) -> None:
     reason = charts[name].missing(full, ChartOptions(variants=["base"]))
     assert reason is not None and "not measured for base; choose another variant" in reason

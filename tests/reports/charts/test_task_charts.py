@@ -140,6 +140,12 @@ def test_without_a_rival_there_is_no_gain(name: str, uncalibrated: DriftRun) -> 
     assert charts[name].missing(uncalibrated, ChartOptions()) == NO_RIVAL
 
 
+@pytest.mark.parametrize("name", ["gains", "sample-cosine"])
+def test_a_rival_that_is_not_chosen_is_not_made_again(name: str, full: DriftRun) -> None:
+    reason = charts[name].missing(full, ChartOptions(variants=["base"], baseline="base"))
+    assert reason == "needs a variant besides the baseline; choose another variant, or another baseline."
+
+
 def test_gains_count_from_the_baseline_that_is_named(full: DriftRun) -> None:
     drawn = charts["gains"].draw(full, ChartOptions(baseline=CONTROL, variants=[CALIBRATED]))
     assert set(drawn.data["variant"]) == {CALIBRATED}

@@ -112,6 +112,15 @@ def test_the_first_page_answers_to_its_name_too(url: str) -> None:
         assert response.url == f"{url}/?task=cars" and response.status == 200
 
 
+def test_every_other_page_tells_the_client_where_the_app_lies(url: str) -> None:
+    for path in list(pages())[1:]:
+        with urllib.request.urlopen(f"{url}/{Path(path).stem}?task=cars", timeout=30) as response:
+            assert response.headers["Cache-Control"] == "no-cache"
+            document = response.read().decode()
+        # Before the client, which reads it when it starts.
+        assert 0 < document.index("BACKEND_BASE_URL") < document.index("static/js/index.")
+
+
 def test_the_apps_own_files_are_not_served(url: str) -> None:
     for path in ("/main.py", "/theme.toml", "/static/../main.py"):
         try:

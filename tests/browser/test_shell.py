@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pytest
 from playwright.sync_api import expect
@@ -67,6 +68,46 @@ def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any
         settled(page)
     assert said == []
     assert [url for url in asked if not url.startswith((app_url, "data:", "blob:"))] == []
+
+
+@pytest.mark.parametrize("name", ["Output", "Layer drift"])
+def test_a_shared_link_opens_its_page_with_an_empty_console(
+    page: Any, app_url: str, runs_folder: Path, name: str
+) -> None:
+    said: list[str] = []
+    failed: list[str] = []
+    sockets: list[str] = []
+    page.on(
+        "console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None
+    )
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("response", lambda reply: failed.append(reply.url) if reply.status >= 400 else None)
+    page.on("websocket", lambda socket: sockets.append(socket.url))
+    path = f"/{name.lower().replace(' ', '_')}"
+    choice = {"run": open_run(runs_folder / "merged").id, "task": "dtd"}
+
+    def shows_what_was_shared() -> None:
+        expect(page.get_by_role("heading", level=1)).to_have_text(name, timeout=60_000)
+        settled(page)
+        shown = urlsplit(page.url)
+        assert shown.path == path and choice.items() <= dict(parse_qsl(shown.query)).items()
+        expect(page.get_by_role("combobox", name="Task")).to_have_value("dtd")
+        page.locator(".js-plotly-plot").first.wait_for(timeout=60_000)
+
+    page.goto(f"{app_url}{path}?{urlencode(choice)}")
+    shows_what_was_shared()
+    page.reload()
+    shows_what_was_shared()
+    links = page.get_by_test_id("stSidebarNav").get_by_role("link")
+    paths = [urlsplit(link.evaluate("link => link.href")).path for link in links.all()]
+    assert paths == ["/", *(f"/{Path(view).stem}" for view in list(pages())[1:])]
+    for other in ("Runs", "New run", name):
+        links.get_by_text(other, exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text(other, timeout=60_000)
+        settled(page)
+    shows_what_was_shared()
+    assert said == [] and failed == []
+    assert set(sockets) == {f"{app_url.replace('http', 'ws', 1)}/_stcore/stream"}
 
 
 _SURFACES = {"light": ("#FFFFFF", "rgb(255, 255, 255)"), "dark": ("#161616", "rgb(22, 22, 22)")}

@@ -30,26 +30,27 @@ _MOST_BYTES = 1_000_000_000
 """Streamlit holds a download in memory; larger files are named instead."""
 
 _COLUMNS = {
-    "drift": st.column_config.NumberColumn("L2 drift", format="%.4g", help="Mean norm of the final drift."),
+    "drift": st.column_config.NumberColumn(format="%.4g", help="Mean L2 norm of the final drift."),
     "drift_error": st.column_config.NumberColumn(
         "±", format="%.2g", help="Half the 95 % interval of that mean."
     ),
     "relative": st.column_config.NumberColumn(format="%.1f %%", help="Against the expert's feature norm."),
     "cosine": st.column_config.NumberColumn(format="%.4g", help="Of the final feature to the expert's."),
     "accuracy": st.column_config.NumberColumn(format="%.1f %%", help="On test samples."),
-    "interval": st.column_config.TextColumn("95 % interval", help="Wilson interval of the accuracy."),
+    "interval": st.column_config.TextColumn(help="95 % Wilson interval of the accuracy, in percent."),
 }
 
 _CHANGES = {
     "change": st.column_config.NumberColumn(format="%+.1f", help="On test samples, in points."),
     "interval": st.column_config.TextColumn("95 % interval"),
-    "answered": st.column_config.TextColumn(
-        "answers stored", help="Samples that both models answered one by one."
+    "answered": st.column_config.TextColumn("answers", help="Stored ones: both models' to the same sample."),
+    "gained": st.column_config.NumberColumn("to right", help="Answers that were wrong and became right."),
+    "lost": st.column_config.NumberColumn("to wrong", help="Answers that were right and became wrong."),
+    "p_value": st.column_config.NumberColumn(
+        "p", format="%.2g", help="McNemar's test of the answers that changed."
     ),
-    "gained": st.column_config.NumberColumn("became right"),
-    "lost": st.column_config.NumberColumn("became wrong"),
-    "p_value": st.column_config.NumberColumn("McNemar p", format="%.2g"),
 }
+"""Short labels: the table has two thirds of a page."""
 
 _MOST_MOVES = 5
 _MOVES = {
@@ -160,7 +161,7 @@ def _readable(rows: pd.DataFrame) -> pd.DataFrame:
     shown = rows[["task", "model", "drift", "drift_error", "relative", "cosine", "accuracy"]].copy()
     shown[["relative", "accuracy"]] *= 100
     shown["interval"] = [
-        f"{100 * low:.1f} to {100 * high:.1f} %" if low == low and high == high else ""  # false for NaN
+        f"{100 * low:.1f} to {100 * high:.1f}" if low == low and high == high else ""  # false for NaN
         for low, high in zip(rows["low"], rows["high"], strict=True)
     ]
     return shown

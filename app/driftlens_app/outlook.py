@@ -33,7 +33,7 @@ def obstacles(run: DriftRun) -> list[str]:
         files = _weights(load_spec(run.path / SPEC))
         return [*_missing(files), *_lack_of_room(run, files)]
     except DriftLensError as error:
-        return [" ".join(filter(None, (error.message, error.hint)))]
+        return [". ".join(filter(None, (error.message, error.hint)))]
 
 
 def past_cost(run: DriftRun) -> str:

@@ -15,6 +15,7 @@ from driftlens.records.before_after import credit_sentences
 from driftlens.records.run import DriftRun, open_run
 from tests.browser.reading import settled
 from tests.browser.server import serving
+from tests.records.full_run import write_full_run
 
 PATIENCE = 180_000
 """Milliseconds that a job may take on a busy machine, most of them to import torch."""
@@ -100,3 +101,15 @@ def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[st
     expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_enabled()
     assert page.get_by_role("textbox", name="Name").input_value() == "given-up"
     assert open_run(run).variants == before and open_run(run).manifest.calibrations == {}
+
+
+def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: Path) -> None:
+    write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
+    with serving(tmp_path / "runs", tmp_path / "log") as address:
+        page.goto(f"{address}/calibrate")
+        expect(page.get_by_test_id("stDataFrame")).to_have_count(3, timeout=60_000)
+        settled(page)
+        fitting = (
+            "[...document.querySelectorAll('.dvn-scroller')].filter(it => it.scrollWidth <= it.clientWidth)"
+        )
+        page.wait_for_function(f"{fitting}.length === 3")

@@ -42,7 +42,7 @@ def show() -> None:
     is_live = newest is not None and newest.is_live
     if settings.read_only:
         st.info("This dashboard is read-only: it starts no jobs.", icon=":material/lock:")
-    left, right = st.columns([1, 2], gap="medium")
+    left, right = st.columns([1, 2])
     blocked = is_live or settings.read_only
     with left:
         wanted, pressed = calibration_form(

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from driftlens.errors import DriftLensError
+from driftlens.errors import DriftLensError, RunError
 from driftlens.files import PathLike
 from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import LOCK, MANIFEST, STATUS
@@ -62,22 +62,18 @@ def current_state(run: DriftRun) -> str:
     """The state of the run itself: "done" once its analysis is, however a calibration or sweep of it ended.
 
     While somebody works on it the state is "running". What became of the last work is `last_work`.
-
-    Raises:
-        RunError: status.json is damaged.
     """
     state = last_work(run)
-    ended_early = state in ("cancelled", "failed", "stopped")
+    ended_early = state in ("cancelled", "failed", "stopped", "unknown")
     return "done" if ended_early and _is_analyzed(run.manifest) else state
 
 
 def last_work(run: DriftRun) -> str:
     """The state of the run's status, or "stopped" when it is unfinished and the process behind it is gone.
 
-    Raises:
-        RunError: status.json is damaged.
+    "unknown" where the run does not say: see `damage_of_status`.
     """
-    status = run.status
+    status = None if damage_of_status(run) else run.status
     if status is None:
         return "unknown"
     if status.state not in ("running", "cancelling"):
@@ -86,12 +82,22 @@ def last_work(run: DriftRun) -> str:
     return status.state if owner is not None and owner.is_alive else "stopped"
 
 
+def damage_of_status(run: DriftRun) -> str:
+    """What is wrong with the run's status.json, and what to do; empty where nothing is."""
+    try:
+        _ = run.status
+    except RunError as error:
+        return f"{error.message}. {error.hint}"
+    return ""
+
+
 def left_undone(run: DriftRun) -> tuple[str, ...]:
     """What became of work on a finished run that ended early, and how to go on, in sentences; while it lasts, none.
 
-    Raises:
-        RunError: status.json is damaged.
+    Where its status.json is damaged, that takes the place of what became of the work.
     """
+    if damage := damage_of_status(run):
+        return (damage,)
     state = last_work(run)
     if state in ("running", "cancelling") or not _is_analyzed(run.manifest):
         return ()

@@ -8,6 +8,7 @@ import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal, get_args
 
 from driftlens.errors import Cancelled, DriftLensError, RunError
@@ -64,6 +65,19 @@ class Status:
     error: Failure | None = None
 
 
+_NUMBER = (int, float, type(None))
+_SHAPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("state", "phase", "label", "heartbeat"), (str,)),
+    **dict.fromkeys(("done", "pid"), (int,)),
+    "total": (int, type(None)),
+    "seconds": (int, float),
+    "metrics": (dict,),
+    "process_started": _NUMBER,
+    "error": (dict, type(None)),
+}
+"""What may stand in status.json, by name."""
+
+
 def write_status(folder: pathlib.Path, status: Status) -> None:
     """Replace the run's status.json, whole or not at all.
 
@@ -90,20 +104,36 @@ def read_status(folder: pathlib.Path) -> Status | None:
         return _parsed(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise RunError(
             f"{path} can't be read: {error}", hint="Remove it; the results do not depend on it."
         ) from error
 
 
-def _parsed(record: dict[str, Any]) -> Status:
-    known = {entry.name for entry in dataclasses.fields(Status)}
-    values = {name: value for name, value in record.items() if name in known}
+def _parsed(record: Any) -> Status:
+    if not isinstance(record, dict):
+        raise TypeError(f"expected an object, found {type(record).__name__}")
+    values = {name: record[name] for name in _SHAPES if name in record}
+    for name, value in values.items():
+        _require_shape(name, value, _SHAPES[name])
     if values["state"] not in get_args(State):
         raise ValueError(f"no state is called {values['state']!r}")
+    for name, value in values.get("metrics", {}).items():
+        _require_shape(name, value, _NUMBER)
+    if values.get("heartbeat") and datetime.fromisoformat(values["heartbeat"]).tzinfo is None:
+        raise ValueError(f"heartbeat is {values['heartbeat']!r}, without a time zone")
     if values.get("error") is not None:
         values["error"] = Failure(**values["error"])
+        for name, value in vars(values["error"]).items():
+            _require_shape(name, value, (str,))
     return Status(**values)
+
+
+def _require_shape(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    if type(value) not in kinds:  # exactly: True is no number
+        raise TypeError(f"{name} is {value!r}")
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}")
 
 
 def final_state(error: BaseException) -> Literal["cancelled", "failed"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from driftlens.records.listing import last_work
+from driftlens.records.listing import damage_of_status, last_work
 from driftlens.records.run import DriftRun
 from driftlens.records.self_checks import SelfCheck as SelfCheck  # facts like the others
 from driftlens.records.self_checks import self_checks as self_checks
@@ -109,7 +109,9 @@ def stamps(run: DriftRun) -> list[str]:
     """What a reader must know before any number, in sentences."""
     said = [_SYNTHETIC] if run.manifest.synthetic else []
     state = last_work(run)
-    if state != "done" and run.manifest.finished:
+    if damage := damage_of_status(run):
+        said.append(damage)
+    elif state != "done" and run.manifest.finished:
         said.append(f"The last work on this run is {state}; everything below was finished before it began.")
     elif state != "done":
         said.append(f"This run is {state}; what is missing may still come.")

@@ -134,7 +134,7 @@ def _was_killed(job: Job) -> bool:
 
 
 def _is_fresh(status: Status | None) -> bool:
-    if status is None or status.state not in ("running", "cancelling"):
+    if status is None or status.state not in ("running", "cancelling") or not status.heartbeat:
         return False
     age = datetime.now(UTC) - datetime.fromisoformat(status.heartbeat)
     return age.total_seconds() < SILENT_SECONDS

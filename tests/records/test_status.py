@@ -1,0 +1,75 @@
+"""A status.json that is damaged: what is wrong with it is said, and the run is read all the same."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from driftlens.errors import RunError
+from driftlens.records.listing import current_state, find_runs, last_work, left_undone
+from driftlens.records.run import open_run
+from driftlens.records.status import Status, read_status, write_status
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[1]", "5", "null", '"x"', "{}", "[" * 100_000], ids=lambda text: text[:3]
+)
+def test_what_is_no_status_is_damaged(tmp_path: pathlib.Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(RunError, match=r"status\.json can't be read") as caught:
+        read_status(tmp_path)
+    assert caught.value.hint == "Remove it; the results do not depend on it."
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"state": "resting"},
+        {"state": ["done"]},
+        {"phase": 5},
+        {"done": "x"},
+        {"done": True},
+        {"total": "x"},
+        {"total": 10**400},
+        {"label": None},
+        {"seconds": None},
+        {"seconds": float("nan")},
+        {"metrics": [1]},
+        {"metrics": {"loss": "x"}},
+        {"heartbeat": 5},
+        {"heartbeat": "yesterday"},
+        {"heartbeat": "2026-01-02T03:04:05"},
+        {"pid": "1"},
+        {"process_started": "x"},
+        {"error": "x"},
+        {"error": {"type": "Error"}},
+        {"error": {"type": "Error", "message": 5}},
+        {"error": {"type": "Error", "message": "", "cause": ""}},
+    ],
+    ids=lambda values: str(values)[:40],
+)
+def test_a_value_of_another_type_is_damage(tmp_path: pathlib.Path, values: dict[str, Any]) -> None:
+    write_status(tmp_path, Status("running", metrics={"loss": float("nan")}))
+    assert read_status(tmp_path) is not None
+    file = tmp_path / "status.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    with pytest.raises(RunError, match="can't be read"):
+        read_status(tmp_path)
+
+
+def test_keys_of_a_later_version_are_passed_over(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "done", "progress": "x"}')
+    assert read_status(tmp_path) == Status("done")
+
+
+def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: pathlib.Path) -> None:
+    (own / "status.json").write_text("[]")
+    run = open_run(own)
+    (said,) = left_undone(run)
+    assert "status.json can't be read: expected an object" in said and "Remove it" in said
+    (summary,) = find_runs(own)
+    assert (summary.problem, summary.state, summary.left) == ("", "done", (said,))
+    assert (last_work(run), current_state(run)) == ("unknown", "done")

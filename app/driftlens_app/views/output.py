@@ -61,9 +61,10 @@ def _flips(chosen: Selection) -> None:
         "Flipped decisions", anchor=False, help="The most certain decisions of the expert come first."
     )
     options = chosen.options()
-    rows = flipped(chosen.run, options)
+    decided = measured_decisions(chosen.run, options)
+    rows = flipped(decided)
     if rows.empty:
-        if _decisions(chosen.run, options).empty:
+        if decided.empty:
             st.info("Decisions were not measured for these tasks and variants.", icon=":material/info:")
         else:
             st.info("No decision flips.", icon=":material/check:")
@@ -91,23 +92,22 @@ def _flips(chosen: Selection) -> None:
     show_story(chosen.run, task, sample, options)
 
 
-def _decisions(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Rows of the output table of the chosen tasks and variants that say whether a decision flipped."""
+def measured_decisions(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """Rows of the output table of the chosen tasks and variants that say whether a decision flipped.
+
+    Raises:
+        DataError: no such variant.
+        RunError: the output table can't be read.
+    """
     rows = run.outputs()
     tasks = run.tasks if options.tasks is None else options.tasks
     rows = rows[rows["task"].isin(list(tasks)) & rows["variant"].isin(chosen_variants(run, options))]
     return rows[rows["flipped"].notna()]
 
 
-def flipped(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """The decisions that differ from the expert's, one row per task, sample and model, by falling margin.
-
-    Raises:
-        DataError: no such variant.
-        RunError: the output table can't be read.
-    """
-    rows = _decisions(run, options)
-    rows = rows[rows["flipped"].astype(bool)]
+def flipped(decided: pd.DataFrame) -> pd.DataFrame:
+    """Of measured decisions, those unlike the expert's: a row per task, sample and model, by falling margin."""
+    rows = decided[decided["flipped"].astype(bool)]
     rows = rows.assign(model=rows["variant"].map(title)).sort_values("margin", ascending=False, kind="stable")
     return rows[["task", "sample_id", "model", "label", *_COLUMNS]].reset_index(drop=True)
 

@@ -136,7 +136,7 @@ def test_a_cancelled_calibration_can_be_continued(open_app: Open, root: Path, ru
     assert job is not None and "--resume" in log_text(job.log)
 
 
-def test_a_cancel_that_a_full_disk_keeps_no_record_of_is_told_and_stops_the_job(
+def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
     open_app: Open, root: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = calibrate_as(open_app(root, "calibrate"), "deaf")
@@ -146,7 +146,7 @@ def test_a_cancel_that_a_full_disk_keeps_no_record_of_is_told_and_stops_the_job(
         raise RunError("can't write the record: No space left on device", hint="Free some space.")
 
     sent: list[int] = []
-    monkeypatch.setattr("driftlens_app.jobs.cancelling.write_job", full)
+    monkeypatch.setattr("driftlens_app.jobs.cancelling.note_cancelled", full)
     monkeypatch.setattr("driftlens_app.jobs.cancelling._signal", lambda _job, number: sent.append(number))
     press(app.run(), "Cancel")
     for _second in range(2):

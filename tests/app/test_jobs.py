@@ -134,6 +134,32 @@ def test_a_full_disk_keeps_no_job_from_being_stopped(run: Path, fill_disk: Calla
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")
     fill_disk()
+    cancel(job)
+    until(lambda: state(run) == "cancelled", "it has stopped")
+
+
+def test_a_cancel_on_a_full_disk_is_known_to_a_restarted_server(
+    run: Path, fill_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(run, "deaf")
+    until(lambda: state(run) == "running", "it runs")
+    fill_disk()
+    for _again in range(2):
+        cancel(job)
+    assert state(run) == "cancelling"
+    known = processes._CHILDREN.pop(job.pid)  # what a server forgets when it restarts
+    monkeypatch.setattr("driftlens_app.jobs.cancelling.GRACE_SECONDS", 0.0)
+    until(lambda: state(run) == "cancelled", "it has been ended")
+    assert known.wait() == -signal.SIGKILL
+
+
+def test_a_cancel_that_can_not_be_noted_at_all_is_told_and_stops_the_job(
+    run: Path, fill_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(run, "steady")
+    until(lambda: state(run) == "running", "it runs")
+    fill_disk()
+    monkeypatch.setattr("driftlens_app.jobs.record._mark", lambda _log: run / "spec.yaml" / "inside")
     with pytest.raises(RunError, match="No space left on device"):
         cancel(job)
     until(lambda: state(run) == "cancelled", "it has stopped")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import platform
 import signal
 from datetime import UTC, datetime
 
-from driftlens.records.lock import utc_now
-from driftlens_app.jobs.record import Job, write_job
+from driftlens_app.jobs.record import Job, note_cancelled
 
 GRACE_SECONDS = 60.0
 """How long a job that was asked may take to reach the end of its batch or layer and clean up."""
@@ -20,13 +18,13 @@ def cancel(job: Job) -> None:
     """Ask the job to stop at its next batch, as Ctrl-C does; asking again changes nothing.
 
     Raises:
-        RunError: that the user asked can't be written down, as on a full disk; the job was asked all the same.
+        RunError: that the user asked can't be written down; the job was asked all the same.
     """
     if job.cancelled or not _is_here(job):
         return
     try:
         # Written first: a server that is restarted now still knows that the user did this.
-        write_job(dataclasses.replace(job, cancelled=utc_now()))
+        note_cancelled(job)
     finally:
         _signal(job, signal.SIGINT)
 

@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from driftlens.errors import RunError
 from driftlens.files import write_json_atomic
-from driftlens.records.lock import Owner
+from driftlens.records.lock import Owner, utc_now
 from driftlens_app.inside import is_file_inside, is_inside
 
 Kind = Literal["demo", "analyze", "calibrate", "project"]
@@ -107,6 +108,25 @@ def write_job(job: Job) -> None:
     write_json_atomic(job.log.parent / _record(job.kind), record)
 
 
+def note_cancelled(job: Job) -> None:
+    """Write down that the user asked the job to stop: on a full disk as an empty file, which needs no room.
+
+    Raises:
+        RunError: neither can be written.
+    """
+    try:
+        write_job(dataclasses.replace(job, cancelled=utc_now()))
+    except RunError as full:
+        try:
+            # Never through a link that somebody has laid there.
+            with _mark(job.log).open("xb"):
+                pass
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise full from error
+
+
 def dismiss(job: Job) -> None:
     """Note that the job's end has been read; a newer job of its run keeps its own record.
 
@@ -162,9 +182,22 @@ def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
         return None
     try:
         values = _checked(json.loads(file.read_text(encoding="utf-8")), kind)
-        return Job(**{**values, "run": run, "log": folder / values["log"]})
+        log = folder / values["log"]
+        cancelled = values.get("cancelled") or _marked(log)
+        return Job(**{**values, "run": run, "log": log, "cancelled": cancelled})
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _mark(log: Path) -> Path:
+    """The empty file that says that the job with this log was asked to stop."""
+    return log.with_suffix(".cancelled")
+
+
+def _marked(log: Path) -> str:
+    """When that file was made, UTC; empty without it."""
+    mark = _mark(log)
+    return datetime.fromtimestamp(mark.stat().st_mtime, UTC).isoformat() if is_file_inside(mark) else ""
 
 
 def _checked(record: Any, kind: Kind) -> dict[str, Any]:

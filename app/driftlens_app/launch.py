@@ -45,7 +45,7 @@ def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool =
         "server.maxUploadSize": "1",
         "browser.gatherUsageStats": "false",
         # Streamlit's default would open and print a link to "localhost", which may be another server's on ::1.
-        "browser.serverAddress": in_url(host) if is_local(host) else "localhost",
+        "browser.serverAddress": "localhost" if _is_every_address(host) else in_url(host),
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "type",
         "client.showErrorLinks": "false",
@@ -89,10 +89,15 @@ def _name(host: str) -> str:
     return str(_address(host) or host.lower())
 
 
+def _is_every_address(host: str) -> bool:
+    """Whether `host` stands for all addresses of this machine, as 0.0.0.0 does."""
+    address = _address(host)
+    return address is not None and address.is_unspecified
+
+
 def _addresses(host: str) -> list[str]:
     """This machine's own addresses, where `host` stands for all of them."""
-    listened = _address(host)
-    if listened is None or not listened.is_unspecified:
+    if not _is_every_address(host):
         return []
     import psutil
 

@@ -140,6 +140,22 @@ def test_the_command_keeps_the_safe_settings() -> None:
     assert "*" not in launch.allowed_hosts("127.0.0.1") and "*" not in launch.allowed_hosts("0.0.0.0")
 
 
+@pytest.mark.parametrize(
+    ("host", "printed"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("192.0.2.1", "192.0.2.1"),
+        ("2001:DB8::1", "[2001:db8::1]"),
+        ("Box.Example", "box.example"),
+        ("0.0.0.0", "localhost"),
+        ("::", "localhost"),
+    ],
+)
+def test_the_printed_link_leads_to_an_address_that_is_listened_on(host: str, printed: str) -> None:
+    command = launch.command(host=host)
+    assert command[command.index("--browser.serverAddress") + 1] == printed
+
+
 def test_every_option_is_one_that_streamlit_knows() -> None:
     from streamlit import config
 

@@ -237,6 +237,11 @@ def _with_samples(study: Study, samples: Mapping[str, SampleSet]) -> Study:
 def _top_layers(run: DriftRun, count: int) -> list[int]:
     """The blocks with the largest mean share of the merged model's final drift, by the run's own attribution."""
     blocks = [layer.index for layer in run.manifest.layers if layer.role == "block"]
+    if count > len(blocks):
+        raise SpecError(
+            f"top_layers is {count}; the model has {len(blocks)} blocks",
+            hint=f"Ask for at most {len(blocks)}, or leave it out to calibrate them all.",
+        )
     rows = run.layers(variant="merged")
     shares = rows[rows["role"] == "block"].groupby("layer")["final_share"].mean().dropna()
     if set(shares.index) != set(blocks):

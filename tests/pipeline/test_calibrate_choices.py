@@ -76,6 +76,11 @@ def test_top_layers_need_the_shares_of_all_blocks(folder: pathlib.Path) -> None:
         calibrate(folder, request(top_layers=1))
 
 
+def test_more_top_layers_than_blocks_are_refused(folder: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="top_layers is 99; the model has 3 blocks"):
+        calibrate(folder, request(top_layers=99))
+
+
 def test_patterns_choose_layers_and_sites(folder: pathlib.Path) -> None:
     run = calibrate(folder, request(layers=["*.resblocks.1"], sites=["*.mlp.*"]))
     rows = run.calibration(NAME)

@@ -383,12 +383,21 @@ def expert_path_replaced(patch: Patch) -> None:
 
 
 def target_of_the_expert_alone(patch: Patch) -> None:
-    patch.setattr(linear_sums.torch, "lerp", lambda start, end, share: end)
+    original = linear_sums.output_cross
+    patch.setattr(
+        linear_sums,
+        "output_cross",
+        lambda weight, bias, **options: original(weight, bias, **{**options, "alpha": 1.0}),
+    )
+
+
+def expert_outputs_with_their_bias(patch: Patch) -> None:
+    patch.setattr(linear_sums, "_stacked_bias", lambda parameters, sites: None)
 
 
 def norm_of_half_a_matrix(patch: Patch) -> None:
-    original = gram.GramSum._energy
-    patch.setattr(gram.GramSum, "_energy", lambda self, part: original(self, part) / 2)
+    original = gram.GramSum.norm
+    patch.setattr(gram.GramSum, "norm", lambda self: original(self) / 2)
 
 
 def bias_of_the_merged_weight(patch: Patch) -> None:
@@ -453,6 +462,7 @@ PLANTED: list[tuple[Fault, Check]] = [
     (stale_features, calibration_agrees_with_the_slow_reference),
     (expert_path_replaced, calibration_agrees_with_the_slow_reference),
     (target_of_the_expert_alone, calibration_agrees_with_the_slow_reference),
+    (expert_outputs_with_their_bias, calibration_agrees_with_the_slow_reference),
     (norm_of_half_a_matrix, calibration_agrees_with_the_slow_reference),
     (bias_of_the_merged_weight, calibration_agrees_with_the_slow_reference),
     (token_weights_counted_twice, weighted_calibration_agrees_with_the_slow_reference),

@@ -23,10 +23,11 @@ from driftlens.engine.layer_solve import solve_layer
 from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.pool import ModelPool, expert_of
 from driftlens.engine.problems import CalibratedLayer, Calibrator
-from driftlens.engine.site_inputs import inputs_and_output, inputs_only
+from driftlens.engine.site_rows import rows_and_output, rows_only
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import on_device
 from driftlens.errors import DataError, SpecError
+from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, State, pooled
 
 Samples = Mapping[str, Callable[[], Iterable[Batch]]]
@@ -125,6 +126,7 @@ class _Walk:
     pooling: Pool
     objectives: bool
     waiting: dict[str, list[WaitingBatch]] = field(default_factory=dict)
+    grams: GramPool = field(default_factory=GramPool)
 
     @property
     def tasks(self) -> list[str]:
@@ -135,13 +137,16 @@ class _Walk:
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
         merged = self.pool.parameters(self.merged, layer)
-        sums = LayerSums(self.pool.chain, layer, names, self.calibrator, objectives=self.objectives)
+        sums = LayerSums(
+            self.pool.chain, layer, names, self.calibrator, objectives=self.objectives, grams=self.grams
+        )
         for task in self.tasks:
             self._sum_up(layer, merged, sums, task, needs_output=not is_last)
         base = None if self.base is None else self.pool.parameters(self.base, layer)
         stored_as = self.merged if self.base is None else self.base
         problems = sums.problems(merged, base)
         updates, reports = solve_layer(self.pool, layer, problems, self.calibrator, stored_as=stored_as)
+        self.grams.take_back()
         drift = {} if is_last else self._advance(layer, merged | updates)
         return CalibratedLayer(layer.index, updates, reports, drift)
 
@@ -169,13 +174,15 @@ class _Walk:
         for batch in self._batches(layer, task):
             theirs, state = batch.get(_EXPERT), batch.get(_MERGED)
             if needs_output:
-                expert_rows, out = inputs_and_output(layer, expert, theirs, batch.side, sums.expert_taps)
+                seen, out = rows_and_output(
+                    layer, expert, theirs, batch.side, sums.expert_inputs, sums.expert_outputs
+                )
                 watch.see(_IN_WORDS[_EXPERT], out[layer.stream])
                 batch.put(_EXPERT, out)
             else:
-                expert_rows = inputs_only(layer, expert, theirs, batch.side, sums.expert_taps)
-            merged_rows = inputs_only(layer, merged, state, batch.side, sums.merged_taps)
-            sums.add(merged_rows, expert_rows, state, batch.side, expert, len(self.waiting.get(task, ())))
+                seen = rows_only(layer, expert, theirs, batch.side, sums.expert_inputs, sums.expert_outputs)
+            mine = rows_only(layer, merged, state, batch.side, sums.merged_inputs)
+            sums.add(mine, seen, state, batch.side, expert, len(self.waiting.get(task, ())))
         watch.check()
         sums.end_task(expert)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -10,7 +10,9 @@ from torch import Tensor
 from driftlens.engine.linear_sums import LinearSums
 from driftlens.engine.norm_sums import NormSums
 from driftlens.engine.problems import Calibrator, Problem
+from driftlens.engine.site_rows import SiteRows
 from driftlens.errors import SpecError
+from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 UNIFORM = "uniform"
@@ -27,6 +29,7 @@ class LayerSums:
         names: its sites to calibrate.
         calibrator: for the target, the task weights and the dtype of the sums.
         objectives: whether what objectives need is summed up too.
+        grams: where Gram sums come from; problems live in them until they are taken back.
 
     Raises:
         SpecError: a site's token-weight rule is unknown to this architecture.
@@ -40,6 +43,7 @@ class LayerSums:
         calibrator: Calibrator,
         *,
         objectives: bool = True,
+        grams: GramPool | None = None,
     ) -> None:
         self._chain = chain
         dtype: torch.dtype = getattr(torch, calibrator.solve_dtype)
@@ -62,25 +66,31 @@ class LayerSums:
                     task_weight=calibrator.task_weight,
                     dtype=dtype,
                     objectives=objectives,
+                    grams=grams,
                 ),
             )
             for (_, rule), sites in grouped.items()
         ]
 
     @property
-    def expert_taps(self) -> frozenset[str]:
+    def expert_inputs(self) -> frozenset[str]:
         """Sites whose input is wanted from the expert; of those that read the same rows, one."""
         return frozenset(group.sites[0].name for _, group in self._groups)
 
     @property
-    def merged_taps(self) -> frozenset[str]:
+    def expert_outputs(self) -> frozenset[str]:
+        """Sites whose output is wanted from the expert."""
+        return frozenset(site.name for _, group in self._groups for site in group.sites)
+
+    @property
+    def merged_inputs(self) -> frozenset[str]:
         """Sites whose input is wanted from the merged model."""
-        return self.expert_taps | {norm.site.name for _, norm in self._norms}
+        return self.expert_inputs | {norm.site.name for _, norm in self._norms}
 
     def add(
         self,
-        merged_rows: Mapping[str, Tensor],
-        expert_rows: Mapping[str, Tensor],
+        merged_rows: SiteRows,
+        expert_rows: SiteRows,
         state: State,
         side: SideInputs,
         expert: Parameters,
@@ -89,20 +99,21 @@ class LayerSums:
         """Add one batch of the task at hand.
 
         Args:
-            merged_rows: site name -> its input in the merged model, [..., k].
-            expert_rows: site name -> its input in the expert.
+            merged_rows: what the merged model feeds its sites.
+            expert_rows: what the expert feeds its sites, and what they make of it.
             state: the merged model's features before the layer, for the token weights.
             side: side inputs of the batch.
             expert: the expert's parameters.
             num_batches: about how many batches the task has.
         """
         for rule, group in self._groups:
-            rows = _flat(merged_rows[group.sites[0].name])
-            theirs = _flat(expert_rows[group.sites[0].name])
+            rows = _flat(merged_rows.inputs[group.sites[0].name])
+            theirs = _flat(expert_rows.inputs[group.sites[0].name])
+            outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
             weights = self._weights(rule, rows, state, side)
-            group.add(rows, theirs, weights, expert, len(rows) * max(1, num_batches))
+            group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches))
         for rule, norm in self._norms:
-            rows = _flat(merged_rows[norm.site.name])
+            rows = _flat(merged_rows.inputs[norm.site.name])
             norm.add(rows, self._weights(rule, rows, state, side))
 
     def end_task(self, expert: Parameters) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.problems import LinearProblem
-from driftlens.linalg.gram import GramSum
+from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.moments import Moments
-from driftlens.linalg.output_cross import OutputCross
+from driftlens.linalg.output_cross import OutputCross, output_cross
 from driftlens.linalg.sums import add_scaled
 from driftlens.models.chain import Parameters, Site
 
@@ -26,6 +26,7 @@ class LinearSums:
         task_weight: how much a task counts, from the Frobenius norm of its Gram matrix.
         dtype: of the sums; products are taken in the dtype of the rows.
         objectives: whether the energy of the wanted outputs is summed up, without which there are no objectives.
+        grams: where Gram sums come from; the moments live in them until they are taken back.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class LinearSums:
         task_weight: Callable[[Tensor], Tensor],
         dtype: torch.dtype,
         objectives: bool = True,
+        grams: GramPool | None = None,
     ) -> None:
         self.sites = tuple(sites)
         self._alpha = alpha
@@ -44,35 +46,50 @@ class LinearSums:
         self._objectives = objectives
         self._task: _Task | None = None
         self._total: _Total | None = None
+        self._grams = grams or GramPool()
         self._gram: GramSum | None = None  # of the task at hand; its memory serves task after task
 
     def add(
-        self, rows: Tensor, expert_rows: Tensor, weights: Tensor | None, expert: Parameters, num_rows: int
+        self,
+        rows: Tensor,
+        expert_rows: Tensor,
+        expert_outputs: Sequence[Tensor],
+        weights: Tensor | None,
+        expert: Parameters,
+        num_rows: int,
     ) -> None:
         """Add one batch of the task at hand.
 
         Args:
             rows: what the merged model feeds the sites, [T, k].
             expert_rows: what the expert feeds them, [T, k].
+            expert_outputs: what each site of the expert makes of that, [T, o].
             weights: how much each row counts, [T]; None counts each 1.
             expert: the expert's parameters.
             num_rows: about how many rows all batches of the task have together.
         """
-        targets = torch.lerp(rows, expert_rows, self._alpha)
         if self._gram is None:
-            self._gram = GramSum(rows.shape[1], self._dtype, rows.device)
+            self._gram = self._grams.lend(rows.shape[1], self._dtype, rows.device)
         if self._task is None:
             self._gram.clear()
             weight = stacked(expert, self.sites)
-            cross = OutputCross(weight, num_rows, self._dtype, energies=self._objectives)
-            self._task = _Task(self._gram, weight, cross)
-        self._task.add(rows, targets, weights)
+            cross = output_cross(
+                weight,
+                _stacked_bias(expert, self.sites),
+                alpha=self._alpha,
+                num_rows=num_rows,
+                dtype=self._dtype,
+                energies=self._objectives,
+            )
+            self._task = _Task(self._gram, cross, shape=weight.shape)
+        self._task.add(rows, expert_rows, expert_outputs, weights)
 
     def end_task(self, expert: Parameters) -> None:
         """Fold the task at hand into the sums over tasks."""
         assert self._task is not None
         if self._total is None:
-            self._total = _Total(self._task)
+            gram = self._grams.lend(self._task.gram.k, self._dtype, self._task.gram.device)
+            self._total = _Total(gram, self._task)
         biases = {site.name: expert.get(f"{site.name}.bias") for site in self.sites}
         self._total.add(self._task, self._task_weight, biases)
         self._task = None
@@ -96,45 +113,48 @@ def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-class _Task:
-    """Sums over the rows of one task."""
+def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
+    weights = (parameters[f"{site.name}.weight"] for site in sites)
+    biases = (parameters.get(f"{site.name}.bias") for site in sites)
+    return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
 
-    def __init__(self, gram: GramSum, weight: Tensor, cross: OutputCross) -> None:
+
+class _Task:
+    """Sums over the rows of one task; `shape` is that of the stacked weights."""
+
+    def __init__(self, gram: GramSum, cross: OutputCross, shape: Sequence[int]) -> None:
         self.gram = gram
-        self.weight = weight
         self.cross = cross
-        self.rows = torch.zeros(weight.shape[1], dtype=gram.dtype, device=weight.device)
-        self.targets = torch.zeros_like(self.rows)
+        self.shape = shape
+        self.rows = torch.zeros(shape[1], dtype=gram.dtype, device=gram.device)
         self.weight_sum = self.rows.new_zeros(())
 
-    def add(self, rows: Tensor, targets: Tensor, weights: Tensor | None) -> None:
+    def add(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> None:
+        self.cross.add(rows, expert_rows, expert_outputs, weights)
         if weights is None:
             self.weight_sum += len(rows)
             self.rows += rows.sum(dim=0)
-            self.targets += targets.sum(dim=0)
         else:
             self.weight_sum += weights.sum()
             self.rows += weights @ rows
-            self.targets += weights @ targets
-            # With both factors of every product scaled by the root, each row counts its weight.
-            root = weights.sqrt()[:, None]
-            rows, targets = rows * root, targets * root
+            # With both factors of the product scaled by the root, each row counts its weight.
+            rows = rows * weights.sqrt()[:, None]
         self.gram.add_rows(rows)
-        self.cross.add(rows, targets)
 
 
 class _Total:
     """Sums over tasks, each divided by its rows' weight and multiplied by its task weight."""
 
-    def __init__(self, like: _Task) -> None:
-        outputs, k = like.weight.shape
-        dtype, device = like.rows.dtype, like.rows.device
-        self._gram = GramSum(k, dtype, device)
-        self._cross = torch.zeros(outputs, k, dtype=dtype, device=device)
-        self._rows = torch.zeros(k, dtype=dtype, device=device)
-        self._targets = torch.zeros(outputs, dtype=dtype, device=device)
+    def __init__(self, gram: GramSum, like: _Task) -> None:
+        outputs, k = like.shape
+        self._gram = gram
+        self._cross = like.rows.new_zeros(outputs, k)
+        self._rows = like.rows.new_zeros(k)
+        self._targets = like.rows.new_zeros(outputs)
         self._energy: Tensor | None = None
-        self._weight = torch.zeros((), dtype=dtype, device=device)
+        self._weight = like.rows.new_zeros(())
         self._bias: dict[str, Tensor] = {}
 
     def add(
@@ -142,14 +162,14 @@ class _Total:
     ) -> None:
         omega = task_weight(task.gram.norm() / task.weight_sum)
         scale = float(omega / task.weight_sum)
-        cross, energy = task.cross.sums()
+        found = task.cross.sums(task.gram)
         self._gram.add(task.gram, scale)
-        add_scaled(self._cross, cross, scale)
-        if energy is not None:
-            energy = scale * energy.to(self._rows.dtype)
+        add_scaled(self._cross, found.cross, scale)
+        if found.energy is not None:
+            energy = scale * found.energy.to(self._rows.dtype)
             self._energy = energy if self._energy is None else self._energy + energy
         self._rows += scale * task.rows
-        self._targets += scale * (task.weight @ task.targets.to(task.weight))
+        self._targets += scale * found.target
         self._weight += omega
         for name, bias in biases.items():
             if bias is not None:

@@ -115,6 +115,8 @@ class Calibrator(Protocol):
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
         """New parameters of the problem's sites; nothing that is handed in is modified.
 
+        The Gram matrix of a linear problem is lent for this call: its memory serves the next layer too.
+
         Raises:
             NumericsError: the moments hold NaN or infinite entries.
             SingularGramError: a system can't be solved as asked.

@@ -21,7 +21,7 @@ from driftlens.engine.finite import FiniteWatch
 from driftlens.engine.lanes import Branch, Lane, LaneSolution, moments_key
 from driftlens.engine.layer_solve import solve_layer
 from driftlens.engine.pool import ModelPool, expert_of
-from driftlens.engine.site_inputs import inputs_and_output, inputs_only
+from driftlens.engine.site_rows import SiteRows, rows_and_output, rows_only
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import on_device
 from driftlens.models.chain import Layer, Parameters
@@ -114,16 +114,19 @@ class _Walk:
     def _listen(self, layer: Layer, task: str, merged: Parameters, *, has_sites: bool, is_last: bool) -> None:
         """Take the task's expert through the layer, and add what its sites see to the sums of every branch."""
         expert = self.pool.parameters(expert_of(task), layer)
-        taps = {tap for branch in self.branches for sums in branch.sums.values() for tap in sums.expert_taps}
+        all_sums = [sums for branch in self.branches for sums in branch.sums.values()]
+        inputs = {site for sums in all_sums for site in sums.expert_inputs}
+        outputs = {site for sums in all_sums for site in sums.expert_outputs}
         for part, samples in enumerate(self.parts[task]):
             watch = FiniteWatch(layer, task, samples.ids)
             for batch in self._batches(layer, task, part):
                 with self._shared(range(len(self.solutions))):
                     if is_last:
-                        rows = inputs_only(layer, expert, batch.get(_EXPERT), batch.side, taps)
+                        rows = rows_only(layer, expert, batch.get(_EXPERT), batch.side, inputs, outputs)
                     else:
-                        wanted = taps if has_sites else ()
-                        rows, out = inputs_and_output(layer, expert, batch.get(_EXPERT), batch.side, wanted)
+                        rows, out = rows_and_output(
+                            layer, expert, batch.get(_EXPERT), batch.side, inputs, outputs
+                        )
                         watch.see(f"the expert of {task}", out[layer.stream])
                         batch.put(_EXPERT, out)
                 if has_sites:
@@ -141,7 +144,7 @@ class _Walk:
         part: int,
         merged: Parameters,
         expert: Parameters,
-        expert_rows: Mapping[str, Tensor],
+        expert_rows: SiteRows,
         num_batches: int,
     ) -> None:
         for branch in self.branches:
@@ -150,8 +153,8 @@ class _Walk:
                 continue
             with self._shared(branch.lanes):
                 state = batch.get(branch.name)
-                taps = {tap for sums in readers for tap in sums.merged_taps}
-                rows = inputs_only(layer, merged, state, batch.side, taps)
+                inputs = {site for sums in readers for site in sums.merged_inputs}
+                rows = rows_only(layer, merged, state, batch.side, inputs)
                 for sums in readers:
                     sums.add(rows, expert_rows, state, batch.side, expert, num_batches)
 

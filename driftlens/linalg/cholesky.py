@@ -11,6 +11,7 @@ from torch import Tensor
 from driftlens.errors import NumericsError, SingularGramError
 
 _PANEL = 384
+_NARROW = 192  # for a processor, whose matrix library solves slower than it multiplies
 _STEPS = 3
 _SUSPICION = 8.0  # an estimate this close to the limit is replaced by exact eigenvalues
 
@@ -36,10 +37,9 @@ class Factor:
 
     def solve_rows(self, rows: Tensor) -> Tensor:
         """X with X (L L') = rows, [o, k], which may be overwritten; one factor serves every row."""
-        # X S = R with S symmetric means S X' = R'. In place, either solve takes half the time.
-        out = None if rows.requires_grad or self.lower.requires_grad else rows
-        half = torch.linalg.solve_triangular(self.lower.mT, rows, upper=True, left=False, out=out)
-        return torch.linalg.solve_triangular(self.lower, half, upper=False, left=False, out=out)
+        # X S = R with S symmetric means S X' = R'.
+        half = _solve_rows(self.lower.mT, rows, upper=True)
+        return _solve_rows(self.lower, half, upper=False)
 
     def energy(self, rows: Tensor) -> Tensor:
         """x' (L L') x for every row x, [o], computed in the dtype of `rows`, [o, k]."""
@@ -99,8 +99,9 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
     """
     lower = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     failures = []  # read at the end, so that a device isn't waited for after every panel
-    for start in range(0, len(matrix), _PANEL):
-        stop = min(start + _PANEL, len(matrix))
+    panel = _NARROW if matrix.is_cpu else _PANEL
+    for start in range(0, len(matrix), panel):
+        stop = min(start + panel, len(matrix))
         mine = slice(start, stop)
         left = lower[:, :start]
         column = torch.addmm(matrix[start:, mine], left[start:], left[mine].mT, beta=scale, alpha=-1)
@@ -108,9 +109,7 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
         top, failed_minor = torch.linalg.cholesky_ex(column[: stop - start])
         failures.append(failed_minor)
         lower[mine, mine] = top
-        lower[stop:, mine] = torch.linalg.solve_triangular(
-            top.mT, column[stop - start :], upper=True, left=False
-        )
+        lower[stop:, mine] = _solve_rows(top.mT, column[stop - start :], upper=True)
     return None if bool(torch.stack(failures).any()) else lower
 
 
@@ -126,6 +125,12 @@ def _square(lower: Tensor, vector: Tensor) -> Tensor:
     for start, panel in _panels(lower):
         product[start:] += panel @ (panel.mT @ vector[start:])
     return product
+
+
+def _solve_rows(triangle: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
+    """X with X T = rows; in the memory of `rows`, which takes half the time, unless gradients are wanted."""
+    out = None if rows.requires_grad or triangle.requires_grad else rows
+    return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False, out=out)
 
 
 def _solve(lower: Tensor, right: Tensor) -> Tensor:

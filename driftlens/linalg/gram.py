@@ -9,7 +9,8 @@ from torch import Tensor
 
 from driftlens.errors import ShapeError
 
-_NARROW = 128  # rows or columns per product: the least that keeps a matrix library busy
+_LEAF = 128  # rows or columns per product: the least that keeps a matrix library busy
+_Tile = tuple[slice, slice]
 
 
 class GramSum:
@@ -25,10 +26,11 @@ class GramSum:
     """
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
+        self.k, self.dtype, self.device = k, dtype, device
         # Empty until the first product, which overwrites it: touching this much memory once is what costs.
         self._lower = torch.empty(k, k, dtype=dtype, device=device)
         self._is_empty = True
+        self._tiles = list(_tiles(0, k))
 
     def add_rows(self, rows: Tensor) -> None:
         """Add rows' outer products, rows' rows; `rows` is [T, k].
@@ -36,33 +38,45 @@ class GramSum:
         Raises:
             ShapeError: `rows` has another width.
         """
-        if rows.dim() != 2 or rows.shape[1] != len(self._lower):
-            raise ShapeError(f"want rows [T, {len(self._lower)}], got {list(rows.shape)}")
-        for part in self._panels():
-            self._put(part, rows[:, part[0]].mT @ rows[:, part[1]], 1.0)
+        if rows.dim() != 2 or rows.shape[1] != self.k:
+            raise ShapeError(f"want rows [T, {self.k}], got {list(rows.shape)}")
+        for tile in self._tiles:
+            self._put(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
         self._is_empty = False
 
     def add(self, other: GramSum, scale: float) -> None:
         """Add another sum, multiplied by `scale`."""
-        for part in self._panels():
-            self._put(part, other._lower[part], scale)
+        for tile in self._tiles:
+            self._put(tile, other._lower[tile], scale)
         self._is_empty = False
 
     def norm(self) -> Tensor:
         """Frobenius norm of the whole symmetric sum, a number in float64."""
-        energies = [self._energy(part) for part in self._panels()]
+        # A float32 sum of this many squares would be too small in the fourth digit.
+        energies = [
+            (1 if rows == columns else 2)
+            * torch.linalg.vector_norm(self._lower[rows, columns], dtype=torch.float64).square()
+            for rows, columns in self._tiles
+        ]
         return torch.stack(energies).sum().sqrt()
 
-    def quadratic(self, vectors: Tensor) -> Tensor:
-        """v' S v of this sum S for every row v of `vectors`, [o, k], in their dtype: [o]. Half of S is read."""
+    def quadratic(self, vectors: Tensor, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """v' (more + more' + scale * S) v of this sum S for every row v of `vectors`, [o, k]: [o], in their dtype.
+
+        Args:
+            vectors: [o, k].
+            more: [k, k], not symmetric as a rule; None leaves it out.
+            scale: of this sum.
+        """
         found = vectors.new_zeros(len(vectors))
-        for start in range(0, len(self._lower), _NARROW):
-            mine = slice(start, start + _NARROW)
-            below = self._lower[start:, mine].to(vectors, copy=True)
-            # Halved on the diagonal, the lower triangle and its mirror image add up to S.
-            below[: below.shape[1]].tril_().diagonal().mul_(0.5)
-            found += torch.linalg.vecdot(vectors[:, start:] @ below, vectors[:, mine])
-        return 2 * found
+        for rows, columns in self._tiles:
+            tile = scale * self._lower[rows, columns].to(vectors)
+            if more is not None:
+                tile += more[rows, columns].to(vectors)
+                tile += more[columns, rows].mT.to(vectors)
+            count = 1 if rows == columns else 2
+            found += count * torch.linalg.vecdot(vectors[:, rows] @ tile, vectors[:, columns])
+        return found
 
     def clear(self) -> None:
         """Start again at zero, in the same memory."""
@@ -70,31 +84,55 @@ class GramSum:
 
     def full(self) -> Tensor:
         """The symmetric sum with both halves, [k, k], in the memory of this sum."""
-        for rows, columns in self._panels():
-            inner = slice(rows.start, rows.stop)
-            square = self._lower[inner, inner]
-            square.copy_(square.tril() + square.tril(-1).mT)
-            self._lower[columns.start : inner.start, inner] = self._lower[inner, : inner.start].mT
+        for rows, columns in self._tiles:
+            tile = self._lower[rows, columns]
+            if rows == columns:  # a product's two halves may differ in their last bits
+                tile.copy_(tile.tril() + tile.tril(-1).mT)
+            else:
+                self._lower[columns, rows] = tile.mT
         return self._lower
 
-    def _put(self, part: tuple[slice, slice], product: Tensor, scale: float) -> None:
+    def _put(self, tile: _Tile, product: Tensor, scale: float) -> None:
         if self._is_empty:
-            self._lower[part] = product if scale == 1 else product.to(self._lower.dtype) * scale
+            self._lower[tile] = product if scale == 1 else product.to(self.dtype) * scale
         else:
-            self._lower[part].add_(product, alpha=scale)
+            self._lower[tile].add_(product, alpha=scale)
 
-    def _energy(self, part: tuple[slice, slice]) -> Tensor:
-        rows, _ = part
-        panel = self._lower[part]
-        # A float32 sum of this many squares would be too small in the fourth digit.
-        whole = torch.linalg.vector_norm(panel, dtype=torch.float64).square()
-        square = torch.linalg.vector_norm(panel[:, rows.start :], dtype=torch.float64).square()
-        return 2 * whole - square
 
-    def _panels(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of each panel: [i, j) times [0, j)."""
-        k = len(self._lower)
-        rows = max(_NARROW, k // 8)  # narrow panels waste little above the diagonal, wide ones run faster
-        for start in range(0, k, rows):
-            stop = min(start + rows, k)
-            yield slice(start, stop), slice(0, stop)
+class GramPool:
+    """Gram sums whose memory is used again: touching memory that is new to a process costs more than adding to it."""
+
+    def __init__(self) -> None:
+        self._spare: list[GramSum] = []
+        self._lent: list[GramSum] = []
+
+    def lend(self, k: int, dtype: torch.dtype, device: torch.device) -> GramSum:
+        """A sum at zero, until all are taken back."""
+        fitting = (x for x in self._spare if (x.k, x.dtype, x.device) == (k, dtype, device))
+        found = next(fitting, None)
+        if found is None:
+            found = GramSum(k, dtype, device)
+        else:
+            self._spare.remove(found)
+            found.clear()
+        self._lent.append(found)
+        return found
+
+    def take_back(self) -> None:
+        """End every loan; what was computed in that memory must not be read any more."""
+        self._spare += self._lent
+        self._lent = []
+
+
+def _tiles(start: int, stop: int) -> Iterator[_Tile]:
+    """Rows and columns of tiles that cover the lower triangle: squares on the diagonal, all else below it.
+
+    Halving again and again leaves products as square as can be, which run fastest.
+    """
+    if stop - start <= _LEAF:
+        yield slice(start, stop), slice(start, stop)
+        return
+    middle = (start + stop) // 2
+    yield slice(middle, stop), slice(start, middle)
+    yield from _tiles(start, middle)
+    yield from _tiles(middle, stop)

@@ -1,6 +1,19 @@
-"""Moments of outputs W t with inputs x, by the cheaper of two ways."""
+"""Moments of the outputs that sites should give with the inputs they have, by the cheaper of two ways.
+
+W is an expert's weight [O, k] and b its bias, x the input that the merged model feeds the site, u the one that the
+expert feeds it, and wanted is W t of t = alpha * u + (1 - alpha) * x (FeatCal, arXiv:2605.13030, Eq. 10). The expert's
+outputs y = W u + b are known, since it has run.
+
+With T rows, W x of every row costs T O k operations and the product of W t with the input T O k more; the sum of t x'
+alone costs T k^2, and O k^2 once at the end. Energies come for free in the first way and cost O k^2 / 2 in the second.
+Products are taken in the dtype of the rows, sums in a dtype of choice.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,61 +23,153 @@ from driftlens.linalg.gram import GramSum
 from driftlens.linalg.sums import grown
 
 
-class OutputCross:
-    """Growing sums over rows of (W t) x' and, if asked for, of (W t)^2, for target inputs t and actual inputs x.
+@dataclass(frozen=True)
+class OutputSums:
+    """Sums over rows: of (W t) x', [O, k], of W t, [O], and of (W t)^2, [O], or None where nobody asked for it."""
 
-    With T rows, O outputs and k inputs, computing the output of every row costs T O k operations and its product with
-    the input T O k more; E[t x'] alone costs T k^2, and O k^2 once at the end. Energies come for free in the first
-    way and cost (T + O) k^2 / 2 more in the second. Products are taken in the dtype of the rows, sums in `dtype`.
+    cross: Tensor
+    target: Tensor
+    energy: Tensor | None
 
-    Args:
-        weight: W, [O, k].
-        num_rows: about how many rows there will be.
-        dtype: of the sums.
-        energies: whether (W t)^2 is wanted.
-    """
 
-    def __init__(self, weight: Tensor, num_rows: int, dtype: torch.dtype, *, energies: bool) -> None:
-        outputs, k = weight.shape
-        self._weight = weight
-        self._dtype = dtype
-        self._energies = energies
-        self._cross: Tensor | None = None
-        self._energy: Tensor | None = None
-        by_rows = 2 * num_rows * outputs * k
-        by_inputs = num_rows * k**2 + outputs * k**2
-        if energies:
-            by_inputs += (num_rows + outputs) * k**2 // 2
-        self._is_by_rows = by_rows <= by_inputs
-        self._targets = GramSum(k, dtype, weight.device) if energies and not self._is_by_rows else None
+class OutputCross(Protocol):
+    """Growing sums of wanted outputs with inputs."""
 
-    def add(self, rows: Tensor, targets: Tensor) -> None:
-        """Add rows x and t, both [T, k].
+    def add(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> None:
+        """Add rows.
+
+        Args:
+            rows: x, [T, k].
+            expert_rows: u, [T, k].
+            expert_outputs: y, [T, o] of each site whose weight is stacked in W.
+            weights: how much each row counts, [T]; None counts each 1.
 
         Raises:
             ShapeError: they are not of that shape.
         """
-        if rows.shape != targets.shape or rows.dim() != 2 or rows.shape[1] != self._weight.shape[1]:
-            raise ShapeError(
-                f"want rows and targets [T, {self._weight.shape[1]}], "
-                f"got {list(rows.shape)} and {list(targets.shape)}"
-            )
-        if not self._is_by_rows:
-            self._cross = grown(self._cross, targets.mT @ rows, self._dtype)
-            if self._targets is not None:
-                self._targets.add_rows(targets)
-            return
-        outputs = targets @ self._weight.mT
-        self._cross = grown(self._cross, outputs.mT @ rows, self._dtype)
-        if self._energies:
-            self._energy = grown(self._energy, outputs.square().sum(dim=0), self._dtype)
+        ...
 
-    def sums(self) -> tuple[Tensor, Tensor | None]:
-        """Sum of (W t) x', [O, k], and of (W t)^2, [O], or None where it wasn't asked for."""
-        assert self._cross is not None
-        if self._is_by_rows:
-            return self._cross, self._energy
-        weight, energy = self._weight, None
-        if self._targets is not None:
-            energy = self._targets.quadratic(weight)
-        return weight @ self._cross.to(weight), energy
+    def sums(self, gram: GramSum) -> OutputSums:
+        """What the rows add up to; `gram` is the sum of x x' over the same rows."""
+        ...
+
+
+def output_cross(
+    weight: Tensor, bias: Tensor | None, *, alpha: float, num_rows: int, dtype: torch.dtype, energies: bool
+) -> OutputCross:
+    """Sums that start at zero, grown in the way that takes fewer operations.
+
+    Args:
+        weight: W, [O, k].
+        bias: b, [O]; None means 0.
+        alpha: share of the expert in what is wanted.
+        num_rows: about how many rows there will be.
+        dtype: of the sums.
+        energies: whether (W t)^2 is wanted.
+    """
+    outputs, k = weight.shape
+    by_rows = 2 * num_rows * outputs * k
+    by_inputs = num_rows * k**2 + outputs * k**2
+    if energies:
+        by_inputs += outputs * k**2 // 2
+    way = ByRows if by_rows <= by_inputs else ByInputs
+    return way(weight, bias, alpha=alpha, dtype=dtype, energies=energies)
+
+
+class _Way:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, alpha: float, dtype: torch.dtype, energies: bool
+    ) -> None:
+        self._weight = weight
+        self._bias = weight.new_zeros(len(weight)) if bias is None else bias
+        self._alpha = alpha
+        self._dtype = dtype
+        self._energies = energies
+        self._cross: Tensor | None = None
+        self._target: Tensor | None = None
+        self._energy: Tensor | None = None
+
+    def _check(self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor]) -> None:
+        outputs, k = self._weight.shape
+        width = sum(part.shape[-1] for part in expert_outputs)
+        if (
+            rows.shape != expert_rows.shape
+            or rows.shape[1:] != (k,)
+            or width != outputs
+            or any(len(part) != len(rows) for part in expert_outputs)
+        ):
+            raise ShapeError(
+                f"want inputs [T, {k}] of both models and outputs [T, {outputs}] in all, got {list(rows.shape)}, "
+                f"{list(expert_rows.shape)} and {[list(part.shape) for part in expert_outputs]}"
+            )
+
+    def _grow(self, cross: Tensor, target: Tensor, energy: Tensor | None) -> None:
+        self._cross = grown(self._cross, cross, self._dtype)
+        self._target = grown(self._target, target, self._dtype)
+        if energy is not None:
+            self._energy = grown(self._energy, energy, self._dtype)
+
+
+class ByRows(_Way):
+    """Every row's wanted output, one after the other."""
+
+    def add(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> None:
+        """See `OutputCross`."""
+        self._check(rows, expert_rows, expert_outputs)
+        wanted = rows @ self._weight.mT
+        for mine, theirs in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
+            mine.lerp_(theirs, self._alpha)
+        wanted.sub_(self._bias, alpha=self._alpha)
+        energy = _total(wanted.square(), weights) if self._energies else None
+        counted = wanted if weights is None else wanted * weights[:, None]
+        self._grow(counted.mT @ rows, counted.sum(dim=0), energy)
+
+    def sums(self, gram: GramSum) -> OutputSums:
+        """See `OutputCross`."""
+        assert self._cross is not None and self._target is not None
+        return OutputSums(self._cross, self._target, self._energy)
+
+
+class ByInputs(_Way):
+    """C, the sum of t x', and W once at the end.
+
+    For the energies the expert's outputs make up for a Gram matrix of t: row by row w of W, with G the sum of x x',
+
+        sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
+    """
+
+    def add(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> None:
+        """See `OutputCross`."""
+        self._check(rows, expert_rows, expert_outputs)
+        targets = torch.lerp(rows, expert_rows, self._alpha)
+        if weights is not None:
+            targets *= weights[:, None]
+        energy = None
+        if self._energies:
+            parts = zip(expert_outputs, _split(self._bias, expert_outputs), strict=True)
+            energy = torch.cat([_total((outputs - bias).square_(), weights) for outputs, bias in parts])
+        self._grow(targets.mT @ rows, targets.sum(dim=0), energy)
+
+    def sums(self, gram: GramSum) -> OutputSums:
+        """See `OutputCross`."""
+        assert self._cross is not None and self._target is not None
+        weight, rest, energy = self._weight, 1 - self._alpha, self._energy
+        cross = self._cross.to(weight)
+        if energy is not None:
+            energy = self._alpha**2 * energy + rest * gram.quadratic(weight, scale=-rest, more=cross)
+        return OutputSums(weight @ cross, weight @ self._target.to(weight), energy)
+
+
+def _split(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Parts of the last axis, as wide as these."""
+    return torch.split(stacked, [part.shape[-1] for part in like], dim=-1)
+
+
+def _total(rows: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.sum(dim=0) if weights is None else weights @ rows

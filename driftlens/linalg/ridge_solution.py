@@ -32,7 +32,7 @@ class RidgeSolution:
 
         Exactly tr(D H D') with D the difference of the weights and H the matrix that was inverted.
         """
-        return self.factor.energy((other.to(self.weight) - self.weight).to(other.dtype))
+        return self.factor.energy((other - self.weight).to(other.dtype))
 
 
 def solve_ridge(moments: Moments, anchor: Tensor | None, *, lam: float) -> RidgeSolution:

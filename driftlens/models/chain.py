@@ -21,8 +21,11 @@ from torch import Tensor, nn
 State = dict[str, Tensor]
 SideInputs = Mapping[str, Tensor]
 Parameters = Mapping[str, Tensor]
-Tap = Callable[[str, Tensor], None]
-"""Called with a site's name and its input [n, t, k] just before the site runs."""
+Tap = Callable[[str, Tensor], Callable[[Tensor], None] | None]
+"""Called with a site's name and its input [n, t, k] just before the site runs.
+
+What it returns, unless None, is called with the site's output.
+"""
 
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]

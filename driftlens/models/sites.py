@@ -80,12 +80,12 @@ def _first_reader(calls: Mapping[str, Sequence[Tensor]], value: Tensor) -> str:
 
 @contextlib.contextmanager
 def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterator[None]:
-    """While this is open, `tap` is called with the name and the input of each site just before it runs."""
+    """While this is open, `tap` hears of each site as `Tap` says."""
     with contextlib.ExitStack() as hooks:
         if tap is not None:
             for site in sites:
                 module = block.get_submodule("" if site.name == BLOCK_ITSELF else site.name)
-                hooks.callback(_on_input(module, partial(tap, site.name)))
+                _tap(module, partial(tap, site.name), hooks)
         yield
 
 
@@ -115,3 +115,20 @@ def _on_input(module: nn.Module, listen: Callable[[Tensor], object]) -> Callable
         listen(args[0] if args else next(iter(kwargs.values())))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+
+
+def _tap(
+    module: nn.Module,
+    tap: Callable[[Tensor], Callable[[Tensor], None] | None],
+    hooks: contextlib.ExitStack,
+) -> None:
+    """Have `tap` hear of each input of `module`, and what it returns of the output, until `hooks` is closed."""
+    listening: list[Callable[[Tensor], None] | None] = []
+
+    def after(_module: nn.Module, _args: object, output: Tensor) -> None:
+        hear = listening.pop()
+        if hear is not None:
+            hear(output)
+
+    hooks.callback(_on_input(module, lambda x: listening.append(tap(x))))
+    hooks.callback(module.register_forward_hook(after).remove)

@@ -3,8 +3,8 @@
 Both CLIP libraries compute the same thing under different parameter names, so every function takes a small
 table of names. Shapes: pixels [n, c, h, w]; hidden [n, t, d], token 0 being the class token (CLS) and the
 others the patches row by row; features [n, d]. `tap(site, x)` is called with the input of each calibratable
-module just before it runs. Attention goes through `scaled_dot_product_attention`, whose backend the caller
-may choose by context.
+module just before it runs, and what it returns with the output. Attention goes through
+`scaled_dot_product_attention`, whose backend the caller may choose by context.
 """
 
 from __future__ import annotations
@@ -156,17 +156,20 @@ def _pooled(hidden: Tensor, pooling: Pooling) -> Tensor:
 
 
 def _linear(parameters: Parameters, site: str, x: Tensor, tap: Tap | None) -> Tensor:
-    if tap is not None:
-        tap(site, x)
-    return F.linear(x, parameters[f"{site}.weight"], parameters.get(f"{site}.bias"))
+    hear = None if tap is None else tap(site, x)
+    return _heard(hear, F.linear(x, parameters[f"{site}.weight"], parameters.get(f"{site}.bias")))
 
 
 def _norm(parameters: Parameters, site: str, x: Tensor, eps: float, tap: Tap | None) -> Tensor:
-    if tap is not None:
-        tap(site, x)
-    return F.layer_norm(
-        x, x.shape[-1:], parameters.get(f"{site}.weight"), parameters.get(f"{site}.bias"), eps
-    )
+    hear = None if tap is None else tap(site, x)
+    weight, bias = parameters.get(f"{site}.weight"), parameters.get(f"{site}.bias")
+    return _heard(hear, F.layer_norm(x, x.shape[-1:], weight, bias, eps))
+
+
+def _heard(hear: Callable[[Tensor], None] | None, output: Tensor) -> Tensor:
+    if hear is not None:
+        hear(output)
+    return output
 
 
 def _scaled(parameters: Parameters, scale: str | None, branch: Tensor) -> Tensor:

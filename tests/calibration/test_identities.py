@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -22,14 +23,14 @@ from tests.cases import perturbed, pool_of
 
 
 class Spy(FeatCal):
-    """Remembers the problems it was asked to solve."""
+    """Remembers the problems it was asked to solve, in memory of its own."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.problems: list[Problem] = []
 
     def solve(self, problem: Problem) -> list[SiteUpdate]:
-        self.problems.append(problem)
+        self.problems.append(copy.deepcopy(problem))
         return super().solve(problem)
 
 

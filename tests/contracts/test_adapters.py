@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -126,18 +128,25 @@ def test_taps_see_each_site_once_in_order_and_change_nothing(subject: Subject) -
     state, side = subject.chain.start(subject.inputs)
     for layer in subject.chain.layers:
         seen: list[tuple[str, Tensor]] = []
+        outputs: dict[str, Tensor] = {}
         mine = parameters(layer, weights)
 
-        def tap(site: str, x: Tensor) -> None:
+        def tap(site: str, x: Tensor) -> Callable[[Tensor], None]:
             seen.append((site, x))  # noqa: B023 - called before the loop goes on
+            return partial(outputs.__setitem__, site)  # noqa: B023
 
         with torch.no_grad():
             after = layer.call(mine, state, side, tap)
             assert largest_difference([after], [layer.call(mine, state, side)]) == 0
         assert [site for site, _ in seen] == [site.name for site in layer.sites]
         inputs = dict(seen)
+        assert list(outputs) == list(inputs)
         for site in layer.sites:
-            assert inputs[site.name].shape[-1] == mine[f"{site.name}.weight"].shape[-1]
+            weight = mine[f"{site.name}.weight"]
+            assert inputs[site.name].shape[-1] == weight.shape[-1]
+            if site.kind == "linear":
+                output = F.linear(inputs[site.name], weight, mine.get(f"{site.name}.bias"))
+                torch.testing.assert_close(outputs[site.name], output, rtol=0, atol=1e-12)
             for other in layer.sites:
                 if other.input == site.input:
                     assert torch.equal(inputs[other.name], inputs[site.name])

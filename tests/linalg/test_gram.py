@@ -1,4 +1,4 @@
-"""Half products and the two ways to a cross moment, against the plain product."""
+"""Half products and the two ways to the moments of wanted outputs, against the plain product."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import ShapeError
-from driftlens.linalg.gram import GramSum
-from driftlens.linalg.output_cross import OutputCross
+from driftlens.linalg.gram import GramPool, GramSum
+from driftlens.linalg.output_cross import ByInputs, ByRows, output_cross
 from driftlens.linalg.sums import add_scaled
 
 CPU = torch.device("cpu")
@@ -29,6 +29,11 @@ def test_the_half_product_is_the_whole_one(k: int, generator: torch.Generator) -
     vectors = random(generator, 4, k)
     quadratic = ((vectors @ want) * vectors).sum(dim=1)
     torch.testing.assert_close(found.quadratic(vectors), quadratic, rtol=1e-12, atol=1e-12)
+    more = random(generator, k, k)
+    with_more = ((vectors @ (more + more.mT - 0.7 * want)) * vectors).sum(dim=1)
+    torch.testing.assert_close(
+        found.quadratic(vectors, scale=-0.7, more=more), with_more, rtol=1e-11, atol=1e-11
+    )
     torch.testing.assert_close(found.full(), want, rtol=1e-12, atol=1e-12)
 
 
@@ -41,6 +46,18 @@ def test_sums_of_tasks_are_scaled_and_memory_is_used_again(generator: torch.Gene
         total.add(task, scale)
     want = 0.5 * first.mT @ first + 3 * second.mT @ second
     torch.testing.assert_close(total.full(), want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pool_lends_its_memory_again_once_it_is_taken_back(generator: torch.Generator) -> None:
+    pool, rows = GramPool(), random(generator, 5, 3)
+    first, second = (pool.lend(3, torch.float64, CPU) for _ in range(2))
+    assert first is not second
+    first.add_rows(rows)
+    pool.take_back()
+    wider, again = pool.lend(4, torch.float64, CPU), pool.lend(3, torch.float64, CPU)
+    assert wider not in (first, second) and again in (first, second)
+    again.add_rows(2 * rows)
+    torch.testing.assert_close(again.full(), 4 * rows.mT @ rows)
 
 
 def test_the_norm_of_a_wide_float32_sum_is_not_too_small(generator: torch.Generator) -> None:
@@ -60,24 +77,55 @@ def test_float32_products_are_summed_in_float64() -> None:
     assert float(found.full()) == 1e8 + 1000
 
 
-@pytest.mark.parametrize("energies", [True, False])
-@pytest.mark.parametrize(("count", "way"), [(4, "by rows"), (400, "by inputs")])
-def test_both_ways_to_a_cross_moment_agree_with_the_plain_product(
-    count: int, way: str, energies: bool, generator: torch.Generator
+@pytest.mark.parametrize("way", [ByRows, ByInputs])
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "uniform"])
+@pytest.mark.parametrize("energies", [True, False], ids=["energies", "none"])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_both_ways_give_the_plain_sums_of_wanted_outputs(
+    way: type[ByRows] | type[ByInputs],
+    weighted: bool,
+    energies: bool,
+    alpha: float,
+    generator: torch.Generator,
 ) -> None:
-    weight = random(generator, 90, 20)
-    rows, targets = random(generator, count, 20), random(generator, count, 20)
-    found = OutputCross(weight, count, torch.float64, energies=energies)
-    assert found._is_by_rows == (way == "by rows")
-    for start in range(0, count, 3):
-        found.add(rows[start : start + 3], targets[start : start + 3])
-    cross, energy = found.sums()
-    outputs = targets @ weight.mT
-    torch.testing.assert_close(cross, outputs.mT @ rows, rtol=1e-11, atol=1e-11)
+    weight, bias = random(generator, 9, 6), random(generator, 9)
+    rows, expert_rows = random(generator, 40, 6), random(generator, 40, 6)
+    outputs = expert_rows @ weight.mT + bias
+    weights = random(generator, 40).square() if weighted else None
+    found = way(weight, bias, alpha=alpha, dtype=torch.float64, energies=energies)
+    gram = GramSum(6, torch.float64, CPU)
+    for part in (slice(0, 7), slice(7, 30), slice(30, 40)):
+        mine = None if weights is None else weights[part]
+        found.add(rows[part], expert_rows[part], [outputs[part, :5], outputs[part, 5:]], mine)
+        gram.add_rows(rows[part] if mine is None else rows[part] * mine.sqrt()[:, None])
+    sums = found.sums(gram)
+    wanted = (alpha * expert_rows + (1 - alpha) * rows) @ weight.mT
+    counts = torch.ones(40, dtype=torch.float64) if weights is None else weights
+    torch.testing.assert_close(sums.cross, (counts[:, None] * wanted).mT @ rows, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(sums.target, counts @ wanted, rtol=1e-11, atol=1e-11)
     if energies:
-        torch.testing.assert_close(energy, outputs.square().sum(dim=0), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(sums.energy, counts @ wanted.square(), rtol=1e-11, atol=1e-11)
     else:
-        assert energy is None
+        assert sums.energy is None
+
+
+def test_sites_without_a_bias_count_it_as_zero(generator: torch.Generator) -> None:
+    weight, rows = random(generator, 3, 2), random(generator, 5, 2)
+    for way in (ByRows, ByInputs):
+        found = way(weight, None, alpha=1.0, dtype=torch.float64, energies=True)
+        found.add(rows, rows, [rows @ weight.mT], None)
+        gram = GramSum(2, torch.float64, CPU)
+        gram.add_rows(rows)
+        want = (rows @ weight.mT).square().sum(dim=0)
+        torch.testing.assert_close(found.sums(gram).energy, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("num_rows", "way"), [(4, ByRows), (400, ByInputs)])
+def test_few_rows_go_one_by_one_and_many_through_their_inputs(num_rows: int, way: type) -> None:
+    found = output_cross(
+        torch.ones(90, 20), None, alpha=0.3, num_rows=num_rows, dtype=torch.float64, energies=True
+    )
+    assert type(found) is way
 
 
 @pytest.mark.parametrize("columns", [1, 700_000])
@@ -91,7 +139,14 @@ def test_scaled_sums_of_mixed_dtypes_reach_every_entry(columns: int, generator: 
 def test_rows_of_another_width_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"want rows \[T, 3\], got \[2, 4\]"):
         GramSum(3, torch.float64, CPU).add_rows(torch.zeros(2, 4))
-    with pytest.raises(ShapeError, match=r"want rows and targets \[T, 3\]"):
-        OutputCross(torch.zeros(2, 3), 1, torch.float64, energies=False).add(
-            torch.zeros(2, 3), torch.zeros(1, 3)
-        )
+    three, two = torch.zeros(3, 2), torch.zeros(2, 2)
+    for way in (ByRows, ByInputs):
+        sums = way(torch.zeros(5, 2), None, alpha=0.3, dtype=torch.float64, energies=False)
+        for inputs, expert_inputs, outputs in (
+            (three, two, [torch.zeros(3, 5)]),
+            (three, three, [torch.zeros(3, 4)]),
+            (three, three, [torch.zeros(3, 4), torch.zeros(2, 1)]),
+            (torch.zeros(3, 4), torch.zeros(3, 4), [torch.zeros(3, 5)]),
+        ):
+            with pytest.raises(ShapeError, match=r"inputs \[T, 2\] of both models and outputs \[T, 5\]"):
+                sums.add(inputs, expert_inputs, outputs, None)

@@ -100,7 +100,7 @@ def test_a_sum_of_weights_is_as_exact_as_the_moments() -> None:
     assert float(Moments.of(random(3, 2), random(3, 1)).counted(0.7).weight_sum) == 0.7
 
 
-@pytest.mark.parametrize("k", [383, 384, 385, 800])
+@pytest.mark.parametrize("k", [191, 192, 193, 384, 800])
 def test_a_factor_of_several_panels_is_the_whole_one(k: int) -> None:
     rows = random(k + 5, k)
     gram = rows.mT @ rows / k

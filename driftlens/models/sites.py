@@ -51,11 +51,11 @@ def traced_sites(
 ) -> tuple[tuple[Site, ...], object]:
     """Sites in the order of their first call while `run` runs the block, and what `run` returned.
 
-    Sites that are handed the same tensor object share the `input` name of the first of them. The output
-    projection of `nn.MultiheadAttention` is used but never called, so it is no site.
+    Sites that are handed the same tensor, not overwritten in between, share the `input` name of the first of them.
+    The output projection of `nn.MultiheadAttention` is used but never called, so it is no site.
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
-    calls: defaultdict[str, list[Tensor]] = defaultdict(list)
+    calls: defaultdict[str, list[_Seen]] = defaultdict(list)
     known: dict[str, tuple[SiteKind, float | None]] = {}
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
@@ -70,12 +70,17 @@ def traced_sites(
     return tuple(sites), output
 
 
-def _append(calls: defaultdict[str, list[Tensor]], name: str, value: Tensor) -> None:
-    calls[name].append(value)
+_Seen = tuple[Tensor, int]
+"""An input, and how often it had been overwritten when it was seen."""
 
 
-def _first_reader(calls: Mapping[str, Sequence[Tensor]], value: Tensor) -> str:
-    return next(name for name, inputs in calls.items() if inputs[0] is value)
+def _append(calls: defaultdict[str, list[_Seen]], name: str, value: Tensor) -> None:
+    calls[name].append((value, 0 if value.is_inference() else value._version))
+
+
+def _first_reader(calls: Mapping[str, Sequence[_Seen]], seen: _Seen) -> str:
+    value, version = seen
+    return next(name for name, [(x, at), *_] in calls.items() if x is value and at == version)
 
 
 @contextlib.contextmanager
@@ -122,13 +127,16 @@ def _tap(
     tap: Callable[[Tensor], Callable[[Tensor], None] | None],
     hooks: contextlib.ExitStack,
 ) -> None:
-    """Have `tap` hear of each input of `module`, and what it returns of the output, until `hooks` is closed."""
+    """Have `tap` hear of each input of `module`, and what it returns of the output, until `hooks` is closed.
+
+    They hear copies, as blocks may overwrite either one later: residual sums, in-place activations.
+    """
     listening: list[Callable[[Tensor], None] | None] = []
 
     def after(_module: nn.Module, _args: object, output: Tensor) -> None:
         hear = listening.pop()
         if hear is not None:
-            hear(output)
+            hear(output.clone())
 
-    hooks.callback(_on_input(module, lambda x: listening.append(tap(x))))
+    hooks.callback(_on_input(module, lambda x: listening.append(tap(x.clone()))))
     hooks.callback(module.register_forward_hook(after).remove)

@@ -196,3 +196,37 @@ def test_fitting_needs_none_of_the_command_lines_libraries() -> None:
     calibrator = dl.FeatCal().fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks")
     found = json.loads(python(WITHOUT_EXTRAS).splitlines()[-1])
     assert found == pytest.approx(calibrator.history_["objective_after"].tolist(), rel=1e-6)
+
+
+class Tidy(nn.Module):
+    """A linear site that reads the stream itself, and one whose output is activated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(5, 5), nn.Linear(5, 7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class InPlace(Tidy):
+    """The same function, which overwrites what its sites were fed and what they returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.first(x)
+        x += self.down(torch.relu_(self.up(x)))
+        return x
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+def test_blocks_that_work_in_place_are_calibrated_like_those_that_do_not(alpha: float) -> None:
+    found = []
+    for block in (Tidy, InPlace):
+        base = with_seed(lambda block=block: nn.Sequential(block(), block(), nn.Linear(5, 3)))().eval()
+        experts = {"task": perturbed(base, 2)}
+        calibrator = dl.FeatCal(alpha=alpha)
+        calibrator.fit(perturbed(base, 1), base, experts, {"task": samples(24)}, blocks="")
+        found.append(calibrator.model_.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)

@@ -392,7 +392,10 @@ def target_of_the_expert_alone(patch: Patch) -> None:
 
 
 def expert_outputs_with_their_bias(patch: Patch) -> None:
-    patch.setattr(linear_sums, "_stacked_bias", lambda parameters, sites: None)
+    original = linear_sums._stacked_bias
+    patch.setattr(
+        linear_sums, "_stacked_bias", lambda parameters, sites: torch.zeros_like(original(parameters, sites))
+    )
 
 
 def norm_of_half_a_matrix(patch: Patch) -> None:

@@ -44,7 +44,7 @@ def rows_and_output(
     seen = SiteRows()
 
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
-        if site in seen.inputs:
+        if site in seen.inputs or site in seen.outputs:
             raise IncompatibleModelsError(
                 f"{layer.path} runs its module {site!r} twice, so it has no one input to calibrate on",
                 hint="Leave it out with a pattern of sites.",
@@ -53,13 +53,8 @@ def rows_and_output(
             seen.inputs[site] = x
         return partial(seen.outputs.__setitem__, site) if site in outputs else None
 
-    out = layer.call(parameters, state, side, tap if inputs else None)
-    missing = set(inputs) - set(seen.inputs)
-    if missing:
-        raise IncompatibleModelsError(
-            f"{layer.path} never runs {', '.join(sorted(missing))}",
-            hint="Leave it out with a pattern of sites.",
-        )
+    out = layer.call(parameters, state, side, tap if inputs or outputs else None)
+    _require_all(layer, seen, inputs, outputs)
     return seen, out
 
 
@@ -74,8 +69,13 @@ def rows_only(
     """What goes into some sites and comes out of some; what the layer does after the last of them is not computed.
 
     Layers are pure functions of what they are given, so nothing is left behind by stopping one in the middle.
+
+    Raises:
+        IncompatibleModelsError: a site doesn't run at all.
     """
     seen = SiteRows()
+    if not inputs and not outputs:
+        return seen
 
     def stop_after_all() -> None:
         if len(seen.inputs) == len(inputs) and len(seen.outputs) == len(outputs):
@@ -93,4 +93,14 @@ def rows_only(
 
     with contextlib.suppress(_SeenAll):
         layer.call(parameters, state, side, tap)
+    _require_all(layer, seen, inputs, outputs)
     return seen
+
+
+def _require_all(layer: Layer, seen: SiteRows, inputs: Collection[str], outputs: Collection[str]) -> None:
+    missing = (set(inputs) - set(seen.inputs)) | (set(outputs) - set(seen.outputs))
+    if missing:
+        raise IncompatibleModelsError(
+            f"{layer.path} never runs {', '.join(sorted(missing))}",
+            hint="Leave it out with a pattern of sites.",
+        )

@@ -57,13 +57,13 @@ class OutputCross(Protocol):
 
 
 def output_cross(
-    weight: Tensor, bias: Tensor | None, *, alpha: float, num_rows: int, dtype: torch.dtype, energies: bool
+    weight: Tensor, bias: Tensor, *, alpha: float, num_rows: int, dtype: torch.dtype, energies: bool
 ) -> OutputCross:
     """Sums that start at zero, grown in the way that takes fewer operations.
 
     Args:
         weight: W, [O, k].
-        bias: b, [O]; None means 0.
+        bias: b, [O].
         alpha: share of the expert in what is wanted.
         num_rows: about how many rows there will be.
         dtype: of the sums.
@@ -80,10 +80,10 @@ def output_cross(
 
 class _Way:
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, alpha: float, dtype: torch.dtype, energies: bool
+        self, weight: Tensor, bias: Tensor, *, alpha: float, dtype: torch.dtype, energies: bool
     ) -> None:
         self._weight = weight
-        self._bias = weight.new_zeros(len(weight)) if bias is None else bias
+        self._bias = bias
         self._alpha = alpha
         self._dtype = dtype
         self._energies = energies
@@ -91,18 +91,23 @@ class _Way:
         self._target: Tensor | None = None
         self._energy: Tensor | None = None
 
-    def _check(self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor]) -> None:
+    def _check(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> None:
         outputs, k = self._weight.shape
+        counted = rows.shape[:1] if weights is None else weights.shape
         width = sum(part.shape[-1] for part in expert_outputs)
         if (
             rows.shape != expert_rows.shape
             or rows.shape[1:] != (k,)
             or width != outputs
             or any(len(part) != len(rows) for part in expert_outputs)
+            or counted != rows.shape[:1]
         ):
             raise ShapeError(
-                f"want inputs [T, {k}] of both models and outputs [T, {outputs}] in all, got {list(rows.shape)}, "
-                f"{list(expert_rows.shape)} and {[list(part.shape) for part in expert_outputs]}"
+                f"want inputs [T, {k}] of both models, outputs [T, {outputs}] in all and weights [T], got "
+                f"{list(rows.shape)}, {list(expert_rows.shape)}, {[list(part.shape) for part in expert_outputs]} "
+                f"and {list(counted)}"
             )
 
     def _grow(self, cross: Tensor, target: Tensor, energy: Tensor | None) -> None:
@@ -119,7 +124,7 @@ class ByRows(_Way):
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> None:
         """See `OutputCross`."""
-        self._check(rows, expert_rows, expert_outputs)
+        self._check(rows, expert_rows, expert_outputs, weights)
         wanted = rows @ self._weight.mT
         for mine, theirs in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
             mine.lerp_(theirs, self._alpha)
@@ -146,7 +151,7 @@ class ByInputs(_Way):
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> None:
         """See `OutputCross`."""
-        self._check(rows, expert_rows, expert_outputs)
+        self._check(rows, expert_rows, expert_outputs, weights)
         targets = torch.lerp(rows, expert_rows, self._alpha)
         if weights is not None:
             targets *= weights[:, None]

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from driftlens.models.chain import Site, SiteKind, Tap
 
@@ -63,23 +65,25 @@ def traced_sites(
             hooks.callback(_on_input(module, partial(_append, calls, name)))
         output = run()
     sites = [
-        Site(name, kind, _first_reader(calls, inputs[0]), eps=eps, runs=len(inputs))
+        Site(name, kind, _first_reader(calls, name), eps=eps, runs=len(inputs))
         for name, inputs in calls.items()
         for kind, eps in [known[name]]
     ]
     return tuple(sites), output
 
 
-_Seen = tuple[Tensor, int]
-"""An input, and how often it had been overwritten when it was seen."""
+_Seen = tuple[Tensor, int | None]
+"""An input, and how often it had been overwritten when it was seen; None in inference mode, which doesn't count."""
 
 
 def _append(calls: defaultdict[str, list[_Seen]], name: str, value: Tensor) -> None:
-    calls[name].append((value, 0 if value.is_inference() else value._version))
+    calls[name].append((value, None if value.is_inference() else value._version))
 
 
-def _first_reader(calls: Mapping[str, Sequence[_Seen]], seen: _Seen) -> str:
-    value, version = seen
+def _first_reader(calls: Mapping[str, Sequence[_Seen]], reader: str) -> str:
+    value, version = calls[reader][0]
+    if version is None:
+        return reader
     return next(name for name, [(x, at), *_] in calls.items() if x is value and at == version)
 
 
@@ -129,14 +133,23 @@ def _tap(
 ) -> None:
     """Have `tap` hear of each input of `module`, and what it returns of the output, until `hooks` is closed.
 
-    They hear copies, as blocks may overwrite either one later: residual sums, in-place activations.
+    They hear copies, as blocks may overwrite either one later: residual sums, in-place activations. The output of a
+    linear module is that of its own weight and bias, whatever a subclass, a parametrisation or a hook makes of it.
     """
-    listening: list[Callable[[Tensor], None] | None] = []
+    heard: list[tuple[Tensor, Callable[[Tensor], None] | None]] = []
+    computes = isinstance(module, nn.Linear) and (
+        type(module).forward is not nn.Linear.forward or is_parametrized(module)
+    )
+
+    def before(x: Tensor) -> None:
+        copy = x.clone()
+        heard.append((copy, tap(copy)))
 
     def after(_module: nn.Module, _args: object, output: Tensor) -> None:
-        hear = listening.pop()
+        x, hear = heard.pop()
         if hear is not None:
-            hear(output.clone())
+            own = dict(module.named_parameters(recurse=False))
+            hear(F.linear(x, own["weight"], own.get("bias")) if computes else output.clone())
 
-    hooks.callback(_on_input(module, lambda x: listening.append(tap(x.clone()))))
-    hooks.callback(module.register_forward_hook(after).remove)
+    hooks.callback(_on_input(module, before))
+    hooks.callback(module.register_forward_hook(after, prepend=True).remove)

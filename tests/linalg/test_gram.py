@@ -109,21 +109,10 @@ def test_both_ways_give_the_plain_sums_of_wanted_outputs(
         assert sums.energy is None
 
 
-def test_sites_without_a_bias_count_it_as_zero(generator: torch.Generator) -> None:
-    weight, rows = random(generator, 3, 2), random(generator, 5, 2)
-    for way in (ByRows, ByInputs):
-        found = way(weight, None, alpha=1.0, dtype=torch.float64, energies=True)
-        found.add(rows, rows, [rows @ weight.mT], None)
-        gram = GramSum(2, torch.float64, CPU)
-        gram.add_rows(rows)
-        want = (rows @ weight.mT).square().sum(dim=0)
-        torch.testing.assert_close(found.sums(gram).energy, want, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("num_rows", "way"), [(4, ByRows), (400, ByInputs)])
 def test_few_rows_go_one_by_one_and_many_through_their_inputs(num_rows: int, way: type) -> None:
     found = output_cross(
-        torch.ones(90, 20), None, alpha=0.3, num_rows=num_rows, dtype=torch.float64, energies=True
+        torch.ones(90, 20), torch.zeros(90), alpha=0.3, num_rows=num_rows, dtype=torch.float64, energies=True
     )
     assert type(found) is way
 
@@ -141,12 +130,13 @@ def test_rows_of_another_width_are_refused() -> None:
         GramSum(3, torch.float64, CPU).add_rows(torch.zeros(2, 4))
     three, two = torch.zeros(3, 2), torch.zeros(2, 2)
     for way in (ByRows, ByInputs):
-        sums = way(torch.zeros(5, 2), None, alpha=0.3, dtype=torch.float64, energies=False)
-        for inputs, expert_inputs, outputs in (
-            (three, two, [torch.zeros(3, 5)]),
-            (three, three, [torch.zeros(3, 4)]),
-            (three, three, [torch.zeros(3, 4), torch.zeros(2, 1)]),
-            (torch.zeros(3, 4), torch.zeros(3, 4), [torch.zeros(3, 5)]),
+        sums = way(torch.zeros(5, 2), torch.zeros(5), alpha=0.3, dtype=torch.float64, energies=False)
+        for inputs, expert_inputs, outputs, weights in (
+            (three, two, [torch.zeros(3, 5)], None),
+            (three, three, [torch.zeros(3, 4)], None),
+            (three, three, [torch.zeros(3, 4), torch.zeros(2, 1)], None),
+            (torch.zeros(3, 4), torch.zeros(3, 4), [torch.zeros(3, 5)], None),
+            (three, three, [torch.zeros(3, 5)], torch.ones(1)),
         ):
-            with pytest.raises(ShapeError, match=r"inputs \[T, 2\] of both models and outputs \[T, 5\]"):
-                sums.add(inputs, expert_inputs, outputs, None)
+            with pytest.raises(ShapeError, match=r"inputs \[T, 2\] of both models, outputs \[T, 5\]"):
+                sums.add(inputs, expert_inputs, outputs, weights)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -219,14 +221,68 @@ class InPlace(Tidy):
         return x
 
 
-@pytest.mark.parametrize("alpha", [0.3, 1.0])
-def test_blocks_that_work_in_place_are_calibrated_like_those_that_do_not(alpha: float) -> None:
-    found = []
-    for block in (Tidy, InPlace):
-        base = with_seed(lambda block=block: nn.Sequential(block(), block(), nn.Linear(5, 3)))().eval()
-        experts = {"task": perturbed(base, 2)}
-        calibrator = dl.FeatCal(alpha=alpha)
-        calibrator.fit(perturbed(base, 1), base, experts, {"task": samples(24)}, blocks="")
-        found.append(calibrator.model_.state_dict())
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+class Scaling(nn.Linear):
+    """A linear module that does more than multiply and add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.25 * super().forward(x)
+
+
+class Mixed(nn.Module):
+    """Three sites that read the same rows, the middle one without a bias."""
+
+    def __init__(self, linear: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.q, self.k, self.v = linear(5, 3), linear(5, 3, bias=False), linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.v(x) * torch.sigmoid(self.q(x) * self.k(x)).sum(dim=1, keepdim=True)
+
+
+def calibrated(block: Callable[[], nn.Module], calibrator: dl.FeatCal, num_samples: int) -> dict[str, Tensor]:
+    """Weights of two such blocks and a linear head after calibration, and the objectives; random weights are alike."""
+    base = with_seed(lambda: nn.Sequential(block(), block(), nn.Linear(5, 3)))().eval()
+    experts = {"task": perturbed(base, 2)}
+    data = {"task": samples(num_samples)}
+    calibrator.fit(perturbed(base, 1), base, experts, data, blocks="", batch_size=num_samples)
+    objectives = torch.tensor(calibrator.history_["objective_after"].tolist())
+    return {**calibrator.model_.state_dict(), "objectives": objectives}
+
+
+def assert_alike(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    for name, value in want.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode], ids=["plain", "inference"])
+@pytest.mark.parametrize("num_samples", [2, 24])  # row by row, and through the inputs
+def test_blocks_that_work_in_place_are_calibrated_like_those_that_do_not(
+    num_samples: int, mode: Callable[[], Any]
+) -> None:
+    with mode():
+        found = calibrated(InPlace, dl.FeatCal(), num_samples)
+    assert_alike(found, calibrated(Tidy, dl.FeatCal(), num_samples))
+
+
+@pytest.mark.parametrize("num_samples", [2, 24])
+def test_sites_with_and_without_a_bias_are_solved_together_as_if_each_were_alone(num_samples: int) -> None:
+    together = calibrated(Mixed, dl.FeatCal(), num_samples)
+
+    class Apart(Mixed):
+        def forward(self, x: Tensor) -> Tensor:
+            value = self.v(x.clone())
+            scores = self.q(x.clone()) * self.k(x.clone())
+            return x + value * torch.sigmoid(scores).sum(dim=1, keepdim=True)
+
+    assert_alike(together, calibrated(Apart, dl.FeatCal(), num_samples))
+
+
+def test_a_linear_module_is_solved_for_its_own_weight_whatever_its_class_adds() -> None:
+    """With the first block alone calibrated, its inputs are those of the plain class."""
+    for num_samples in (2, 24):
+        found, want = (
+            calibrated(lambda linear=linear: Mixed(linear), dl.FeatCal(), num_samples)
+            for linear in (Scaling, nn.Linear)
+        )
+        first = [name for name in want if name.startswith("0.")]
+        assert_alike(found, {name: want[name] for name in first})

@@ -236,7 +236,8 @@ class Mixed(nn.Module):
         self.q, self.k, self.v = linear(5, 3), linear(5, 3, bias=False), linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.v(x) * torch.sigmoid(self.q(x) * self.k(x)).sum(dim=1, keepdim=True)
+        scores = self.q(x) * self.k(x)
+        return x + self.v(x) * torch.sigmoid(scores).sum(dim=1, keepdim=True)
 
 
 def calibrated(block: Callable[[], nn.Module], calibrator: dl.FeatCal, num_samples: int) -> dict[str, Tensor]:
@@ -270,9 +271,8 @@ def test_sites_with_and_without_a_bias_are_solved_together_as_if_each_were_alone
 
     class Apart(Mixed):
         def forward(self, x: Tensor) -> Tensor:
-            value = self.v(x.clone())
             scores = self.q(x.clone()) * self.k(x.clone())
-            return x + value * torch.sigmoid(scores).sum(dim=1, keepdim=True)
+            return x + self.v(x.clone()) * torch.sigmoid(scores).sum(dim=1, keepdim=True)
 
     assert_alike(together, calibrated(Apart, dl.FeatCal(), num_samples))
 

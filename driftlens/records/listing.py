@@ -71,30 +71,33 @@ def current_state(run: DriftRun) -> str:
 def last_work(run: DriftRun) -> str:
     """The state of the run's status, or "stopped" when it is unfinished and the process behind it is gone.
 
-    "unknown" where the run does not say: see `damage_of_status`.
+    "unknown" where nobody is at work and the run does not say: see `damage_of_status`.
     """
     status = None if damage_of_status(run) else run.status
     if status is None:
-        return "unknown"
+        return "running" if _is_at_work(run) else "unknown"
     if status.state not in ("running", "cancelling"):
         return status.state
-    owner = owner_of(run.path)
-    return status.state if owner is not None and owner.is_alive else "stopped"
+    return status.state if _is_at_work(run) else "stopped"
 
 
 def damage_of_status(run: DriftRun) -> str:
-    """What is wrong with the run's status.json, and what to do; empty where nothing is."""
+    """What is wrong with the run's status.json, and what to do; empty where nothing is.
+
+    Without the folder's path: a report tells it to others.
+    """
     try:
         _ = run.status
     except RunError as error:
-        return f"{error.message}. {error.hint}"
+        return f"{error.message.replace(str(run.path / STATUS), STATUS)}. {error.hint}"
     return ""
 
 
 def left_undone(run: DriftRun) -> tuple[str, ...]:
     """What became of work on a finished run that ended early, and how to go on, in sentences; while it lasts, none.
 
-    Where its status.json is damaged, that takes the place of what became of the work.
+    Where its status.json is damaged, that takes the place of what became of the work; where it was removed, no work
+    is said to have ended early.
     """
     if damage := damage_of_status(run):
         return (damage,)
@@ -102,7 +105,7 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
     if state in ("running", "cancelling") or not _is_analyzed(run.manifest):
         return ()
     begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
-    if begun or state == "done":
+    if begun or state in ("done", "unknown"):
         return tuple(f"{_end_of(run.manifest, name)}; {how_to_resume(run.path, name)}" for name in begun)
     failure = run.status.error if run.status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
@@ -113,6 +116,11 @@ def how_to_resume(folder: pathlib.Path, name: str) -> str:
     """What to do about a calibration that was begun and not finished."""
     command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
     return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
+
+
+def _is_at_work(run: DriftRun) -> bool:
+    owner = owner_of(run.path)
+    return owner is not None and owner.is_alive
 
 
 def _end_of(manifest: Manifest, name: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from driftlens.errors import RunError
 from driftlens.records.listing import current_state, find_runs, last_work, left_undone
+from driftlens.records.lock import RunLock
 from driftlens.records.run import open_run
 from driftlens.records.status import Status, read_status, write_status
 
@@ -69,7 +70,26 @@ def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: pathlib.Path
     (own / "status.json").write_text("[]")
     run = open_run(own)
     (said,) = left_undone(run)
-    assert "status.json can't be read: expected an object" in said and "Remove it" in said
+    assert said.startswith("status.json can't be read: expected an object") and "Remove it" in said
     (summary,) = find_runs(own)
     assert (summary.problem, summary.state, summary.left) == ("", "done", (said,))
+    assert (last_work(run), current_state(run)) == ("unknown", "done")
+
+
+def test_a_status_that_was_removed_as_the_hint_says_leaves_a_finished_run_done(own: pathlib.Path) -> None:
+    (own / "status.json").unlink()
+    (summary,) = find_runs(own)
+    assert (summary.problem, summary.state, summary.left) == ("", "done", ())
+
+
+@pytest.mark.parametrize("text", ["[]", None], ids=["damaged", "removed"])
+def test_a_run_that_is_worked_on_is_running_whatever_its_status(own: pathlib.Path, text: str | None) -> None:
+    (own / "status.json").unlink()
+    if text is not None:
+        (own / "status.json").write_text(text)
+    lock = RunLock(own)
+    lock.acquire()
+    run = open_run(own)
+    assert (last_work(run), current_state(run)) == ("running", "running")
+    lock.release()
     assert (last_work(run), current_state(run)) == ("unknown", "done")

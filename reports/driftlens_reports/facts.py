@@ -111,10 +111,10 @@ def stamps(run: DriftRun) -> list[str]:
     state = last_work(run)
     if damage := damage_of_status(run):
         said.append(damage)
-    elif state != "done" and run.manifest.finished:
+    if not run.manifest.finished and state != "done":
+        said.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")
+    elif state not in ("done", "unknown"):
         said.append(f"The last work on this run is {state}; everything below was finished before it began.")
-    elif state != "done":
-        said.append(f"This run is {state}; what is missing may still come.")
     return said + [f"Warning: {text}" for text in run.manifest.warnings]
 
 

@@ -1,0 +1,40 @@
+"""What a reader must know before any number, where a run does not say what became of the last work on it."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from driftlens.errors import Cancelled
+from driftlens.records.run import open_run
+from driftlens.records.writer import RunWriter
+from driftlens_reports.facts import stamps
+from tests.records.factory import write_run
+
+DAMAGE = (
+    "status.json can't be read: expected an object, found list. Remove it; the results do not depend on it."
+)
+UNFINISHED = "This run is unfinished; what is missing may still come."
+
+
+def test_of_a_finished_run_only_the_damage_is_told(tmp_path: pathlib.Path) -> None:
+    run = open_run(write_run(tmp_path / "run"))
+    (run.path / "status.json").write_text("[]")
+    assert stamps(run) == [DAMAGE]
+    (run.path / "status.json").unlink()
+    assert stamps(run) == []
+
+
+def test_an_unfinished_run_is_told_to_be_unfinished(tmp_path: pathlib.Path) -> None:
+    with (
+        pytest.raises(Cancelled),
+        RunWriter.create(tmp_path / "run", spec_yaml="", spec_digest="", name="run"),
+    ):
+        raise Cancelled("cancelled")
+    run = open_run(tmp_path / "run")
+    assert stamps(run) == ["This run is cancelled; what is missing may still come."]
+    (run.path / "status.json").write_text("[]")
+    assert stamps(run) == [DAMAGE, UNFINISHED]
+    (run.path / "status.json").unlink()
+    assert stamps(run) == [UNFINISHED]

@@ -69,6 +69,13 @@ def test_a_log_that_is_a_link_is_not_printed(
     assert log_text(job.log) == ""
 
 
+def test_a_mark_of_cancelling_that_is_a_link_out_of_the_folder_says_nothing(run: Path, outside: Path) -> None:
+    job = record(run / "logs", run)
+    job.log.with_suffix(".cancelled").symlink_to(outside / "secret.log")
+    found = job_of(run)
+    assert found is not None and found.cancelled == ""
+
+
 def test_a_log_that_becomes_a_link_while_the_page_is_open_is_not_printed(
     open_app: Open, root: Path, run: Path, outside: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from driftlens.records.status import Status, write_status
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, watch
 from driftlens_app.jobs.record import job_of, write_job
@@ -98,6 +99,13 @@ def test_an_older_record_without_what_has_a_default_is_read(root: Path, record: 
     record.write_text(json.dumps(values))
     job = job_of(root / "full")
     assert job is not None and (dict(job.settings), job.cancelled, job.code) == ({}, "", None)
+
+
+def test_a_job_out_of_sight_whose_status_has_no_heartbeat_is_stopped(root: Path, record: Path) -> None:
+    with_values(record, code=None)
+    write_status(root / "full", Status("running", pid=4_000_000, process_started=1.0))
+    view = watch(root / "full")
+    assert view is not None and view.state == "stopped"
 
 
 @pytest.mark.parametrize("missing", [entry.name for entry in dataclasses.fields(CalibrationSettings)])

@@ -11,6 +11,7 @@ from driftlens.models.loading import open_checkpoint
 from driftlens.pipeline.opening import OpenModels, open_study
 from driftlens.pipeline.study import Study
 from driftlens.records import layout
+from driftlens.records.listing import unanalyzed
 from driftlens.records.lock import owner_of
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.variants import calibrated
@@ -86,11 +87,7 @@ def require_analyzed(folder: pathlib.Path) -> None:
     Raises:
         RunError: a task is still to be analyzed, and nobody is at it.
     """
-    manifest = read_manifest(folder)
-    phases = [f"analyze:{task}" for task in manifest.tasks]
-    missing = [
-        name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"
-    ]
+    missing = unanalyzed(read_manifest(folder))
     owner = owner_of(folder)
     is_at_work = owner is not None and owner.is_alive  # then taking the lock will say so
     if missing and not is_at_work:

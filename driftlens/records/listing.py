@@ -65,7 +65,7 @@ def current_state(run: DriftRun) -> str:
     """
     state = last_work(run)
     ended_early = state in ("cancelled", "failed", "stopped", "unknown")
-    return "done" if ended_early and _is_analyzed(run.manifest) else state
+    return "done" if ended_early and is_analyzed(run.manifest) else state
 
 
 def last_work(run: DriftRun) -> str:
@@ -102,7 +102,7 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
     if damage := damage_of_status(run):
         return (damage,)
     state = last_work(run)
-    if state in ("running", "cancelling") or not _is_analyzed(run.manifest):
+    if state in ("running", "cancelling") or not is_analyzed(run.manifest):
         return ()
     begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
     if begun or state in ("done", "unknown"):
@@ -110,6 +110,18 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
     failure = run.status.error if run.status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
     return (f"the last work on it ended early ({state}{reason}); what the run held before stands",)
+
+
+def is_analyzed(manifest: Manifest) -> bool:
+    """Whether the run was finished once, and nothing of its own analysis has been begun again since."""
+    own = [phase for name, phase in manifest.phases.items() if not name.startswith(LATER)]
+    return bool(manifest.finished) and all(phase.state == "done" for phase in own)
+
+
+def unanalyzed(manifest: Manifest) -> list[str]:
+    """The phases in which a task is analyzed that are still to be done; until then nothing can be added to the run."""
+    phases = [f"analyze:{task}" for task in manifest.tasks]
+    return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
 
 
 def how_to_resume(folder: pathlib.Path, name: str) -> str:
@@ -128,12 +140,6 @@ def _end_of(manifest: Manifest, name: str) -> str:
     ends = {"cancelled": "was cancelled", "failed": "failed"}
     end = next((ends[state] for state in states if state in ends), "was interrupted")
     return f"calibration {name!r} {end}"
-
-
-def _is_analyzed(manifest: Manifest) -> bool:
-    """Whether the run was finished once, and nothing of its own analysis has been begun again since."""
-    own = [phase for name, phase in manifest.phases.items() if not name.startswith(LATER)]
-    return bool(manifest.finished) and all(phase.state == "done" for phase in own)
 
 
 def _looks_like_a_run(folder: pathlib.Path) -> bool:

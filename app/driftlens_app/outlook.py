@@ -6,15 +6,22 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.errors import DriftLensError
+from driftlens.errors import DriftLensError, RunError
 from driftlens.files import free_bytes
 from driftlens.progress_sinks import duration
+from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import SPEC
+from driftlens.records.listing import is_analyzed, unanalyzed
 from driftlens.records.lock import require_unlocked
+from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
+from driftlens_app.inside import is_file_inside
 from driftlens_app.texts import plain
 from driftlens_reports.wording import size
+
+_LARGEST_SPEC = 1_000_000
+"""Bytes; a larger spec is not read, because the page reads it again at every click."""
 
 
 def show_outlook(run: DriftRun) -> None:
@@ -30,47 +37,87 @@ def obstacles(run: DriftRun) -> list[str]:
         require_unlocked(run.path)
         if run.manifest.architecture.get("loader") == "live":
             return ["the run was made from live modules, which are not there any more"]
-        files = _weights(load_spec(run.path / SPEC))
-        return [*_missing(files), *_lack_of_room(run, files)]
+        if missing := unanalyzed(run.manifest):
+            more = "`driftlens analyze --resume` goes on"
+            return [f"the run is unfinished: {', '.join(missing)} is still to be done. {more}"]
+        spec = _spec(run)
+        return [*_missing(spec), *_lack_of_room(run, spec)]
     except DriftLensError as error:
         return [". ".join(filter(None, (error.message, error.hint)))]
+    except OSError as error:  # of the weights or of a folder on the way to them
+        return [f"{error.filename} can't be looked at: {error.strerror}"]
 
 
 def past_cost(run: DriftRun) -> str:
     """What the run's last calibration took, or its analysis where there was none: measured, not estimated.
 
+    Nothing of that where neither is finished.
+
     Raises:
         RunError: the table of resources can't be read.
     """
-    phases = run.manifest.phases
-    what, of_it = "The analysis", {name for name in phases if not name.startswith("calibrate:")}
-    for name in run.manifest.calibrations:  # in the order in which they were finished
-        if own := {phase for phase in phases if f"{phase}:".startswith(f"calibrate:{name}:")}:
-            what, of_it = f"The calibration {name}", own
-    took = duration(sum(phases[name].seconds for name in of_it))
+    estimate = "Press Estimate for the settings above."
+    try:
+        what, seconds = _last_finished(run.manifest)
+        took = duration(sum(seconds.values()))
+    except (TypeError, ValueError, OverflowError):  # a manifest that was edited may hold anything for seconds
+        return estimate
+    if not seconds:
+        return estimate
     rows = run.resources()
-    peak = rows[rows["phase"].isin(of_it)]["peak_rss_bytes"].dropna()
+    peak = rows[rows["phase"].isin(seconds)]["peak_rss_bytes"].dropna()
     memory = "" if peak.empty else f" and up to {size(peak.max())} of memory"
-    return f"{what} of this run took {took}{memory}. Press Estimate for the settings above."
+    return f"{what} of this run took {took}{memory}. {estimate}"
 
 
-def _weights(spec: RunSpec) -> list[Path]:
-    """The files and folders of weights that the spec names; a name from the Hub is none."""
+def _last_finished(manifest: Manifest) -> tuple[str, dict[str, float]]:
+    """The last calibration, or else the analysis, and the seconds of its phases; without any where none is finished."""
+    phases = {name: phase.seconds for name, phase in manifest.phases.items()}
+    own = {name: phases[name] for name in phases if not name.startswith(LATER)}
+    what, seconds = "The analysis", own if is_analyzed(manifest) else {}
+    for name, info in manifest.calibrations.items():  # in the order in which they were finished
+        if own := {phase: phases[phase] for phase in phases if is_phase_of(name, phase)}:
+            solving = f"calibrate:{name}"
+            # One that took another's place was solved before this phase began.
+            own[solving] = max(own.get(solving, 0.0), info.seconds)
+            what, seconds = f"The calibration {name}", own
+    return what, seconds
+
+
+def _spec(run: DriftRun) -> RunSpec:
+    file = run.path / SPEC
+    if not is_file_inside(file):
+        raise RunError(
+            f"the run's {SPEC} is missing, or no file in the folder that the dashboard was opened on"
+        )
+    if file.stat().st_size > _LARGEST_SPEC:
+        raise RunError(f"the run's {SPEC} is larger than {size(_LARGEST_SPEC)}, which no spec needs")
+    return load_spec(file)
+
+
+def _missing(spec: RunSpec) -> list[str]:
+    """Whether files or folders of weights are gone that the spec names; a name from the Hub is none."""
     parts = [spec.base, spec.merged, *spec.experts.values()]
     files = dict.fromkeys(Path(part.weights) for part in parts if part is not None)
-    return [file for file in files if file.is_absolute()]
-
-
-def _missing(files: list[Path]) -> list[str]:
-    gone = [file for file in files if not file.exists()]
+    gone = [file for file in files if file.is_absolute() and _is_gone(file)]
     if not gone:
         return []
     more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
     return [f"there is no file {gone[0]}{more}; the run's spec names weights that have moved or were removed"]
 
 
-def _lack_of_room(run: DriftRun, files: list[Path]) -> list[str]:
-    """Whether not even the calibrated weights would fit, which are as large as one of these files."""
-    need = max((file.stat().st_size for file in files if file.is_file()), default=0)
+def _is_gone(file: Path) -> bool:
+    try:
+        file.stat()  # unlike Path.exists, it tells in every Python what can't be looked at from what is not there
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no name that a file can have
+        return True
+    return False
+
+
+def _lack_of_room(run: DriftRun, spec: RunSpec) -> list[str]:
+    """Whether not even the calibrated weights would fit: written like the base's, else like the experts' files."""
+    like = spec.experts.values() if spec.base is None else [spec.base]
+    files = [Path(part.weights) for part in like]
+    need = min((file.stat().st_size for file in files if file.is_absolute() and file.is_file()), default=0)
     free = free_bytes(run.path)
     return [f"its weights need {size(need)}, and the disk has {size(free)} free"] if free < need else []

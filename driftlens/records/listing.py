@@ -15,6 +15,7 @@ from driftlens.records.layout import LOCK, MANIFEST, STATUS
 from driftlens.records.lock import owner_of
 from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.status import Status
 from driftlens.records.variants import calibration_of
 
 
@@ -73,12 +74,7 @@ def last_work(run: DriftRun) -> str:
 
     "unknown" where nobody is at work and the run does not say: see `damage_of_status`.
     """
-    status = None if damage_of_status(run) else run.status
-    if status is None:
-        return "running" if _is_at_work(run) else "unknown"
-    if status.state not in ("running", "cancelling"):
-        return status.state
-    return status.state if _is_at_work(run) else "stopped"
+    return _state_by(_status_and_damage(run)[0], run)
 
 
 def damage_of_status(run: DriftRun) -> str:
@@ -86,11 +82,7 @@ def damage_of_status(run: DriftRun) -> str:
 
     Without the folder's path: a report tells it to others.
     """
-    try:
-        _ = run.status
-    except RunError as error:
-        return f"{error.message.replace(str(run.path / STATUS), STATUS)}. {error.hint}"
-    return ""
+    return _status_and_damage(run)[1]
 
 
 def left_undone(run: DriftRun) -> tuple[str, ...]:
@@ -99,15 +91,16 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
     Where its status.json is damaged, that takes the place of what became of the work; where it was removed, no work
     is said to have ended early.
     """
-    if damage := damage_of_status(run):
+    status, damage = _status_and_damage(run)
+    if damage:
         return (damage,)
-    state = last_work(run)
+    state = _state_by(status, run)
     if state in ("running", "cancelling") or not is_analyzed(run.manifest):
         return ()
     begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
     if begun or state in ("done", "unknown"):
         return tuple(f"{_end_of(run.manifest, name)}; {how_to_resume(run.path, name)}" for name in begun)
-    failure = run.status.error if run.status is not None else None
+    failure = status.error if status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
     return (f"the last work on it ended early ({state}{reason}); what the run held before stands",)
 
@@ -128,6 +121,22 @@ def how_to_resume(folder: pathlib.Path, name: str) -> str:
     """What to do about a calibration that was begun and not finished."""
     command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
     return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
+
+
+def _status_and_damage(run: DriftRun) -> tuple[Status | None, str]:
+    """The run's status, None where it can't be read or is not there, and what is wrong with it; read once."""
+    try:
+        return run.status, ""
+    except RunError as error:
+        return None, f"{error.message.replace(str(run.path / STATUS), STATUS)}. {error.hint}"
+
+
+def _state_by(status: Status | None, run: DriftRun) -> str:
+    if status is None:
+        return "running" if _is_at_work(run) else "unknown"
+    if status.state not in ("running", "cancelling"):
+        return status.state
+    return status.state if _is_at_work(run) else "stopped"
 
 
 def _is_at_work(run: DriftRun) -> bool:

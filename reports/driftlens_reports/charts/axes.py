@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from driftlens_reports.charts.words import literal
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 """What a reader sees of the schema's units; others stand as they are."""
 _MOST_TICKS = 8
+_TITLE_AND_TICKS, _LETTER, _COLOUR_BAR = 36, 6, 100
+"""Pixels: what an axis of names takes besides its names, a letter of them, a colour bar with title and numbers."""
 
 
 def titled(label: str, table: str, column: str) -> str:
@@ -48,6 +51,15 @@ def whole(low: float, high: float) -> dict[str, Any]:
     A fixed range would do, but plotly then gives up on the other axis where panels share both.
     """
     return {"include": [low, high], "clipmin": low, "clipmax": high}
+
+
+def room_beside(names: Sequence[str]) -> dict[str, int]:
+    """Margins, in pixels, for a y axis with these names on the left and a colour bar on the right.
+
+    They are roughly right: plotly widens a margin that is too narrow, but then draws the whole figure again.
+    """
+    longest = max((len(html.unescape(name)) for name in names), default=0)
+    return {"l": _TITLE_AND_TICKS + _LETTER * longest, "r": _COLOUR_BAR}
 
 
 def layer_places(rows: pd.DataFrame) -> list[str]:

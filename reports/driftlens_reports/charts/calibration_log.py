@@ -9,7 +9,7 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.records.variants import calibrated
-from driftlens_reports.charts.axes import layer_axis, layer_title
+from driftlens_reports.charts.axes import layer_axis, layer_title, room_beside
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.module_groups import block_of
 from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants
@@ -140,18 +140,18 @@ def _hover(row: dict[str, object]) -> str:
 
 
 def _finish(figure: go.Figure, run: DriftRun, rows: pd.DataFrame, sites: list[str], *, dark: bool) -> None:
-    colours = palette(dark)
+    colours, titles = palette(dark), [label(site) for site in sites]
     figure.update_xaxes(**layer_axis(run), showgrid=False)
     figure.update_xaxes(title_text=layer_title(run), row=len(figure.data), col=1)
     figure.update_yaxes(
         tickvals=list(range(len(sites))),
-        ticktext=[label(site) for site in sites],
+        ticktext=titles,
         range=[len(sites) - 0.5, -0.5],
         showgrid=False,
         title_text="site (name)",
     )
     figure.update_annotations(font={"size": SIZE, "color": colours.ink})
-    figure.update_layout(plot_bgcolor=colours.gap, margin_t=_TOP)
+    figure.update_layout(plot_bgcolor=colours.gap, margin={"t": _TOP, **room_beside(titles)})
     for at, measure in enumerate(_MEASURES):
         top = rows[measure.column].astype(float).max()
         figure.update_layout(

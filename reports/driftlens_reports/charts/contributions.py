@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.axes import last_layer, layer_axis, layer_places
+from driftlens_reports.charts.axes import last_layer, layer_axis, layer_places, room_beside
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.panels import panel_grid, reference_post
 from driftlens_reports.charts.picking import ANALYZE, layer_rows, needs
@@ -51,15 +51,16 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.add(at, _remainders(of_task, variants, options.dark, legend=at == 0))
     for end in (0.0, 1.0):
         reference_post(grid, end, dark=options.dark)
-    names = {"tickvals": list(range(len(variants))), "ticktext": [shown(variant) for variant in variants]}
+    titles = [shown(variant) for variant in variants]
     rows_of_bars = {"autorangeoptions": {"include": [-0.5, len(variants) - 0.5]}, "autorange": "reversed"}
     grid.set_axes(
         x={"tickformat": TICK_SHARE, "autorangeoptions": {"include": [0.0, 1.0]}},
-        y={**names, **rows_of_bars, "showgrid": False},
+        y={"tickvals": list(range(len(titles))), "ticktext": titles, **rows_of_bars, "showgrid": False},
     )
     grid.add(0, _depth(run, options.dark))
     # Numbers of segments that are too narrow for one size are left out; hovering tells.
-    grid.figure.update_layout(barmode="overlay", uniformtext={"minsize": SMALL - 2, "mode": "hide"})
+    written = {"minsize": SMALL - 2, "mode": "hide"}
+    grid.figure.update_layout(barmode="overlay", uniformtext=written, margin=room_beside(titles))
     return Drawn(
         grid.figure,
         alt=f"Stacked signed shares of the final drift by layer. {peak_share(layers, _COLUMN)}",

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.axes import layer_axis, layer_title, whole
+from driftlens_reports.charts.axes import layer_axis, layer_title, room_beside, whole
 from driftlens_reports.charts.theme import SMALL, apply_theme, palette, readable, scale, shade
 from driftlens_reports.charts.words import label, literal, shown
 
@@ -160,7 +160,7 @@ def _finish(
     extra: Extra | None,
 ) -> None:
     colours = palette(dark)
-    axis = layer_axis(run)
+    axis, names = layer_axis(run), [label(task) for task in tasks]
     if extra:
         last = axis["tickvals"][-1]
         axis["autorangeoptions"] = whole(0.5, last + 1.5)
@@ -170,7 +170,7 @@ def _finish(
     figure.update_xaxes(title_text=layer_title(run), row=num_panels, col=1)
     figure.update_yaxes(
         tickvals=list(range(len(tasks))),
-        ticktext=[label(task) for task in tasks],
+        ticktext=names,
         range=[len(tasks) - 0.5, -0.5],
         showgrid=False,
         zeroline=False,
@@ -179,7 +179,7 @@ def _finish(
     figure.update_annotations(font={"size": SMALL + 1, "color": colours.ink})
     figure.update_layout(
         plot_bgcolor=colours.gap,
-        margin_t=_TOP,
+        margin={"t": _TOP, **room_beside(names)},
         coloraxis={
             "cmin": shades.low,
             "cmax": shades.high,

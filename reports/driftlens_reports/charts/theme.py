@@ -210,7 +210,7 @@ def theme_layout(dark: bool) -> dict[str, Any]:
         "font": {"family": FONT, "size": SMALL, "color": colours.ink},
         "paper_bgcolor": colours.surface,
         "plot_bgcolor": colours.surface,
-        "margin": {"l": 64, "r": 16, "t": 24, "b": 52},
+        "margin": {"l": 68, "r": 16, "t": 24, "b": 52},
         "legend": {
             "orientation": "h",
             "yref": "container",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
 from driftlens.records.run import DriftRun
+from driftlens_app.drawn_once import drawn_once
 from driftlens_app.runs import Stamp, stamp
 from driftlens_app.texts import plain
 from driftlens_app.trouble import shown_errors
@@ -45,9 +45,8 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         if lacking is not None:
             st.info(plain(lacking), icon=":material/info:")
             return None
-        return show_drawn(
-            name, run.id, _drawn(name, run.id, stamp(run.path), options, run), chart.caption, **plotly
-        )
+        drawn = _drawn(name, run.id, stamp(run.path), options, "on_select" in plotly, run)
+        return show_drawn(name, run.id, drawn, chart.caption, **plotly)
     return None
 
 
@@ -57,12 +56,12 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, caption: str = "", **plotly
     Args:
         name: unique on the page, and part of the name of the file with the numbers.
         run_id: the other part.
-        drawn: the figure.
+        drawn: the figure; as `drawn_once` makes it from here on.
         caption: a sentence that says what is plotted.
         plotly: further arguments of `st.plotly_chart`, such as `on_select`.
     """
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
-    result = st.plotly_chart(drawn.figure, theme=None, alt=drawn.alt, **settings)
+    result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
     words = [text for text in (caption, *drawn.notes) if text]
     if words:
         st.caption(" ".join(plain(text) for text in words))
@@ -91,12 +90,14 @@ def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show dat
         )
 
 
-@st.cache_data(max_entries=64, show_spinner="Drawing")
-def _drawn(name: str, run_id: str, run_stamp: Stamp, options: ChartOptions, _run: DriftRun) -> Drawn:
+@st.cache_resource(max_entries=64, show_spinner="Drawing")
+def _drawn(
+    name: str, run_id: str, run_stamp: Stamp, options: ChartOptions, selecting: bool, _run: DriftRun
+) -> Drawn:
+    """The chart, shared by all readers: nobody changes it, and a copy would take longer than most of a page."""
     drawn = charts[name].draw(_run, options)
-    # Streamlit knows a chart that is selected in by its JSON, and a copy from the cache writes its settings in another
-    # order than a figure just drawn. Rebuilt, both are the same: else the first selection would be lost.
-    return replace(drawn, figure=type(drawn.figure)(drawn.figure.to_dict()))
+    drawn_once(drawn.figure, selecting=selecting)
+    return drawn
 
 
 def _csv(rows: pd.DataFrame) -> bytes:

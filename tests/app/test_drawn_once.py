@@ -1,0 +1,60 @@
+"""Figures made ready for the dashboard: they look as before, and plotly can tell that nothing changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from driftlens_app.drawn_once import drawn_once
+from driftlens_reports.charts.theme import apply_theme, palette
+
+
+def _figure(*, last: float = 3.0) -> go.Figure:
+    figure = go.Figure(
+        go.Scatter(x=np.array([1.0, 2.0]), y=np.array([2.0, last]), marker_size=np.array([4, 5]))
+    )
+    figure.update_layout(xaxis_title="layer (index)", yaxis={"tickfont": {"size": 20}})
+    return apply_theme(figure, dark=False, key="data", height=300)
+
+
+def _shown(figure: go.Figure) -> dict[str, Any]:
+    """What plotly gets."""
+    shown: dict[str, Any] = figure.to_dict()
+    return shown
+
+
+def test_the_theme_of_the_axes_stands_in_every_axis_below_what_the_axis_says_itself() -> None:
+    theme = apply_theme(go.Figure(), dark=False, key="data", height=300).layout.template.layout
+    layout = _shown(drawn_once(_figure()))["layout"]
+    assert "template" not in layout
+    assert layout["xaxis"]["gridcolor"] == theme.xaxis.gridcolor == palette(False).grid
+    assert layout["xaxis"]["title"]["text"] == "layer (index)"
+    assert layout["xaxis"]["title"]["standoff"] == theme.xaxis.title.standoff
+    assert layout["yaxis"]["tickfont"]["size"] == 20
+    assert layout["yaxis"]["tickfont"]["color"] == theme.yaxis.tickfont.color
+
+
+def test_numbers_stay_what_they_are_in_lists() -> None:
+    (trace,) = _shown(drawn_once(_figure()))["data"]
+    assert (trace["x"], trace["y"], trace["marker"]["size"]) == ([1.0, 2.0], [2.0, 3.0], [4, 5])
+
+
+def test_a_revision_is_that_of_the_data() -> None:
+    first, again, other = (drawn_once(_figure(last=last)).layout.datarevision for last in (3.0, 3.0, 4.0))
+    assert first == again != other
+
+
+def test_a_figure_with_a_template_of_its_own_keeps_it() -> None:
+    figure = go.Figure(go.Bar(y=[1]), layout={"template": "plotly_dark"})
+    before = figure.layout.template.to_plotly_json()
+    assert drawn_once(figure).layout.template.to_plotly_json() == before
+    assert figure.layout.datarevision
+
+
+def test_a_second_time_changes_nothing() -> None:
+    figure = drawn_once(_figure(), selecting=True)
+    once = figure.to_json()
+    assert drawn_once(figure).to_json() == once
+    assert figure.layout.clickmode == "event+select"

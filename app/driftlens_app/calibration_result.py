@@ -18,6 +18,7 @@ from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
 from driftlens_app.pages import path_of
+from driftlens_app.runs import Stamp, stamp
 from driftlens_app.selection import selection
 from driftlens_app.show import show_chart, show_data
 from driftlens_app.texts import plain
@@ -98,8 +99,13 @@ def show_result(run: DriftRun, name: str) -> None:
         st.caption(plain(notice))
 
 
+@st.cache_data(max_entries=64, show_spinner=False)
+def _changes(run_id: str, run_stamp: Stamp, name: str, _run: DriftRun) -> list[AccuracyChange]:
+    return accuracy_changes(_run, name)
+
+
 def _show_changes(run: DriftRun, name: str) -> None:
-    found = accuracy_changes(run, name)
+    found = _changes(run.id, stamp(run.path), name, run)
     if not found:
         return
     st.subheader("Change of accuracy, in points", anchor=False, help="Calibrated minus merged.")

@@ -11,6 +11,7 @@ from driftlens.errors import DataError
 from driftlens.records.compare import Comparison, compare
 from driftlens.records.run import DriftRun
 from driftlens.records.variants import part_of, title
+from driftlens_app.drawn_once import drawn_once
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import Stamp, folder_of, opened, run_ids, stamp
 from driftlens_app.selection import Selection, selection
@@ -20,6 +21,7 @@ from driftlens_app.texts import plain
 from driftlens_app.theme_watch import is_dark
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.charts.change_curves import change_curves
+from driftlens_reports.charts.chart import Drawn
 
 PAGE = Page("Compare", icon=":material/difference:", order=10, section="Results")
 
@@ -102,7 +104,8 @@ def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
     return before, after
 
 
-@st.cache_data(max_entries=16, show_spinner="Comparing")
+# Shared by all readers, as runs are: nobody changes a comparison, and a copy would hold copies of both runs.
+@st.cache_resource(max_entries=4, show_spinner="Comparing")
 def _compared(
     first_id: str,
     first_stamp: Stamp,
@@ -114,6 +117,15 @@ def _compared(
 ) -> Comparison:
     second = None if _second is _first else _second
     return compare(_first, second, before=pair[0], after=pair[1], allow_mismatch=True)
+
+
+@st.cache_resource(max_entries=16, show_spinner="Drawing")
+def _curves(
+    names: str, pairs: tuple[tuple[str, str], ...], layers: pd.DataFrame, dark: bool, _found: Comparison
+) -> Drawn:
+    drawn = change_curves(_found, dark=dark)
+    drawn_once(drawn.figure)
+    return drawn
 
 
 def of_task(found: Comparison, task: str | None) -> Comparison:
@@ -140,9 +152,9 @@ def _show(found: Comparison) -> None:
             f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
             icon=":material/warning:",
         )
-    names = f"{found.before.id}-{found.after.id}"
     st.subheader("Change by layer", anchor=False)
-    show_drawn("change", names, change_curves(found, dark=is_dark()))
+    names = f"{found.before.id}-{found.after.id}"
+    show_drawn("change", names, _curves(names, found.pairs, found.layers, is_dark(), found))
     st.subheader("Change by task", anchor=False)
     order = st.selectbox(
         "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220

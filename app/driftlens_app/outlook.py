@@ -39,7 +39,7 @@ def obstacles(run: DriftRun) -> list[str]:
             return ["the run was made from live modules, which are not there any more"]
         if missing := unanalyzed(run.manifest):
             more = "`driftlens analyze --resume` goes on"
-            return [f"the run is unfinished: {', '.join(missing)} is still to be done. {more}"]
+            return [f"the run is unfinished; still to be done: {', '.join(missing)}. {more}"]
         spec = _spec(run)
         return [*_missing(spec), *_lack_of_room(run, spec)]
     except DriftLensError as error:

@@ -92,7 +92,7 @@ def require_analyzed(folder: pathlib.Path) -> None:
     is_at_work = owner is not None and owner.is_alive  # then taking the lock will say so
     if missing and not is_at_work:
         raise RunError(
-            f"{folder} is unfinished: {', '.join(missing)} is still to be done",
+            f"{folder} is unfinished; still to be done: {', '.join(missing)}",
             hint=f"`driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume` goes on, accuracy included.",
         )
 

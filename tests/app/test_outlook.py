@@ -111,7 +111,7 @@ def test_of_an_unfinished_run_no_time_is_told_but_what_is_still_to_be_done(
     unfinished = open_run(run)
     assert past_cost(unfinished) == "Press Estimate for the settings above."
     assert obstacles(unfinished) == [
-        "the run is unfinished: analyze:mnist is still to be done. `driftlens analyze --resume` goes on"
+        "the run is unfinished; still to be done: analyze:mnist. `driftlens analyze --resume` goes on"
     ]
 
 

@@ -14,12 +14,11 @@ from driftlens_reports.charts.theme import lay_out
 def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     """`figure` itself, which looks as before and is drawn once where it would have been drawn twice.
 
-    A figure that has been here before stays as it is.
-
     Streamlit's client gives plotly a copy of every figure right after the first, and plotly draws that from scratch
     unless it finds nothing changed. It takes a revision's word for that where data are lists, but not where they are
     typed arrays, and a template that is another object counts as changed: so the axes get its settings themselves. A
-    template that speaks of more than axes stays where it is.
+    template stays where it is if it speaks of more than axes, or of axes that only traces name. A figure that has a
+    revision stays as it is.
 
     Args:
         figure: a plotly figure.
@@ -36,16 +35,23 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
         layout["clickmode"] = "event+select"
     template = layout.pop("template", {})
     axes = template.get("layout", {})
-    if template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
+    used = {_axis(trace.get(f"{letter}axis", letter)) for trace in traces for letter in "xy"}
+    if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
         return lay_out(figure, {**layout, "template": template})
     figure.layout = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
     lay_out(figure, layout)
-    figure.layout.template = None
+    figure.layout.template = None  # a new layout has plotly's own
     return figure
 
 
+def _axis(reference: str) -> str:
+    """Name in the layout of the axis that a trace calls `x2`."""
+    return f"{reference[0]}axis{reference[1:]}"
+
+
 def _lists(settings: Any) -> Any:
-    """A trace's settings with lists in place of numpy arrays."""
+    """A trace's settings with lists in place of the arrays that plotly sends as typed ones."""
     if isinstance(settings, Mapping):
         return {name: _lists(value) for name, value in settings.items()}
-    return settings.tolist() if isinstance(settings, np.ndarray) else settings
+    is_number = isinstance(settings, np.ndarray) and settings.dtype.kind in "iuf"
+    return settings.tolist() if is_number else settings

@@ -46,6 +46,18 @@ def test_a_revision_is_that_of_the_data() -> None:
     assert first == again != other
 
 
+def test_a_date_stays_a_date() -> None:
+    dates = np.array(["2026-01-02", "2026-01-03"], dtype="datetime64[ns]")
+    figure = go.Figure(go.Scatter(x=dates, y=[1, 2]))
+    before = _shown(figure)["data"][0]["x"]
+    assert list(_shown(drawn_once(figure))["data"][0]["x"]) == list(before)
+
+
+def test_axes_that_only_traces_name_keep_the_theme() -> None:
+    bare = apply_theme(go.Figure(go.Scatter(x=[1, 2], y=[2, 3])), dark=True, key="data", height=300)
+    assert drawn_once(bare).layout.template.layout.xaxis.gridcolor == palette(True).grid
+
+
 def test_a_figure_with_a_template_of_its_own_keeps_it() -> None:
     figure = go.Figure(go.Bar(y=[1]), layout={"template": "plotly_dark"})
     before = figure.layout.template.to_plotly_json()

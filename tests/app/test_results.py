@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from streamlit.testing.v1 import AppTest
 from driftlens.errors import DataError
 from driftlens.records.compare import compare
 from driftlens.records.run import open_run
+from driftlens.records.writer import RunWriter
 from driftlens_app.building import Built, build, zipped
 from driftlens_app.jobs import command_line
 from driftlens_app.views.compare import of_task, readable, readable_gains
@@ -130,6 +132,25 @@ def test_the_curve_is_after_minus_before(root: Path) -> None:
     drawn = change_curves(compare(run, before="merged", after="base"), dark=False)
     first, second = (run.layers("cars", name)["drift_l2_mean"] for name in ("merged", "base"))
     assert list(drawn.figure.data[0].y) == (second - first).tolist()
+
+
+def test_the_curves_follow_the_run_where_only_the_marks_of_a_variant_change(
+    open_app: Open, tmp_path: Path
+) -> None:
+    write_full_run(tmp_path / "run", variants=("merged", "calibrated:first", "calibrated:second"))
+    app = open_app(tmp_path, "compare", before="merged", after="calibrated:second")
+    before = _colour(app)
+    with RunWriter.resume(tmp_path / "run") as writer:
+        writer.remove_calibration("first")
+    found = compare(tmp_path / "run", before="merged", after="calibrated:second")
+    afresh = change_curves(found, dark=False).figure.data[0].line.color
+    assert _colour(app.run()) == afresh != before
+
+
+def _colour(app: AppTest) -> str:
+    (chart,) = app.get("plotly_chart")
+    colour: str = json.loads(chart.proto.spec)["data"][0]["line"]["color"]
+    return colour
 
 
 def test_the_interval_is_that_of_the_unpaired_change_unless_all_test_samples_are_known(root: Path) -> None:

@@ -24,9 +24,12 @@ _WATCH = """() => {
 }"""
 """From here on, how often each new chart is drawn again, and how often plotly is given its figure again."""
 
+_COMPARED = """() => window.drawn.length && window.drawn.every(chart => chart.compared)
+    && window.drawn.length === document.querySelectorAll('.js-plotly-plot').length"""
+
 
 @pytest.mark.parametrize(
-    "title", ["Overview", "Layer drift", "Features", "Attribution", "Alignment", "Output"]
+    "title", ["Overview", "Layer drift", "Features", "Attribution", "Alignment", "Output", "Compare"]
 )
 def test_no_chart_of_a_page_is_drawn_twice(page: Any, app_url: str, runs_folder: Path, title: str) -> None:
     page.goto(f"{app_url}/report?run={open_run(runs_folder / 'full').id}")
@@ -35,7 +38,7 @@ def test_no_chart_of_a_page_is_drawn_twice(page: Any, app_url: str, runs_folder:
     page.get_by_test_id("stSidebarNav").get_by_role("link", name=title, exact=True).click()
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
     settled(page)
-    page.wait_for_function("window.drawn.length && window.drawn.every(chart => chart.compared)")
+    page.wait_for_function(_COMPARED)
     assert [chart["again"] for chart in page.evaluate("window.drawn")] == [0] * page.locator(
         ".js-plotly-plot"
     ).count()

@@ -69,7 +69,7 @@ def show() -> None:
     with shown_errors():
         found = _comparison(chosen)
         if found is not None:
-            _show(of_task(found, chosen.task))
+            _show(found, chosen.task)
 
 
 def _comparison(chosen: Selection) -> Comparison | None:
@@ -121,7 +121,12 @@ def _compared(
 
 @st.cache_resource(max_entries=16, show_spinner="Drawing")
 def _curves(
-    names: str, pairs: tuple[tuple[str, str], ...], layers: pd.DataFrame, dark: bool, _found: Comparison
+    names: str,
+    stamps: tuple[Stamp, Stamp],
+    pairs: tuple[tuple[str, str], ...],
+    task: str | None,
+    dark: bool,
+    _found: Comparison,
 ) -> Drawn:
     drawn = change_curves(_found, dark=dark)
     drawn_once(drawn.figure)
@@ -145,7 +150,8 @@ def of_task(found: Comparison, task: str | None) -> Comparison:
     return replace(found, **kept)
 
 
-def _show(found: Comparison) -> None:
+def _show(whole: Comparison, task: str | None) -> None:
+    found = of_task(whole, task)
     if found.mismatches:
         differing = "; ".join(plain(text) for text in found.mismatches)
         st.warning(
@@ -153,8 +159,8 @@ def _show(found: Comparison) -> None:
             icon=":material/warning:",
         )
     st.subheader("Change by layer", anchor=False)
-    names = f"{found.before.id}-{found.after.id}"
-    show_drawn("change", names, _curves(names, found.pairs, found.layers, is_dark(), found))
+    names, stamps = f"{found.before.id}-{found.after.id}", (stamp(found.before.path), stamp(found.after.path))
+    show_drawn("change", names, _curves(names, stamps, found.pairs, task, is_dark(), found))
     st.subheader("Change by task", anchor=False)
     order = st.selectbox(
         "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220

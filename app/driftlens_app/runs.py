@@ -11,7 +11,7 @@ import streamlit as st
 from driftlens.errors import DataError, DriftLensError, RunError
 from driftlens.records.layout import LOCK, MANIFEST, STATUS, table_file
 from driftlens.records.listing import RunSummary, find_runs
-from driftlens.records.lock import owner_of
+from driftlens.records.lock import living_owner_of
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens_app.inside import is_file_inside, is_inside, require_links_inside
@@ -136,8 +136,7 @@ def _file_stamp(file: Path) -> tuple[int, int, int]:
 
 
 def _is_alive(folder: Path) -> bool:
-    owner = owner_of(folder) if is_file_inside(folder / LOCK) else None
-    return owner is not None and owner.is_alive
+    return is_file_inside(folder / LOCK) and living_owner_of(folder) is not None
 
 
 def _without_doubles(found: list[RunSummary]) -> list[RunSummary]:

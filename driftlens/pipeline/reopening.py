@@ -12,7 +12,7 @@ from driftlens.pipeline.opening import OpenModels, open_study
 from driftlens.pipeline.study import Study
 from driftlens.records import layout
 from driftlens.records.listing import unanalyzed
-from driftlens.records.lock import owner_of
+from driftlens.records.lock import living_owner_of
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.variants import calibrated
 from driftlens.spec import RunSpec, load_spec
@@ -88,9 +88,7 @@ def require_analyzed(folder: pathlib.Path) -> None:
         RunError: a task is still to be analyzed, and nobody is at it.
     """
     missing = unanalyzed(read_manifest(folder))
-    owner = owner_of(folder)
-    is_at_work = owner is not None and owner.is_alive  # then taking the lock will say so
-    if missing and not is_at_work:
+    if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
         raise RunError(
             f"{folder} is unfinished; still to be done: {', '.join(missing)}",
             hint=f"`driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume` goes on, accuracy included.",

@@ -12,7 +12,7 @@ from driftlens.errors import DriftLensError, RunError
 from driftlens.files import PathLike
 from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import LOCK, MANIFEST, STATUS
-from driftlens.records.lock import owner_of
+from driftlens.records.lock import living_owner_of
 from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import Status
@@ -133,15 +133,10 @@ def _status_and_damage(run: DriftRun) -> tuple[Status | None, str]:
 
 def _state_by(status: Status | None, run: DriftRun) -> str:
     if status is None:
-        return "running" if _is_at_work(run) else "unknown"
+        return "running" if living_owner_of(run.path) else "unknown"
     if status.state not in ("running", "cancelling"):
         return status.state
-    return status.state if _is_at_work(run) else "stopped"
-
-
-def _is_at_work(run: DriftRun) -> bool:
-    owner = owner_of(run.path)
-    return owner is not None and owner.is_alive
+    return status.state if living_owner_of(run.path) else "stopped"
 
 
 def _end_of(manifest: Manifest, name: str) -> str:

@@ -154,14 +154,20 @@ def owner_of(folder: pathlib.Path) -> Owner | None:
     return owner
 
 
+def living_owner_of(folder: pathlib.Path) -> Owner | None:
+    """The live process that holds the run's lock; None when there is none."""
+    owner = owner_of(folder)
+    return owner if owner is not None and owner.is_alive else None
+
+
 def require_unlocked(folder: pathlib.Path) -> None:
     """Refuse a run that a live process is writing to; unlike taking the lock, this leaves no trace.
 
     Raises:
         RunLockedError: the message names the process.
     """
-    owner = owner_of(folder)
-    if owner is not None and owner.is_alive:
+    owner = living_owner_of(folder)
+    if owner is not None:
         raise _locked(folder, owner)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from driftlens.errors import DriftLensError, RunError, RunLockedError
 from driftlens.records.guard import guard
-from driftlens.records.lock import owner_of, utc_now
+from driftlens.records.lock import living_owner_of, utc_now
 from driftlens_app.inside import require_inside, require_links_inside
 from driftlens_app.jobs import command_line
 from driftlens_app.jobs.processes import keep
@@ -85,8 +85,8 @@ def _running(run: Path) -> Job | None:
     job = job_of(run)
     if job is not None and job.code is None and job.owner.is_alive:
         return job
-    owner = owner_of(run)
-    if owner is not None and owner.is_alive:
+    owner = living_owner_of(run)
+    if owner is not None:
         raise RunLockedError(
             f"{run.name} is being written to by {owner}, which was not started here",
             hint="Wait until it has finished, or stop it, and try again.",

@@ -17,11 +17,10 @@ from driftlens.calibration.presets import preset as preset_of
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import expert_of
 from driftlens.engine.site_selection import select_sites
-from driftlens.pipeline.calibrated_weights import with_parameters
-from driftlens.pipeline.evaluation import accuracy_rows
-from driftlens.pipeline.final_features import FinalDrift, final_features
-from driftlens.pipeline.reopening import reopened
-from driftlens.pipeline.study import Study
+from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
+from driftlens.pipeline.calibrate.variants import with_parameters
+from driftlens.pipeline.study.reopening import reopened
+from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 
 Updates = dict[tuple[int, str], Tensor]

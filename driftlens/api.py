@@ -53,9 +53,9 @@ def analyze(
         cancel: a token whose `cancel()` stops the work at the next batch.
         resume: go on where an interrupted run of the same spec stopped.
         force: replace the run that is there.
-        **options: with a spec, those of `driftlens.pipeline.analyze.analyze` (device, offline, trust, overrides); with
-            modules, those of `driftlens.pipeline.live.live_study` (heads, layers, blocks, pool, n, batch_size, cka,
-            jacobian, device, seed, name).
+        **options: with a spec, those of `driftlens.pipeline.analyze.job.analyze` (device, offline, trust, overrides);
+            with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, layers, blocks, pool, n,
+            batch_size, cka, jacobian, device, seed, name).
 
     Raises:
         SpecError: both a spec and modules are given, or neither.
@@ -71,7 +71,7 @@ def analyze(
 
         if spec is not None and merged is None and experts is None and data is None:
             # Reading a spec needs libraries that a machine which only computes may lack.
-            from driftlens.pipeline.analyze import analyze as analyze_spec
+            from driftlens.pipeline.analyze.job import analyze as analyze_spec
             from driftlens.spec import load_spec
 
             resolved = load_spec(spec)
@@ -86,7 +86,7 @@ def analyze(
             )
         if spec is not None or merged is None or experts is None or data is None:
             raise SpecError("pass either a spec, or merged=, experts= and data=")
-        from driftlens.pipeline.live import analyze_study, live_study
+        from driftlens.pipeline.analyze.live import analyze_study, live_study
 
         study = live_study(merged=merged, experts=experts, data=data, base=base, **options)
         place = out if out is not None else Path("runs") / study.name

@@ -98,13 +98,13 @@ class FeatCal:
             base: the common base; None without one, and then rho must be 1.
             experts: one per task.
             data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches.
-            **options: those of `driftlens.pipeline.live_calibration.fit_modules` (layers, sites, blocks, n, ...).
+            **options: those of `driftlens.pipeline.calibrate.live.fit_modules` (layers, sites, blocks, n, ...).
 
         Raises:
             DriftLensError: see the tree in `driftlens.errors`.
         """
         # By name: the pipeline stands above this room, and only this shortcut reaches for it.
-        pipeline = importlib.import_module("driftlens.pipeline.live_calibration")
+        pipeline = importlib.import_module("driftlens.pipeline.calibrate.live")
         fitted = pipeline.fit_modules(self, merged, base, experts, data, **options)
         self.model_, self.history_, self.modules_ = fitted.model, fitted.history, fitted.modules
         return self

@@ -87,10 +87,10 @@ def calibrate(
     as_json: JsonFlag = False,
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
-    from driftlens.pipeline.automatic import choose_settings
-    from driftlens.pipeline.calibrate import calibrate as run_calibration
-    from driftlens.pipeline.calibration_dry_run import rehearse
-    from driftlens.pipeline.calibration_request import CalibrationRequest
+    from driftlens.pipeline.calibrate.job import calibrate as run_calibration
+    from driftlens.pipeline.calibrate.request import CalibrationRequest
+    from driftlens.pipeline.preflight.rehearsal import rehearse
+    from driftlens.pipeline.search.automatic import choose_settings
 
     given = {"lam": lam, "rho": rho, "alpha": alpha}
     request = CalibrationRequest(

@@ -42,9 +42,9 @@ def demo(
     The first time takes about four minutes (the models are trained and cached), later about one. The merged model is
     calibrated too, with the published settings.
     """
-    from driftlens.pipeline.analyze import analyze
-    from driftlens.pipeline.calibrate import calibrate
-    from driftlens.pipeline.calibration_request import CalibrationRequest
+    from driftlens.pipeline.analyze.job import analyze
+    from driftlens.pipeline.calibrate.job import calibrate
+    from driftlens.pipeline.calibrate.request import CalibrationRequest
     from driftlens.progress import Reporter
     from driftlens.records.room import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
@@ -103,7 +103,7 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
-    from driftlens.pipeline.preflight import preflight
+    from driftlens.pipeline.preflight.job import preflight
     from driftlens.spec import load_spec
 
     found = preflight(
@@ -129,7 +129,7 @@ def analyze(
     as_json: JsonFlag = False,
 ) -> None:
     """Measure the drift of every variant in a spec and write a run directory."""
-    from driftlens.pipeline.analyze import analyze as run_analysis
+    from driftlens.pipeline.analyze.job import analyze as run_analysis
     from driftlens.spec import load_spec
 
     seeds = [] if seed is None else [f"data.defaults.seed={seed}"]
@@ -163,8 +163,8 @@ def merge(
     offline: Offline = False,
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base."""
-    from driftlens.pipeline.merging import save_merge
-    from driftlens.pipeline.opening import open_models, open_pool
+    from driftlens.pipeline.study.merging import save_merge
+    from driftlens.pipeline.study.opening import open_models, open_pool
     from driftlens.spec import load_spec
 
     models = open_models(load_spec(spec), offline=offline)
@@ -184,7 +184,7 @@ def evaluate(
     as_json: JsonFlag = False,
 ) -> None:
     """Accuracy of every variant on the test split, with Wilson intervals."""
-    from driftlens.pipeline.analyze import evaluate as run_evaluation
+    from driftlens.pipeline.analyze.job import evaluate as run_evaluation
     from driftlens.records.rows import plain_rows
     from driftlens_reports.summary import accuracy_text
 

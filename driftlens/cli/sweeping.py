@@ -58,8 +58,8 @@ def sweep(
     as_json: JsonFlag = False,
 ) -> None:
     """Calibrate a run with many settings side by side; drift and accuracy of each become rows of its sweep table."""
-    from driftlens.pipeline.sweep import SweepRequest
-    from driftlens.pipeline.sweep import sweep as run_sweep
+    from driftlens.pipeline.search.sweep import SweepRequest
+    from driftlens.pipeline.search.sweep import sweep as run_sweep
 
     values = _values(param)
     request = SweepRequest(

@@ -27,6 +27,9 @@ Tap = Callable[[str, Tensor], Callable[[Tensor], None] | None]
 What it returns, unless None, is called with the site's output.
 """
 
+ParameterKey = tuple[int, str]
+"""Layer index, and a parameter name of the layer's own."""
+
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]

@@ -264,13 +264,13 @@ class DriftRun:
             name: of the calibration.
             **options: auto=True lets lam, rho and alpha be chosen from the calibration samples, starting from these;
                 samples, layers, sites, top_layers, resume, replace, save_weights, device, offline, trust, on_progress,
-                cancel: as `driftlens.pipeline.calibrate` has them.
+                cancel: as `driftlens.pipeline.calibrate.job` has them.
 
         Raises:
             DriftLensError: see the tree in `driftlens.errors`.
         """
         # By name and when asked: a run can be read without torch, and this is the one thing that can't be done without.
-        engine = importlib.import_module("driftlens.pipeline.calibrate")
+        engine = importlib.import_module("driftlens.pipeline.calibrate.job")
         run: DriftRun = engine.calibrate_with(self.path, calibrator, name=name, **options)
         return run
 

@@ -6,7 +6,7 @@ import json
 import pathlib
 from collections.abc import Callable
 
-from driftlens.pipeline.model_card import escaped
+from driftlens.pipeline.calibrate.card import escaped
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.selection import selection_sentences
 from driftlens_reports.before_after import before_after_text

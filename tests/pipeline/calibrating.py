@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 
 from driftlens.errors import Cancelled
-from driftlens.pipeline.calibrate import calibrate
-from driftlens.pipeline.calibration_request import CalibrationRequest
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.calibrate.request import CalibrationRequest
 from driftlens.progress import CancelToken, ProgressEvent
 from driftlens.records.run import DriftRun
 

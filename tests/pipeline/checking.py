@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.pipeline.findings import Finding, Preflight
-from driftlens.pipeline.preflight import preflight
+from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.study.findings import Finding, Preflight
 from driftlens.spec import load_spec
 from tests.pipeline.world import Weights, World
 

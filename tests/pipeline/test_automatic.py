@@ -20,13 +20,13 @@ from driftlens.engine.lanes import Lane
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SingularGramError, SpecError
 from driftlens.models.heads import Head
-from driftlens.pipeline import automatic
-from driftlens.pipeline.automatic import choose_settings, score
-from driftlens.pipeline.calibrate import calibrate
-from driftlens.pipeline.final_features import FinalDrift
-from driftlens.pipeline.lane_models import LANE
-from driftlens.pipeline.reopening import reopened
-from driftlens.pipeline.study import Study, TaskSamples
+from driftlens.pipeline.analyze.evaluation import FinalDrift
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.search import automatic as automatic
+from driftlens.pipeline.search.automatic import choose_settings, score
+from driftlens.pipeline.search.lanes import LANE
+from driftlens.pipeline.study.reopening import reopened
+from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter
 from driftlens.records.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
-from driftlens.pipeline.calibration_scratch import CalibrationScratch
+from driftlens.pipeline.calibrate.scratch import CalibrationScratch
 from driftlens.records.layout import begun_calibration
 
 

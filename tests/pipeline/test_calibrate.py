@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.pipeline.calibrate import calibrate
+from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.records.run import DriftRun
 from driftlens.records.verify import verify
 from tests.models.clip import under_transformers_names

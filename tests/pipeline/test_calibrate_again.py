@@ -22,11 +22,11 @@ from driftlens.errors import (
     SingularGramError,
     SpecError,
 )
-from driftlens.pipeline import automatic
-from driftlens.pipeline.analyze import analyze, evaluate
-from driftlens.pipeline.automatic import choose_settings
-from driftlens.pipeline.calibrate import calibrate
-from driftlens.pipeline.calibration_request import CalibrationRequest
+from driftlens.pipeline.analyze.job import analyze, evaluate
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.calibrate.request import CalibrationRequest
+from driftlens.pipeline.search import automatic as automatic
+from driftlens.pipeline.search.automatic import choose_settings
 from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import read_status

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 import driftlens as dl
 from driftlens.errors import DataError, SpecError
-from driftlens.pipeline.calibrate import calibrate
-from driftlens.pipeline.calibration_dry_run import rehearse
-from driftlens.pipeline.calibration_request import CalibrationRequest, calibrator_of
-from driftlens.pipeline.study import Study
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.calibrate.request import CalibrationRequest, calibrator_of
+from driftlens.pipeline.preflight.rehearsal import rehearse
+from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.manifest import ids_digest
 from driftlens.records.run import DriftRun, open_run

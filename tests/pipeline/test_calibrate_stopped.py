@@ -14,9 +14,9 @@ import torch
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.waiting import FeatureStore
 from driftlens.errors import Cancelled, RunError
-from driftlens.pipeline import calibration_scratch
-from driftlens.pipeline.calibrate import calibrate
-from driftlens.pipeline.calibration_scratch import CalibrationScratch
+from driftlens.pipeline.calibrate import scratch as calibration_scratch
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.calibrate.scratch import CalibrationScratch
 from driftlens.progress import CancelToken, ProgressEvent
 from driftlens.records.listing import find_runs
 from driftlens.records.manifest import read_manifest

@@ -8,9 +8,16 @@ import pathlib
 import torch
 
 from driftlens.models.architecture import load_architecture
-from driftlens.pipeline.analyze import analyze
-from driftlens.pipeline.costs import TaskLoad, Workload, disk_bytes, layer_costs, memory_bytes, operations
-from driftlens.pipeline.study import Settings
+from driftlens.pipeline.analyze.job import analyze
+from driftlens.pipeline.preflight.costs import (
+    TaskLoad,
+    Workload,
+    disk_bytes,
+    layer_costs,
+    memory_bytes,
+    operations,
+)
+from driftlens.pipeline.study.study import Settings
 from tests.pipeline.checking import check
 from tests.pipeline.world import World, write_images
 

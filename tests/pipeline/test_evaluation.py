@@ -15,9 +15,9 @@ from torch import nn
 from driftlens.data.samples import SampleSet
 from driftlens.errors import Cancelled
 from driftlens.models.heads import Head
-from driftlens.pipeline import evaluation
-from driftlens.pipeline.evaluation import accuracy_rows
-from driftlens.pipeline.study import Settings, Study, TaskSamples
+from driftlens.pipeline.analyze import evaluation as evaluation
+from driftlens.pipeline.analyze.evaluation import accuracy_rows
+from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.records.intervals import wilson
 from tests.cases import CASES, perturbed, pool_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.errors import IncompatibleModelsError, LayerNotFoundError, SpecError
-from driftlens.pipeline.calibrate import calibrate
+from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed

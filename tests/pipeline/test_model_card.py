@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import driftlens as dl
-from driftlens.pipeline.calibrate import calibrate
-from driftlens.pipeline.model_card import escaped, model_card
+from driftlens.pipeline.calibrate.card import escaped, model_card
+from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.records.before_after import accuracy_changes
 from driftlens.records.run import DriftRun
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request

@@ -14,7 +14,7 @@ from driftlens.errors import SpecError
 from driftlens.models.architecture import Architecture, TextTower
 from driftlens.models.heads import file_head, text_head
 from driftlens.models.sources import StateSource, TensorsSource
-from driftlens.pipeline.opening import OpenModels, open_heads
+from driftlens.pipeline.study.opening import OpenModels, open_heads
 from driftlens.spec import RunSpec, load_spec
 from tests.pipeline.world import CLASSES, LOGIT_SCALE, TASKS, World
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.cli.main import main
-from driftlens.pipeline.estimate import Cost
-from driftlens.pipeline.findings import Finding, Preflight
+from driftlens.pipeline.preflight.costs import Cost
+from driftlens.pipeline.study.findings import Finding, Preflight
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import MODEL, World, write_spec
 
@@ -107,7 +107,7 @@ def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.M
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("driftlens.pipeline.checkpoints.open_checkpoint", fail)
+    monkeypatch.setattr("driftlens.pipeline.preflight.models.open_checkpoint", fail)
     with pytest.raises(ZeroDivisionError):
         check(world.spec())
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from driftlens.pipeline.analyze import analyze
-from driftlens.pipeline.findings import Finding, Preflight
+from driftlens.pipeline.analyze.job import analyze
+from driftlens.pipeline.study.findings import Finding, Preflight
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import Weights, World, merged_weights, moved
 

@@ -18,12 +18,11 @@ from driftlens.engine.lanes import Lane
 from driftlens.engine.side_by_side import calibrate_side_by_side
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
-from driftlens.pipeline.calibrate import calibrate
-from driftlens.pipeline.lane_models import solved_lanes
-from driftlens.pipeline.reopening import reopened
-from driftlens.pipeline.sample_parts import part_of
-from driftlens.pipeline.study import Study
-from driftlens.pipeline.sweep import SweepRequest, sweep
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.search.lanes import part_of, solved_lanes
+from driftlens.pipeline.search.sweep import SweepRequest, sweep
+from driftlens.pipeline.study.reopening import reopened
+from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.verify import verify

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from driftlens.pipeline.thumbs import thumb
+from driftlens.pipeline.analyze.phases import thumb
 from driftlens.records.run import DriftRun
 from driftlens.records.thumbs import SIDE, read_thumbs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from driftlens.pipeline.findings import Collector
-from driftlens.pipeline.ties import check_ties
+from driftlens.pipeline.preflight.tasks import check_ties
+from driftlens.pipeline.study.findings import Collector
 from tests.cases import CASES, family
 
 

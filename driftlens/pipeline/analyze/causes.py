@@ -1,0 +1,188 @@
+"""Path-averaged Jacobians, contributions and prefix swaps of one task, as columns of the layer and sample tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from driftlens.data.samples import SampleSet
+from driftlens.diagnostics.adjoint import (
+    Step,
+    Target,
+    adjoint_parts,
+    drift_target,
+    loss_target,
+    margin_target,
+)
+from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
+from driftlens.diagnostics.output import class_rows
+from driftlens.engine.walk import LayerView, decompose, walk
+from driftlens.linalg.state import State
+from driftlens.models.chain import Layer
+from driftlens.pipeline.study.study import Study, TaskSamples
+
+BATCH = 8
+"""Samples per batch, a small one: every vector carried so far is alive at once, or every state for the way back."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Columns of the layer table by layer, and `final_share` per sample [L, n] of the first n diagnosis samples."""
+
+    layers: dict[int, dict[str, float | int]]
+    final_shares: NDArray[np.float64]
+
+
+@torch.no_grad()
+def sensitivities(study: Study, task: str, variant: str, tick: Callable[[int], None]) -> Sensitivity:
+    """Why one variant's features drift on the first samples of one task; `tick` hears which layer is at hand.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        Cancelled: somebody asked to stop.
+    """
+    settings = study.settings.jacobian
+    assert settings is not None
+    samples = dataclasses.replace(study.tasks[task].diagnosis, batch_size=BATCH)
+    count = min(settings.samples, len(samples))
+    followed: dict[int, Contributions] = defaultdict(lambda: Contributions(settings))
+    swapped: dict[int, PrefixSwaps] = defaultdict(PrefixSwaps)
+    for view in walk(study.pool, task, [variant], samples.batches(0, count), ids=samples.ids):
+        tick(view.layer.index)
+        followed[view.start].add(view)
+        if settings.prefix:
+            swapped[view.start].add(view)
+    return _columns(list(followed.values()), list(swapped.values()), count)
+
+
+def _columns(followed: list[Contributions], swapped: list[PrefixSwaps], count: int) -> Sensitivity:
+    energy = _joined([part.energy() for part in followed])
+    layers: dict[int, dict[str, float | int]] = {
+        index: {"jacobian_samples": count} for index in range(1, followed[0].seen + 1)
+    }
+    for index in followed[0].sensitivities:
+        layers[index] |= _sensitivity_columns([part.sensitivities[index] for part in followed])
+    per_sample = np.full((len(layers), count), np.nan)
+    if followed[0].settings.contributions:
+        shares = _joined([part.shares() for part in followed])
+        _fill(layers, "final_share", shares, energy)
+        layers[len(layers)]["remainder_share"] = 1 - sum(layers[index]["final_share"] for index in layers)
+        per_sample = np.divide(shares, energy, out=per_sample, where=energy > 0)
+    if swapped:
+        _fill(layers, "prefix_share", _joined([part.shares() for part in swapped]), energy)
+    return Sensitivity(layers, per_sample)
+
+
+def _fill(
+    layers: dict[int, dict[str, float | int]],
+    column: str,
+    shares: NDArray[np.float64],
+    energy: NDArray[np.float64],
+) -> None:
+    """Ratios of sums over samples; NaN without drift."""
+    total = float(energy.sum())
+    for index in layers:
+        layers[index][column] = float(shares[index - 1].sum()) / total if total > 0 else np.nan
+
+
+def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int]:
+    error, size = (_joined([getattr(part, name) for part in parts]) for name in ("error", "size"))
+    columns: dict[str, float | int] = {
+        "jacobian_error": float(error.sum() / size.sum()) if size.sum() > 0 else np.nan,
+        "nodes": max(part.nodes for part in parts),
+    }
+    gains = [part.random_gain for part in parts if part.random_gain is not None]
+    if gains:
+        columns["random_gain_mean"] = float(_joined(gains).mean())
+    norms = [part.spectral_norm for part in parts if part.spectral_norm is not None]
+    residuals = [part.spectral_residual for part in parts if part.spectral_residual is not None]
+    if norms:
+        columns["spectral_norm_mean"] = float(np.nanmean(_joined(norms)))
+        columns["spectral_residual_max"] = float(np.nanmax(_joined(residuals)))
+    return columns
+
+
+def _joined(parts: list[Tensor]) -> NDArray[np.float64]:
+    return torch.cat(parts, dim=-1).double().cpu().numpy()
+
+
+@torch.no_grad()
+def adjoint_columns(
+    study: Study, task: str, variant: str, nodes: Mapping[int, int]
+) -> Iterator[dict[str, Any]]:
+    """Columns of the `adjoint` table, for one target and one layer at a time.
+
+    Args:
+        study: models and samples.
+        task: the task.
+        variant: the variant.
+        nodes: quadrature nodes per layer, as the forward pass found them sufficient.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+    """
+    settings = study.settings.jacobian
+    assert settings is not None
+    at_hand = study.tasks[task]
+    samples = dataclasses.replace(at_hand.diagnosis, batch_size=BATCH)
+    views: dict[int, list[LayerView]] = defaultdict(list)
+    for view in walk(study.pool, task, [variant], samples.batches(0, min(settings.samples, len(samples)))):
+        # The view's own layer function holds the layer's parameters; they are read again on the way back.
+        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten))
+    for seen in views.values():
+        steps = [_step(study, variant, view, nodes.get(view.layer.index, settings.nodes)) for view in seen]
+        last = seen[-1]
+        for name, target in _targets(at_hand, samples, last).items():
+            parts = adjoint_parts(steps, {last.layer.stream: target.covector})
+            ids = list(samples.ids[last.start : last.stop])
+            remainder = target.change - parts.sum(dim=0)
+            for view, part in zip(seen, parts, strict=True):
+                is_head = view is last
+                yield {
+                    "task": task,
+                    "variant": variant,
+                    "target": name,
+                    "layer": view.layer.index,
+                    "sample_id": ids,
+                    "part": part.double().cpu().numpy(),
+                    "change": target.change.double().cpu().numpy(),
+                    **({"remainder": remainder.double().cpu().numpy()} if is_head else {}),
+                }
+
+
+def _forgotten(state: State) -> State:
+    raise AssertionError("the layer's parameters are read again")
+
+
+def _step(study: Study, variant: str, view: LayerView, nodes: int) -> Step:
+    return Step(
+        call=_layer(study, variant, view.layer, view),
+        expert_in=view.expert_in,
+        merged_in=view.merged_in,
+        local_mismatch=decompose(view).local_mismatch,
+        nodes=nodes,
+    )
+
+
+def _layer(study: Study, variant: str, layer: Layer, view: LayerView) -> Callable[[State], State]:
+    return lambda state: layer.call(study.pool.parameters(variant, layer), state, view.side)
+
+
+def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView) -> dict[str, Target]:
+    expert, variant = (state[last.layer.stream] for state in (last.expert_out, last.merged_out))
+    targets = {"final_drift": drift_target(expert, variant)}
+    if at_hand.head is None:
+        return targets
+    targets["margin"] = margin_target(at_hand.head, expert, variant)
+    if samples.labels is not None:
+        labels = class_rows(at_hand.head, samples.labels[last.start : last.stop]).to(expert.device)
+        targets["loss"] = loss_target(at_hand.head, expert, variant, labels)
+    return targets

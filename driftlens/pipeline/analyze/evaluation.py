@@ -1,0 +1,146 @@
+"""Accuracy of every variant on the test split, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from driftlens.data.samples import Batch, SampleSet
+from driftlens.diagnostics.output import class_rows
+from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
+from driftlens.linalg.cosine import expert_cosine
+from driftlens.models.chain import Pool, pooled
+from driftlens.models.heads import Head
+from driftlens.pipeline.study.study import Study
+from driftlens.progress import Reporter
+from driftlens.records.intervals import wilson
+
+CHUNK_BYTES = 256 << 20
+"""Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
+
+
+@torch.no_grad()
+def accuracy_rows(
+    study: Study, task: str, variants: list[str], reporter: Reporter
+) -> list[dict[str, object]]:
+    """One row of the accuracy table per variant; `expert` is the task's own.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        Cancelled: somebody asked to stop.
+    """
+    at_hand = study.tasks[task]
+    if at_hand.test is None or at_hand.head is None or at_hand.test.labels is None:
+        return []
+    hits = _hits(study, task, variants, at_hand.test, at_hand.head, reporter)
+    count = len(at_hand.test)
+    return [
+        {
+            "task": task,
+            "variant": variant,
+            "metric": "accuracy",
+            "value": right / count,
+            "n": count,
+            "ci_low": low,
+            "ci_high": high,
+            "seed": study.seed,
+        }
+        for variant, right in hits.items()
+        for low, high in [wilson(right, count)]
+    ]
+
+
+def _hits(
+    study: Study, task: str, variants: list[str], samples: SampleSet, head: Head, reporter: Reporter
+) -> dict[str, int]:
+    """Samples that each variant gets right; a sample is read once for all of them."""
+    assert samples.labels is not None
+    wanted = class_rows(head, samples.labels)
+    one = samples.load([0])
+    per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
+    length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
+    hits = dict.fromkeys(variants, 0)
+    step = _Steps(study, task, len(variants), reporter)
+    for first in range(0, len(samples), length):
+        chunk = list(samples.batches(first, min(first + length, len(samples))))
+        for variant in variants:
+            step(f"task {task}: {variant}", chunk)
+            model = expert_of(task) if variant == "expert" else variant
+            for start, features in forward(study.pool, model, chunk, task=task):
+                predicted = head.scores(features).argmax(dim=1).cpu()
+                hits[variant] += int((predicted == wanted[start : start + len(predicted)]).sum())
+    step(f"task {task}", [])
+    return hits
+
+
+class _Steps:
+    """Progress in samples times variants, over all tasks."""
+
+    def __init__(self, study: Study, task: str, variants: int, reporter: Reporter) -> None:
+        # As many rows as `accuracy_rows` makes: none without a test split or a head.
+        sizes = {name: len(at.test) if at.test and at.head else 0 for name, at in study.tasks.items()}
+        before = list(sizes)[: list(sizes).index(task)]
+        self._done = variants * sum(sizes[name] for name in before)
+        self._total = variants * sum(sizes.values())
+        self._reporter = reporter
+
+    def __call__(self, label: str, coming: list[Batch]) -> None:
+        """Say what is at hand; `coming` counts as done with the next call."""
+        self._reporter.step("evaluate", self._done, self._total, label)
+        self._done += sum(batch.stop - batch.start for batch in coming)
+
+
+@torch.no_grad()
+def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
+    """What leaves the last layer of one model, one vector per sample, [n, d].
+
+    Args:
+        pool: the models.
+        model: one of them.
+        task: for messages.
+        samples: at least one.
+        pooling: how a vector per sample is taken.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+    """
+    return torch.cat(list(_by_batch(pool, model, task, samples, pooling)))
+
+
+def _by_batch(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Iterator[Tensor]:
+    per_sample = waiting_bytes(pool, model, samples.load([0]))
+    length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
+    for first in range(0, len(samples), length):
+        chunk = samples.batches(first, min(first + length, len(samples)))
+        for layer, states in layer_states(pool, model, chunk, task=task):
+            if layer.role == "head":
+                for _, state, side in states:
+                    yield pooled(state[layer.stream], pooling, side.get(f"{layer.stream}_mask"))
+
+
+@dataclass(frozen=True)
+class FinalDrift:
+    """How far a model's final features are from the expert's; the columns of the layer table's last row.
+
+    Attributes:
+        drift_l2_mean: mean norm of the difference.
+        drift_rel: sum of these norms against the sum of the expert's feature norms.
+        cos_mean: mean cosine to the expert's feature, over samples that have one.
+    """
+
+    drift_l2_mean: float
+    drift_rel: float
+    cos_mean: float
+
+    @classmethod
+    def between(cls, found: Tensor, expert: Tensor) -> FinalDrift:
+        """From the final features of a model and of the expert, [n, d] each, on the same samples."""
+        drift = torch.linalg.vector_norm(found - expert, dim=1).double()
+        size = float(torch.linalg.vector_norm(expert, dim=1).double().sum())
+        relative = float(drift.sum()) / size if size else math.nan
+        return cls(float(drift.mean()), relative, float(expert_cosine(found, expert).double().nanmean()))

@@ -1,0 +1,151 @@
+"""The main job: from a spec to a finished run directory, phase by phase, each of which can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from driftlens.errors import SpecError
+from driftlens.files import PathLike
+from driftlens.models.loading import open_checkpoint
+from driftlens.pipeline.analyze.phases import (
+    all_of,
+    describe,
+    deterministic_algorithms,
+    evaluate_task,
+    run_phase,
+    run_phases,
+)
+from driftlens.pipeline.study.identity import require_same_models
+from driftlens.pipeline.study.merging import save_merge
+from driftlens.pipeline.study.opening import OpenModels, open_study
+from driftlens.pipeline.study.reopening import MERGED_FILE, reopened, require_analyzed, require_spec
+from driftlens.pipeline.study.study import Study
+from driftlens.pipeline.study.suspicion import suspicions
+from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records.manifest import read_manifest
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from driftlens.spec import RunSpec, load_spec
+
+
+def analyze(
+    spec: Path | str | Mapping[str, Any] | RunSpec,
+    *,
+    out: PathLike,
+    resume: bool = False,
+    force: bool = False,
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    offline: bool = False,
+    trust: bool = False,
+    synthetic: bool = False,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Measure the drift of every variant of a spec, and write it all into a run directory.
+
+    Args:
+        spec: a file, the values themselves, or a checked spec.
+        out: the run directory, new or empty.
+        resume: go on where an interrupted run of the same spec stopped.
+        force: replace the run that is there.
+        overrides: `a.b=value` each, over the spec.
+        device: `auto`, `cpu` or `cuda`, over the spec's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+        synthetic: stamps the run as made of drawn data, so that nobody takes it for a benchmark.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+
+    Raises:
+        DriftLensError: see the tree in `driftlens.errors`; the run directory's status says the same.
+    """
+    resolved = load_spec(spec, overrides)
+    study, models = open_study(resolved, offline=offline, trust=trust, device=device)
+    goes_on = resume and (Path(out) / "manifest.json").exists()
+    if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
+        _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel))
+    writer = RunWriter.resume(out) if goes_on else _new_run(resolved, out, force=force)
+    with writer:
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
+        for finding in suspicions(models.architecture.chain, models.sources):
+            if finding.level == "notice":
+                writer.notice(finding.text)
+        if resolved.merge is not None:
+            _merge(writer, resolved, study, models)
+        run_phases(writer, study, reporter)
+    return open_run(out)
+
+
+def _new_run(spec: RunSpec, out: PathLike, *, force: bool) -> RunWriter:
+    return RunWriter.create(
+        out, spec_yaml=spec.dump(), spec_digest=spec.digest(), name=spec.name, force=force
+    )
+
+
+def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Reporter) -> None:
+    """Refuse to go on with another spec, or with checkpoints that have changed since the run hashed them."""
+    manifest = read_manifest(folder)
+    if manifest.spec_digest != spec.digest():
+        raise SpecError(
+            f"{folder} was begun with another spec",
+            hint=f"Resume with `driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume`, "
+            "or choose another --out.",
+        )
+    require_same_models(manifest, study, reporter)
+
+
+def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -> None:
+    assert spec.merge is not None
+    merge = spec.merge
+
+    def save() -> None:
+        with writer.file(MERGED_FILE) as path:
+            save_merge(models, merge.method, merge.parameters, path)
+
+    run_phase(writer, "merge", save)
+    saved = open_checkpoint(writer.folder / MERGED_FILE)
+    study.pool.add("merged", models.architecture.align(saved))
+
+
+def evaluate(
+    path: PathLike,
+    *,
+    again: bool = False,
+    device: str | None = None,
+    offline: bool = False,
+    trust: bool = False,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Measure the accuracy of every variant of a run that has not been measured yet, or of all.
+
+    Args:
+        path: the run directory.
+        again: measure anew what is there.
+        device: over the spec's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+
+    Raises:
+        RunError: the analysis itself is unfinished, or the run is damaged.
+        SpecError: the run was made from live modules, and there is something to measure.
+        DriftLensError: as for `analyze`.
+    """
+    require_analyzed(Path(path))
+    if again:  # before the lock: a refusal must not turn a finished run into a failed one
+        require_spec(Path(path), read_manifest(Path(path)))
+    with RunWriter.resume(path) as writer:
+        wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
+        if wanted:
+            study, _ = reopened(path, device=device, offline=offline, trust=trust)
+            reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+            with deterministic_algorithms(study.settings.deterministic):
+                for task in wanted:
+                    evaluate_task(writer, study, task, reporter, again=True)
+    return open_run(path)

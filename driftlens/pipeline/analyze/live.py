@@ -1,0 +1,158 @@
+"""A study of live modules and in-memory data: the same analysis without any file to read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from driftlens.data.live import live_samples
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.walk import on_device
+from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.files import PathLike
+from driftlens.layers import select_layers
+from driftlens.models.architecture import architecture_of
+from driftlens.models.chain import LayerChain, Pool
+from driftlens.models.determinism import check_deterministic
+from driftlens.models.heads import Head
+from driftlens.models.sequential import SequentialAdapter
+from driftlens.models.sources import module_source
+from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
+from driftlens.pipeline.study.study import Settings, Study, TaskSamples
+from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+
+
+def live_study(
+    *,
+    merged: nn.Module,
+    experts: Mapping[str, nn.Module],
+    data: Mapping[str, Any],
+    base: nn.Module | None = None,
+    heads: Mapping[str, Head] | None = None,
+    layers: str | Sequence[str | int] = "blocks",
+    blocks: str | None = None,
+    pool: Pool = "cls",
+    n: int | None = 256,
+    batch_size: int = 32,
+    cka: bool = False,
+    jacobian: JacobianSettings | None = None,
+    adjoint: bool = False,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    name: str = "live",
+) -> Study:
+    """A study of modules that the caller has built. They run in eval mode; nothing about them is changed.
+
+    Args:
+        merged: the merged model.
+        experts: one per task, of the same class and shape.
+        data: per task: a tensor, a Dataset, a DataLoader or an iterable of batches, with labels or without.
+        base: the common base, if there is one.
+        heads: score maps per task; with labels they give accuracy.
+        layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
+        blocks: path of the list of blocks, where it can't be found by itself (generic modules only).
+        pool: how one vector per sample is taken.
+        n: samples per task; None takes all.
+        batch_size: samples per forward pass.
+        cka: whether linear CKA is computed.
+        jacobian: settings of path-averaged Jacobians; None leaves them out.
+        adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
+        device: where it is computed; the merged model's own device by default.
+        seed: of random directions.
+        name: of the run.
+
+    Raises:
+        SpecError: tasks of `experts` and `data` differ.
+        IncompatibleModelsError: the modules differ in class, parameters or shapes.
+        NumericsError: a module gives two outputs for one batch in eval mode.
+        DataError: the data doesn't repeat, or its batches don't fit together.
+    """
+    if not experts or set(experts) != set(data):
+        raise SpecError(
+            f"experts are given for {sorted(experts)}, data for {sorted(data)}",
+            hint="Name each task in both.",
+        )
+    modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged}
+    modules = ({"base": base} if base is not None else {}) | modules
+    _require_one_class(modules)
+    diagnosis = {task: live_samples(task, data[task], n=n, batch_size=batch_size) for task in sorted(data)}
+    first = next(merged.parameters())
+    place = torch.device(device) if device is not None else first.device
+    example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, first.device, first.dtype)
+    chain = _chain(merged, example, blocks)
+    check_deterministic(merged, example)
+    head_of = dict(heads or {})
+    return Study(
+        name=name,
+        pool=ModelPool(
+            chain,
+            merged,
+            {key: module_source(module, key) for key, module in modules.items()},
+            device=place,
+            dtype=first.dtype,
+            modules=modules,
+        ),
+        variants=(*(["base"] if base is not None else []), "merged"),
+        tasks={task: _task(samples, head_of.get(task)) for task, samples in diagnosis.items()},
+        settings=Settings(
+            pool=pool,
+            stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], layers)),
+            cka=cka,
+            jacobian=jacobian,
+            adjoint=adjoint,
+        ),
+        seed=seed,
+        notices=("accuracy is measured on the diagnosis samples",) if head_of else (),
+        provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
+        preprocessing="by the caller",
+        architecture={"loader": "live", "source": type(merged).__name__},
+    )
+
+
+def analyze_study(
+    study: Study,
+    *,
+    out: PathLike,
+    force: bool = False,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Measure the drift of a study of live modules and write a run directory.
+
+    Raises:
+        DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
+    """
+    described = f"# made from live modules; it can be read, not repeated\nname: {json.dumps(study.name)}\n"
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    with RunWriter.create(
+        out, spec_yaml=described, spec_digest=digest, name=study.name, force=force
+    ) as writer:
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        describe(writer, study, synthetic=False)
+        run_phases(writer, study, reporter)
+    return open_run(out)
+
+
+def _chain(module: nn.Module, example: Any, blocks: str | None) -> LayerChain:
+    if blocks is None:
+        return architecture_of(module, example).chain
+    return SequentialAdapter(blocks).chain(module, example)
+
+
+def _task(samples: Any, head: Head | None) -> TaskSamples:
+    return TaskSamples(samples, samples if samples.labels is not None and head is not None else None, head)
+
+
+def _require_one_class(modules: Mapping[str, nn.Module]) -> None:
+    kinds = {type(module) for module in modules.values()}
+    if len(kinds) > 1:
+        listed = ", ".join(f"{name} is a {type(module).__name__}" for name, module in modules.items())
+        raise IncompatibleModelsError(f"the modules are of different classes: {listed}")

@@ -1,0 +1,1 @@
+"""Calibrated models: planned, solved, saved and measured."""

@@ -1,0 +1,305 @@
+"""From a finished run to a calibrated checkpoint in it: solved layer by layer, saved, measured like any variant."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from driftlens.calibration.automatic import CHOSEN
+from driftlens.calibration.calibrator import calibrators
+from driftlens.errors import Cancelled, RunError, SpecError
+from driftlens.files import PathLike
+from driftlens.pipeline.analyze.phases import all_of, analyze_variants, deterministic_algorithms, run_phase
+from driftlens.pipeline.calibrate.card import model_card
+from driftlens.pipeline.calibrate.plan import CalibrationPlan, Choice, plan_calibration, untouched_but_moved
+from driftlens.pipeline.calibrate.request import CalibrationRequest, Configured
+from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
+from driftlens.pipeline.calibrate.variants import (
+    export_variant,
+    require_target,
+    save_variants,
+    weights_metadata,
+)
+from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve
+from driftlens.pipeline.search.automatic import choose_settings, require_choice
+from driftlens.pipeline.study.identity import require_same_models, require_same_samples
+from driftlens.pipeline.study.opening import OpenModels
+from driftlens.pipeline.study.reopening import add_saved, reopened, require_analyzed, require_spec
+from driftlens.pipeline.study.study import Study
+from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records import layout
+from driftlens.records.listing import how_to_resume
+from driftlens.records.manifest import CalibrationInfo, Manifest
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from driftlens.spec import load_spec
+
+
+def calibrate(
+    path: PathLike,
+    request: CalibrationRequest,
+    *,
+    resume: bool = False,
+    replace: bool = False,
+    save_weights: PathLike | None = None,
+    choose: Choice | None = None,
+    device: str | None = None,
+    offline: bool = False,
+    trust: bool = False,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
+
+    Rows that are there keep their exact values. Until everything is measured, readers see nothing of the variant.
+
+    Args:
+        path: the run directory.
+        request: what to calibrate, and with which settings.
+        resume: go on with an interrupted calibration of the same settings.
+        replace: take out the calibration of this name first, if there is one.
+        save_weights: where the calibrated model goes besides: ending in `.safetensors` a state dict in the base's
+            key names, anything else a folder that the original library loads, with a model card.
+        choose: chooses hyperparameters from the calibration samples, starting from those of the request.
+        device: over the spec's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+
+    Raises:
+        SpecError: a setting that can't be, or a name that is taken.
+        LayerNotFoundError: a pattern matches no layer or no site.
+        CheckpointError: a checkpoint is not the one that the run was made with.
+        DriftLensError: see the tree in `driftlens.errors`.
+    """
+    folder = pathlib.Path(path)
+    # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
+    opened = open_calibration(folder, request, device=device, offline=offline, trust=trust)
+    plan = opened.plan
+    terms = Terms(resume=resume, replace=replace, is_chosen=choose is not None)
+    terms.require(plan, opened)
+    if save_weights is not None:
+        require_target(opened.models, save_weights)
+    if choose is choose_settings:
+        require_choice(plan.calibrator, plan.counts, has_base=opened.study.has_base)
+    require_same_samples(opened.manifest, opened.study)
+    require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel))
+    with RunWriter.resume(folder) as writer:
+        # Somebody may have been faster while the models were being opened.
+        terms.require_free_name(plan, writer.manifest)
+        if replace or not (resume and plan.name in writer.manifest.calibrations):
+            reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+            with deterministic_algorithms(opened.study.settings.deterministic), _resumable(folder, plan.name):
+                _calibrate(writer, opened, reporter, choose, resume=resume)
+        card = model_card(open_run(folder), plan.name)
+        with writer.file(plan.card) as file:
+            file.write_text(card, encoding="utf-8")
+    run = open_run(folder)
+    if save_weights is not None:
+        metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
+        saved = folder / plan.weights[plan.variant]
+        export_variant(opened.models, saved, save_weights, metadata, card)
+    return run
+
+
+def calibrate_with(path: PathLike, calibrator: Configured, *, name: str, **options: Any) -> DriftRun:
+    """As `calibrate`, with the settings of a calibrator at hand.
+
+    Args:
+        path: the run directory.
+        calibrator: of a registered class, for example a `FeatCal`.
+        name: of the calibration.
+        **options: samples, layers, sites and top_layers as in `CalibrationRequest`; `auto` lets lam, rho and alpha be
+            chosen from the calibration samples, starting from the calibrator's; the rest as for `calibrate`.
+
+    Raises:
+        SpecError: the calibrator's class is not registered.
+        DriftLensError: as for `calibrate`.
+    """
+    method = next((known for known, kind in calibrators.items() if kind is type(calibrator)), None)
+    if method is None:
+        raise SpecError(
+            f"{type(calibrator).__name__} is no registered calibrator",
+            hint=f"There are {', '.join(calibrators)}.",
+        )
+    asked = {key: options.pop(key) for key in ("samples", "layers", "sites", "top_layers") if key in options}
+    if options.pop("auto", False):
+        options["choose"] = choose_settings
+    request = CalibrationRequest(name, method=method, parameters=calibrator.get_params(), **asked)
+    return calibrate(path, request, **options)
+
+
+@dataclass(frozen=True)
+class OpenCalibration:
+    """A run reopened, and what a calibration will do to it."""
+
+    folder: pathlib.Path
+    manifest: Manifest
+    study: Study
+    models: OpenModels
+    plan: CalibrationPlan
+
+
+def open_calibration(
+    folder: pathlib.Path,
+    request: CalibrationRequest,
+    *,
+    device: str | None = None,
+    offline: bool = False,
+    trust: bool = False,
+) -> OpenCalibration:
+    """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
+
+    Raises:
+        DriftLensError: as for `calibrate`.
+    """
+    require_analyzed(folder)
+    run = open_run(folder)
+    require_spec(folder, run.manifest)
+    study, models = reopened(
+        folder,
+        num_calibration=request.samples,
+        with_calibrations=False,
+        device=device,
+        offline=offline,
+        trust=trust,
+    )
+    plan = plan_calibration(request, run, load_spec(folder / layout.SPEC), study)
+    return OpenCalibration(folder, run.manifest, study, models, plan)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a calibration may begin.
+
+    Attributes:
+        resume: whether one that was begun, or is finished, may be gone on with.
+        replace: whether one of the same name may be taken out.
+        is_chosen: whether its hyperparameters are still to be chosen, so that they can't be compared yet.
+    """
+
+    resume: bool
+    replace: bool
+    is_chosen: bool = False
+
+    def require(self, plan: CalibrationPlan, opened: OpenCalibration) -> None:
+        """Refuse a name that is taken, or to go on with something else than what was begun.
+
+        Raises:
+            SpecError: as said.
+        """
+        self.require_free_name(plan, opened.manifest)
+        if self.resume:
+            identity = plan.identity(opened.manifest, opened.study) | {"automatic": self.is_chosen}
+            scratch = CalibrationScratch(opened.folder, plan.name)
+            scratch.require_same(identity, chosen=CHOSEN if self.is_chosen else ())
+
+    def require_free_name(self, plan: CalibrationPlan, manifest: Manifest) -> None:
+        """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
+
+        Raises:
+            SpecError: the name is taken.
+        """
+        taken = manifest.calibrations.get(plan.name)
+        if taken is None or self.replace:
+            return
+        if not self.resume:
+            raise SpecError(
+                f"the run has a calibration {plan.name!r} already",
+                hint="Choose another --name, or --replace it.",
+            )
+        if not _is_same(plan, taken, is_chosen=self.is_chosen):
+            raise SpecError(
+                f"the calibration {plan.name!r} is finished, with other settings",
+                hint="Choose another --name, or --replace it.",
+            )
+
+
+def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:
+    """Whether a finished calibration is what the plan would make; hyperparameters that were chosen are its own."""
+    settings = {
+        name: value for name, value in plan.hyperparameters.items() if not (is_chosen and name in CHOSEN)
+    }
+    return (
+        settings.items() <= dict(taken.settings).items()
+        and taken.automatic == is_chosen
+        and sorted(plan.sites) == sorted(taken.layers)
+        and tuple(plan.patterns) == tuple(taken.sites)
+        and plan.sample_digests == dict(taken.sample_digests)
+    )
+
+
+@contextmanager
+def _resumable(folder: pathlib.Path, name: str) -> Iterator[None]:
+    """A block that, stopped by the user or by a full disk, says which files stay and how the calibration goes on."""
+    try:
+        yield
+    except (Cancelled, RunError) as error:
+        if CalibrationScratch(folder, name).is_there:
+            told = f"What was finished is kept: {how_to_resume(folder, name)}."
+            error.hint = told if isinstance(error, Cancelled) else f"{error.hint} {told}".lstrip()
+        raise
+
+
+def _replaced(
+    writer: RunWriter,
+    study: Study,
+    plan: CalibrationPlan,
+    scratch: CalibrationScratch,
+    solved: Mapping[int, SolvedLayer],
+    reporter: Reporter,
+) -> dict[int, SolvedLayer]:
+    """All layers solved; only then does the calibration that has the name make room."""
+    try:
+        solve(writer, study, plan, scratch, solved, reporter)
+    except BaseException:
+        scratch.remove()  # what has the name stays, so there is nothing to go on with
+        raise
+    with scratch.hidden():
+        writer.remove_calibration(plan.name)
+    return scratch.solved()
+
+
+def _calibrate(
+    writer: RunWriter,
+    opened: OpenCalibration,
+    reporter: Reporter,
+    choose: Choice | None,
+    *,
+    resume: bool,
+) -> None:
+    plan, study = opened.plan, opened.study
+    scratch = CalibrationScratch(writer.folder, plan.name)
+    replaces = plan.name in writer.manifest.calibrations
+    if not (resume and scratch.is_there):
+        scratch.remove()  # first: with it, a removal that is stopped could be taken for a calibration to go on with
+        if not replaces:
+            writer.remove_calibration(plan.name)  # what one that was stopped has left
+    if choose is not None:
+        with writer.phase(f"{plan.phase}:choose"):
+            plan = plan.chosen(choose, study, reporter)
+    identity = plan.identity(opened.manifest, study)
+    solved = scratch.begin(identity, resume=resume)
+    if replaces:
+        solved = _replaced(writer, study, plan, scratch, solved, reporter)
+    notices = untouched_but_moved(study.pool, plan.parameters)
+    writer.begin_variants(plan.variants)
+
+    def work() -> None:
+        solution = solve(writer, study, plan, scratch, solved, reporter)
+        info = calibration_info(plan, scratch.seconds, notices)
+        save_variants(writer, opened.models, study, plan, solution.updates, info)
+        record_solution(writer, plan, solution.reports, identity, info)
+
+    run_phase(writer, plan.phase, work)
+    for variant, relative in plan.weights.items():
+        add_saved(study, opened.models, writer.folder, variant, relative)
+    analyze_variants(writer, study, plan.variants, reporter, prefix=plan.phase)
+    info = calibration_info(plan, scratch.seconds, notices)
+    said = [f"{plan.variant}: {text}" for text in notices]
+    writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+    scratch.remove()

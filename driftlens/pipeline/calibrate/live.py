@@ -1,0 +1,129 @@
+"""Calibrating live modules: what `FeatCal.fit` does. No file is read or written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from driftlens.engine.forward_order import calibrate
+from driftlens.engine.problems import SiteReport
+from driftlens.engine.site_selection import select_sites
+from driftlens.models.chain import ParameterKey
+from driftlens.models.export import fused
+from driftlens.pipeline.analyze.live import live_study
+from driftlens.pipeline.calibrate.request import Configured
+from driftlens.pipeline.calibrate.walk import history_rows
+from driftlens.progress import CancelToken, ProgressSink, Reporter
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class FittedModules:
+    """A calibrated copy of the merged module.
+
+    Attributes:
+        model: the copy, in eval mode.
+        history: one row per calibrated module, columns as in the calibration table of a run.
+        modules: paths of the calibrated modules, in forward order.
+    """
+
+    model: nn.Module
+    history: pd.DataFrame
+    modules: tuple[str, ...]
+
+
+@torch.no_grad()
+def fit_modules(
+    calibrator: Configured,
+    merged: nn.Module,
+    base: nn.Module | None,
+    experts: Mapping[str, nn.Module],
+    data: Mapping[str, Any],
+    *,
+    layers: Sequence[str | int] | None = None,
+    sites: Sequence[str] | None = None,
+    blocks: str | None = None,
+    n: int | None = 256,
+    batch_size: int = 32,
+    device: str | torch.device | None = None,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> FittedModules:
+    """A calibrated copy of `merged`; the modules themselves are left as they are.
+
+    Args:
+        calibrator: its settings.
+        merged: the merged model.
+        base: the common base; None without one, and then the anchor has to be the merged model (rho = 1).
+        experts: one per task, of the same class and shape.
+        data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches; labels are ignored.
+        layers: which layers, by pattern or index; all blocks if left out.
+        sites: patterns on module paths; linear and norm modules inside blocks if left out.
+        blocks: path of the list of blocks, where it can't be found by itself.
+        n: samples per task; None takes all.
+        batch_size: samples per forward pass.
+        device: where it is computed; the merged model's own device by default.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+
+    Raises:
+        SpecError: a setting that can't be, or tasks of `experts` and `data` differ.
+        DriftLensError: see the tree in `driftlens.errors`.
+    """
+    calibrator.check(has_base=base is not None)
+    study = live_study(
+        merged=merged,
+        experts=experts,
+        data=data,
+        base=base,
+        blocks=blocks,
+        n=n,
+        batch_size=batch_size,
+        device=device,
+    )
+    chain, reporter = study.pool.chain, Reporter(on_progress, cancel)
+    chosen = select_sites(chain, layers=layers, sites=sites, update=calibrator.update)
+    updates: dict[ParameterKey, torch.Tensor] = {}
+    reports: list[tuple[int, SiteReport]] = []
+    for layer in calibrate(
+        study.pool,
+        {task: at_hand.diagnosis.batches for task, at_hand in study.tasks.items()},
+        calibrator,
+        base="base" if base is not None else None,
+        sites=chosen,
+        feature_budget=study.settings.feature_budget,
+        spill=None,
+        on_step=lambda layer, task: reporter.step(
+            "calibrate", max(0, layer - 1), max(chosen), f"layer {layer}, task {task}"
+        ),
+    ):
+        updates |= {(layer.layer, name): value for name, value in layer.updates.items()}
+        reports += [(layer.layer, report) for report in layer.reports]
+    reporter.step("calibrate", max(chosen), max(chosen))
+    tensors = fused(chain, updates, study.pool.source("merged"))
+    return FittedModules(_copy_with(merged, tensors), _history(reports), _paths(reports))
+
+
+def _copy_with(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    model = copy.deepcopy(module).eval()
+    state = model.state_dict()  # references: writing into them keeps ties, devices and dtypes
+    for key, value in tensors.items():
+        state[key].copy_(value)
+    return model
+
+
+def _history(reports: Sequence[tuple[int, SiteReport]]) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(history_rows("", reports)).drop(columns="name")
+
+
+def _paths(reports: Sequence[tuple[int, SiteReport]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(report.site for _, report in reports))

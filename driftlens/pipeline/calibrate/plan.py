@@ -1,0 +1,291 @@
+"""What one calibration will do to one run, decided before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from driftlens.calibration.presets import PRESETS
+from driftlens.data.samples import SampleSet
+from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import DataError, SpecError
+from driftlens.models.chain import Layer
+from driftlens.pipeline.calibrate.request import CalibrationRequest, Configured, calibrator_of, method_of
+from driftlens.pipeline.study.study import Study
+from driftlens.progress import Reporter
+from driftlens.records.layout import calibration_folder, calibration_weights
+from driftlens.records.manifest import Manifest, ids_digest
+from driftlens.records.run import DriftRun
+from driftlens.records.variants import calibrated, control_of
+
+if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
+
+
+Choice = Callable[
+    [Study, Configured, Mapping[int, Sequence[str]], Reporter], tuple[Configured, Mapping[str, Any]]
+]
+"""(study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and how they were.
+
+It sees calibration samples and nothing else.
+"""
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """A calibration with everything resolved.
+
+    Attributes:
+        name: of the calibration.
+        method: name of the calibrator.
+        calibrator: with all hyperparameters.
+        sites: layer index -> names of the sites that are solved for.
+        samples: calibration samples by task.
+        control: variant of the anchor alone; empty where the anchor is the merged model, or there is none.
+        automatic: whether the hyperparameters were chosen from the calibration samples.
+        selection: how they were chosen, as plain values.
+        patterns: that the sites' paths match; none means linear and norm modules inside blocks.
+        seed: with which the samples were drawn.
+    """
+
+    name: str
+    method: str
+    calibrator: Configured
+    sites: Mapping[int, Sequence[str]]
+    samples: Mapping[str, SampleSet]
+    control: str
+    automatic: bool = False
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    patterns: Sequence[str] = ()
+    seed: int = 0
+
+    def settled(self, calibrator: Configured, study: Study) -> CalibrationPlan:
+        """The plan with this calibrator, and the control that its anchor wants."""
+        control = control_of(self.name) if study.has_base and _anchor_moves(calibrator) else ""
+        return dataclasses.replace(self, calibrator=calibrator, control=control)
+
+    def chosen(self, choose: Choice, study: Study, reporter: Reporter) -> CalibrationPlan:
+        """The plan with hyperparameters that `choose` finds on its samples.
+
+        Raises:
+            SpecError: it chose what can't be.
+            Cancelled: somebody asked to stop.
+        """
+        calibrator, selection = choose(
+            _with_samples(study, self.samples), self.calibrator, self.sites, reporter
+        )
+        calibrator.check(has_base=study.has_base)
+        selection = {**selection, "preset": self.preset}
+        return dataclasses.replace(self.settled(calibrator, study), automatic=True, selection=selection)
+
+    @property
+    def preset(self) -> str:
+        """The published setting whose values all hyperparameters have; empty without."""
+        settings, kind = self.calibrator.get_params(), type(self.calibrator)
+        fitting = [name for name, values in PRESETS.items() if values.items() <= settings.items()]
+        # What a preset leaves out has to be the calibrator's default, too.
+        return next((name for name in fitting if kind(**PRESETS[name]).get_params() == settings), "")
+
+    @property
+    def variant(self) -> str:
+        """The variant that it makes."""
+        return calibrated(self.name)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """All variants that it makes, the control first."""
+        return (self.control, self.variant) if self.control else (self.variant,)
+
+    @property
+    def phase(self) -> str:
+        """What the run calls its phases."""
+        return f"calibrate:{self.name}"
+
+    @property
+    def card(self) -> str:
+        """Where the model card goes, relative to the run."""
+        return f"{calibration_folder(self.name)}/README.md"
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Where the weights of each variant go, relative to the run."""
+        return {
+            variant: calibration_weights(self.name, control=variant == self.control)
+            for variant in self.variants
+        }
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """All hyperparameters as plain values, as JSON would give them back."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self.calibrator.get_params().items()
+        }
+
+    @property
+    def parameters(self) -> frozenset[tuple[int, str]]:
+        """Layer index and own name of every parameter of the chosen sites."""
+        return frozenset(
+            (layer, f"{site}.{part}")
+            for layer, sites in self.sites.items()
+            for site in sites
+            for part in ("weight", "bias")
+        )
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Calibration samples by task."""
+        return {task: len(samples) for task, samples in self.samples.items()}
+
+    @property
+    def sample_digests(self) -> dict[str, str]:
+        """Digest of the calibration samples' ids, by task."""
+        return {task: ids_digest(samples.ids) for task, samples in self.samples.items()}
+
+    def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
+        """Everything that the solution depends on, as plain values."""
+        models = [*(["base"] if study.has_base else []), "merged", *map(expert_of, self.samples)]
+        return {
+            "method": self.method,
+            "settings": self.hyperparameters,
+            "automatic": self.automatic,
+            "sites": {str(layer): list(names) for layer, names in self.sites.items()},
+            "samples": self.sample_digests,
+            "models": {name: manifest.models[name].digest for name in models},
+            "compute": f"{study.pool.device.type}, {str(study.pool.dtype).removeprefix('torch.')}",
+        }
+
+
+def plan_calibration(
+    request: CalibrationRequest, run: DriftRun, spec: RunSpec, study: Study
+) -> CalibrationPlan:
+    """The plan of a request for a finished run.
+
+    Args:
+        request: what the user asks for.
+        run: whose attribution ranks layers for `top_layers`.
+        spec: the run's; its `calibration` section counts where the request says nothing.
+        study: the run, reopened.
+
+    Raises:
+        SpecError: a setting that can't be, or a name that a baseline has.
+        LayerNotFoundError: a pattern matches no layer or no site.
+        DataError: a task has fewer calibration samples than asked for.
+    """
+    calibrator = calibrator_of(request, spec.calibration)
+    calibrator.check(has_base=study.has_base)
+    samples = {
+        task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
+    }
+    patterns = request.sites
+    if patterns is None and spec.calibration is not None:
+        patterns = spec.calibration.sites
+    layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
+    sites = select_sites(study.pool.chain, layers=layers, sites=patterns, update=calibrator.update)
+    control = control_of(request.name)
+    if control in [f"baseline:{name}" for name in spec.baselines]:
+        raise SpecError(
+            f"{control} is a baseline of the run and would be the control of {request.name!r}",
+            hint="Choose another --name.",
+        )
+    method = method_of(request, spec.calibration)
+    plan = CalibrationPlan(
+        request.name,
+        method,
+        calibrator,
+        sites,
+        samples,
+        control,
+        patterns=tuple(patterns or ()),
+        seed=study.seed,
+    )
+    return plan.settled(calibrator, study)
+
+
+def _anchor_moves(calibrator: Configured) -> bool:
+    """Whether the anchor is another model than the merged one."""
+    parameters = calibrator.get_params()
+    return parameters.get("anchor") != "none" and parameters.get("rho", 1) != 1
+
+
+def _beginning(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
+    """The first `count` samples, as drawing fewer would have given, or all."""
+    if samples is None or len(samples) < (count or 1):
+        there = 0 if samples is None else len(samples)
+        raise DataError(f"task {task} has {there} calibration samples, {count or 'some'} are asked for")
+    if count is None:
+        return samples
+    labels = None if samples.labels is None else samples.labels[:count]
+    return dataclasses.replace(samples, ids=samples.ids[:count], labels=labels)
+
+
+def _with_samples(study: Study, samples: Mapping[str, SampleSet]) -> Study:
+    """The study as a chooser may see it: calibration samples, without labels and test samples."""
+    tasks = {
+        task: dataclasses.replace(
+            at_hand,
+            test=None,
+            diagnosis=dataclasses.replace(samples[task], labels=None),
+            calibration=dataclasses.replace(samples[task], labels=None),
+        )
+        for task, at_hand in study.tasks.items()
+    }
+    return dataclasses.replace(study, tasks=tasks)
+
+
+def _top_layers(run: DriftRun, count: int) -> list[int]:
+    """The blocks with the largest mean share of the merged model's final drift, by the run's own attribution."""
+    blocks = [layer.index for layer in run.manifest.layers if layer.role == "block"]
+    if count > len(blocks):
+        raise SpecError(
+            f"top_layers is {count}; the model has {len(blocks)} blocks",
+            hint=f"Ask for at most {len(blocks)}, or leave it out to calibrate them all.",
+        )
+    rows = run.layers(variant="merged")
+    shares = rows[rows["role"] == "block"].groupby("layer")["final_share"].mean().dropna()
+    if set(shares.index) != set(blocks):
+        raise SpecError(
+            f"top_layers needs every block's share of the final drift; the run has those of {len(shares)} of "
+            f"{len(blocks)} blocks",
+            hint="Analyze with metrics.contributions and `layers: {select: blocks}`, or choose with --layers.",
+        )
+    ranked = shares.sort_values(ascending=False, kind="stable").index
+    return sorted(int(layer) for layer in ranked[:count])
+
+
+def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]) -> list[str]:
+    """One notice per layer outside the blocks that differs between base and experts but was not calibrated.
+
+    Args:
+        pool: base and experts; without a base, the experts are compared with one another.
+        calibrated: layer index and own name of every parameter that was solved for.
+    """
+    experts = [name for name in pool.names if name.startswith("expert:")]
+    first, *others = [*(["base"] if "base" in pool else []), *experts]
+    notices = []
+    for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
+        moved = list(_moved(pool, layer, first, others, calibrated))
+        if moved:
+            notices.append(
+                f"the {layer.role} ({', '.join(moved)}) differs between "
+                f"{'base and experts' if first == 'base' else 'experts'} and was not calibrated: "
+                "it stays as in the merged model"
+            )
+    return notices
+
+
+def _moved(
+    pool: ModelPool, layer: Layer, first: str, others: list[str], calibrated: Collection[tuple[int, str]]
+) -> Iterator[str]:
+    keys = {
+        slot.key for name, slot in pool.chain.owned(layer).items() if (layer.index, name) not in calibrated
+    }
+    for key in sorted(keys):
+        start = pool.source(first).read(key)
+        if any(not torch.equal(start.double(), pool.source(other).read(key).double()) for other in others):
+            yield key

@@ -1,0 +1,174 @@
+"""The models that a calibration makes, written into the run and wherever else the user wants them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from driftlens.engine.pool import expert_of
+from driftlens.errors import RunError, SpecError
+from driftlens.files import PathLike
+from driftlens.models.chain import LayerChain, ParameterKey
+from driftlens.models.export import fused, save_model
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.saving import patched
+from driftlens.models.sources import StateSource, TensorHeader
+from driftlens.pipeline.calibrate.plan import CalibrationPlan
+from driftlens.pipeline.study.opening import OpenModels
+from driftlens.pipeline.study.study import Study
+from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.writer import RunWriter
+
+
+@torch.no_grad()
+def save_variants(
+    writer: RunWriter,
+    models: OpenModels,
+    study: Study,
+    plan: CalibrationPlan,
+    updates: Mapping[ParameterKey, Tensor],
+    info: CalibrationInfo,
+) -> None:
+    """Write the calibrated model, and its control where there is one, in the base's key names and dtypes.
+
+    Args:
+        writer: of the run; each file lands whole or not at all.
+        models: the run's checkpoints.
+        study: with base and merged model in its pool.
+        plan: of the calibration.
+        updates: what was solved.
+        info: what the header of each file repeats.
+
+    Raises:
+        NumericsError: a solution overflows in the base's dtype.
+        RunError: the disk is full.
+    """
+    pool = study.pool
+    like = pool.source("base") if study.has_base else pool.source(expert_of(next(iter(study.tasks))))
+    merged = pool.source("merged")
+    for variant, relative in plan.weights.items():
+        parameters: Mapping[ParameterKey, Tensor] = updates
+        if variant == plan.control:
+            rho = float(plan.hyperparameters["rho"])
+            parameters = anchors(pool.chain, merged, pool.source("base"), rho, updates)
+        source = with_parameters(pool.chain, merged, like, parameters)
+        with writer.file(relative) as path:
+            save_model(
+                models.architecture, _own_form(models), source, path, metadata=weights_metadata(variant, info)
+            )
+
+
+def export_variant(
+    models: OpenModels, saved: pathlib.Path, target: PathLike, metadata: Mapping[str, str], card: str
+) -> None:
+    """Write a calibrated model to a place of the user's: a state dict, or a folder with configuration and card.
+
+    Args:
+        models: the run's checkpoints.
+        saved: the run's file with the calibrated weights.
+        target: ending in `.safetensors` a state dict, anything else a folder.
+        metadata: strings for the header of the weights.
+        card: text of the folder's README.md.
+
+    Raises:
+        RunError: the place can't be written to.
+        SpecError: the base can't be saved in this form.
+    """
+    model = models.architecture.align(open_checkpoint(saved))
+    save_model(models.architecture, _own_form(models), model, target, metadata=metadata, card=card)
+
+
+def require_target(models: OpenModels, target: PathLike) -> None:
+    """Refuse a place that the calibrated model could not be written to, before anything is computed for it.
+
+    Raises:
+        RunError: it is a folder with something in it, or a file where a folder should be.
+        SpecError: the architecture can only be saved as a state dict.
+    """
+    place = pathlib.Path(target)
+    if place.suffix == ".safetensors":
+        if place.is_dir():
+            raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
+        return
+    if models.architecture.folder is None:
+        raise SpecError(
+            f"a {models.architecture.source} can only be saved as a state dict",
+            hint="Give a path ending in .safetensors.",
+        )
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise RunError(f"{place} exists already", hint="Choose another path, or remove it first.")
+
+
+def _own_form(models: OpenModels) -> StateSource:
+    """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
+    if models.base is not None:
+        return models.base
+    return models.sources[min(name for name in models.sources if name.startswith("expert:"))]
+
+
+def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
+    """What the header of a variant's weights says of it: all that repeating the calibration takes, but the models."""
+    return {
+        "variant": variant,
+        "calibration_method": info.method,
+        "calibration_parameters": json.dumps(dict(info.settings)),
+        "calibration_preset": info.preset,
+        "calibration_layers": json.dumps(list(info.layers)),
+        "calibration_sites": json.dumps(list(info.sites)),
+        "calibration_samples": json.dumps(dict(info.samples)),
+        "calibration_sample_digests": json.dumps(dict(info.sample_digests)),
+        "calibration_seed": json.dumps(info.seed),
+    }
+
+
+def with_parameters(
+    chain: LayerChain, merged: StateSource, like: StateSource, parameters: Mapping[ParameterKey, Tensor]
+) -> StateSource:
+    """The merged model with some parameters replaced, in the dtypes of `like`.
+
+    Args:
+        chain: of both.
+        merged: under the skeleton's key names.
+        like: the base (or what stands for it); a merged model stored in fewer bits must not round the solution.
+        parameters: new values, in the layers' own layout.
+
+    Raises:
+        NumericsError: a value is NaN or infinite, or becomes so in the base's dtype.
+    """
+    start = _InDtypesOf(merged, like)
+    return patched(start, fused(chain, parameters, start))
+
+
+def anchors(
+    chain: LayerChain, merged: StateSource, base: StateSource, rho: float, keys: Iterable[ParameterKey]
+) -> dict[ParameterKey, Tensor]:
+    """rho * merged + (1 - rho) * base (Eq. 11) for the given parameters, in float64.
+
+    With these in place of the solution a calibration becomes its own control: what lambda = infinity would give.
+    """
+    found = {}
+    for index, name in keys:
+        slot = chain.layers[index - 1].parameters[name]
+        start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
+        value = rho * end + (1 - rho) * start
+        found[index, name] = value.mT if slot.transposed else value
+    return found
+
+
+class _InDtypesOf:
+    """A source whose tensors come in the dtypes of another one with the same keys."""
+
+    def __init__(self, source: StateSource, like: StateSource) -> None:
+        self.name = source.name
+        self.headers: Mapping[str, TensorHeader] = {
+            key: TensorHeader(header.shape, like.headers[key].dtype if key in like.headers else header.dtype)
+            for key, header in source.headers.items()
+        }
+        self._source = source
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        return self._source.read(key, rows).to(self.headers[key].dtype)

@@ -1,0 +1,193 @@
+"""The solving walk of one calibration: layer after layer, kept on disk and reported as it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftlens.engine.forward_order import calibrate
+from driftlens.engine.problems import CalibratedLayer, SiteReport
+from driftlens.models.chain import ParameterKey
+from driftlens.pipeline.calibrate.plan import CalibrationPlan
+from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
+from driftlens.pipeline.study.study import Study
+from driftlens.progress import Reporter
+from driftlens.records import layout
+from driftlens.records.environment import versions
+from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.schema import CALIBRATION
+from driftlens.records.writer import RunWriter
+
+PHASE = "calibrate"
+"""What progress events of the solving walk are called."""
+
+
+@dataclass
+class Solution:
+    """What a walk solved.
+
+    Attributes:
+        updates: (layer index, own parameter name) -> calibrated value, in the layer's layout.
+        reports: one per site, with its layer's index.
+    """
+
+    updates: dict[ParameterKey, Tensor] = field(default_factory=dict)
+    reports: list[tuple[int, SiteReport]] = field(default_factory=list)
+
+    def add(self, layer: int, updates: Mapping[str, Tensor], reports: Sequence[SiteReport]) -> None:
+        """Take one layer's solution in."""
+        self.updates |= {(layer, name): value for name, value in updates.items()}
+        self.reports += [(layer, report) for report in reports]
+
+
+@torch.no_grad()
+def solve(
+    writer: RunWriter,
+    study: Study,
+    plan: CalibrationPlan,
+    scratch: CalibrationScratch,
+    solved: Mapping[int, SolvedLayer],
+    reporter: Reporter,
+) -> Solution:
+    """All layers of a plan, in forward order; each is kept as soon as it is solved.
+
+    Args:
+        writer: of the run; told of every finished layer.
+        study: the run, reopened.
+        plan: what to solve for.
+        scratch: keeps solved layers.
+        solved: layers that an earlier sitting solved.
+        reporter: told of every batch; may cancel.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite, or a system can't be solved as asked.
+        Cancelled: somebody asked to stop; what was solved is kept.
+    """
+    solution, meter = Solution(), _Meter(writer, plan, reporter)
+    for index, earlier in solved.items():
+        solution.add(index, earlier.updates, earlier.reports)
+    started = time.monotonic() - scratch.seconds
+    for layer in calibrate(
+        study.pool,
+        {task: samples.batches for task, samples in plan.samples.items()},
+        plan.calibrator,
+        base="base" if study.has_base else None,
+        sites=plan.sites,
+        feature_budget=study.settings.feature_budget,
+        spill=scratch.spill,
+        done={index: earlier.updates for index, earlier in solved.items()},
+        on_step=meter.step,
+        ids={task: samples.ids for task, samples in plan.samples.items()},
+        pooling=study.settings.pool,
+    ):
+        scratch.keep(layer, time.monotonic() - started)
+        solution.add(layer.layer, layer.updates, layer.reports)
+        meter.finished(layer)
+    return solution
+
+
+class _Meter:
+    """Progress in layers, with the numbers of the last finished one: enough to draw a curve while it runs."""
+
+    def __init__(self, writer: RunWriter, plan: CalibrationPlan, reporter: Reporter) -> None:
+        self._writer = writer
+        self._name = plan.name
+        self._total = max(plan.sites)
+        self._reporter = reporter
+        self._metrics: dict[str, float] = {}
+
+    def step(self, layer: int, task: str) -> None:
+        what = f"layer {layer} of {self._total}" if layer else "reading samples"
+        self._reporter.step(PHASE, max(0, layer - 1), self._total, f"{what}, task {task}", **self._metrics)
+
+    def finished(self, layer: CalibratedLayer) -> None:
+        drifts = layer.drift_l2_mean.values()
+        self._metrics = {
+            "layer": layer.layer,
+            "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
+            "objective_before": _total(report.objective_before for report in layer.reports),
+            "objective_after": _total(report.objective_after for report in layer.reports),
+        }
+        self._writer.event("layer", phase=PHASE, name=self._name, **self._metrics)
+        label = f"layer {layer.layer} of {self._total}"
+        self._reporter.step(PHASE, layer.layer, self._total, label, **self._metrics)
+
+
+def _total(values: Iterable[float | None]) -> float:
+    """The sum; NaN where a value was not computed."""
+    return sum(math.nan if value is None else value for value in values)
+
+
+def history_rows(name: str, reports: Sequence[tuple[int, SiteReport]]) -> list[dict[str, Any]]:
+    """Rows of the calibration table: one per site, layer index first."""
+    known = CALIBRATION.names
+    return [
+        {"name": name, "layer": layer}
+        | {key: value for key, value in dataclasses.asdict(report).items() if key in known}
+        for layer, report in reports
+    ]
+
+
+def record_solution(
+    writer: RunWriter,
+    plan: CalibrationPlan,
+    reports: Sequence[tuple[int, SiteReport]],
+    identity: dict[str, Any],
+    info: CalibrationInfo,
+) -> None:
+    """Write the history of every site and `config.yaml`, in which all settings are resolved.
+
+    Args:
+        writer: of the run.
+        plan: of the calibration.
+        reports: one per site, with its layer's index.
+        identity: everything that the solution depends on (see `CalibrationPlan.identity`).
+        info: what the manifest will say.
+
+    Raises:
+        RunError: the folder can't be written to.
+    """
+    import pandas as pd
+
+    from driftlens.spec.yaml_text import to_yaml
+
+    writer.append("calibration", pd.DataFrame(history_rows(plan.name, reports)), replace=True)
+    config = {
+        "name": plan.name,
+        "variant": plan.variant,
+        "control": plan.control or None,
+        "selection": dict(plan.selection) or None,
+        **identity,
+        "num_samples": plan.counts,
+        "seconds": round(info.seconds, 3),
+        "notices": list(info.notices),
+        "versions": versions(),
+    }
+    with writer.file(f"{layout.calibration_folder(plan.name)}/config.yaml") as path:
+        path.write_text(to_yaml(config), encoding="utf-8")
+
+
+def calibration_info(plan: CalibrationPlan, seconds: float, notices: Sequence[str]) -> CalibrationInfo:
+    """The entry of the manifest."""
+    return CalibrationInfo(
+        method=plan.method,
+        settings=plan.hyperparameters,
+        control=plan.control,
+        seconds=seconds,
+        samples=plan.counts,
+        sample_digests=plan.sample_digests,
+        layers=sorted(plan.sites),
+        automatic=plan.automatic,
+        notices=tuple(notices),
+        preset=plan.preset,
+        sites=tuple(plan.patterns),
+        seed=plan.seed,
+        selection=plan.selection,
+    )

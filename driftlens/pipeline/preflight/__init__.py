@@ -1,0 +1,1 @@
+"""What can be known of a spec or a calibration before it starts."""

@@ -1,0 +1,400 @@
+"""What an analysis will take, counted from the layers' shapes before any weight is read.
+
+Rough on purpose: what is counted is what grows with the model and the samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from driftlens.data.samples import SampleSet
+from driftlens.data.task_data import TaskData
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import on_device
+from driftlens.models.architecture import Architecture
+from driftlens.models.chain import Layer, Pool, pooled
+from driftlens.pipeline.analyze.causes import BATCH
+from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
+from driftlens.pipeline.calibrate.plan import CalibrationPlan
+from driftlens.pipeline.study.study import Settings
+from driftlens.records.thumbs import MOST, SIDE
+from driftlens.spec import RunSpec
+
+FIXED_DISK = 80_000
+"""Bytes of a run whatever its size: manifest, layer, parameter and accuracy tables, events (measured)."""
+SAMPLE_ROW, OUTPUT_ROW, SAMPLE_ID = 35, 120, 25
+"""Bytes per row of the sample and output tables, and per sample id in the manifest (measured)."""
+POWER_STEPS = 30 * 3
+"""Derivative passes per node of a spectral norm: 30 steps, each forward and backward."""
+LIVE_COPIES = 8
+"""Tensors of the size of a batch's features that one layer holds at its widest: its MLP is four times as wide."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one sample.
+
+    Attributes:
+        operations: floating-point operations, two per multiply-add.
+        parameter_bytes: of its weights.
+        state_bytes: of the features behind it.
+        width: length of the pooled vector behind it.
+    """
+
+    operations: int
+    parameter_bytes: int
+    state_bytes: int
+    width: int
+
+
+@dataclass(frozen=True)
+class TaskLoad:
+    """How many samples of one task are looked at.
+
+    Attributes:
+        diagnosis: samples whose drift is measured.
+        test: samples that are scored.
+        ids: all samples that the manifest names.
+        thumbs: pictures that the run keeps for viewers.
+    """
+
+    diagnosis: int
+    test: int
+    ids: int
+    thumbs: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What decides the cost of an analysis.
+
+    Attributes:
+        layers: of the chain, on one sample.
+        tasks: samples, by task.
+        variants: how many models are compared with each expert.
+        explained: how many of them have their drift traced back to layers.
+        settings: what is computed.
+        batch_size: samples per forward pass.
+        merged_bytes: of the merged model that the run will keep; 0 when it is given.
+    """
+
+    layers: tuple[LayerCost, ...]
+    tasks: Mapping[str, TaskLoad]
+    variants: int
+    explained: int
+    settings: Settings
+    batch_size: int
+    merged_bytes: int = 0
+
+
+def workload(
+    spec: RunSpec,
+    layers: tuple[LayerCost, ...],
+    data: Mapping[str, TaskData],
+    settings: Settings,
+    *,
+    merged_bytes: int,
+) -> Workload:
+    """The workload of a spec whose data is open; arguments as the attributes of `Workload`."""
+    tasks = {}
+    for task, opened in data.items():
+        splits = opened.calibration(), opened.diagnosis(), opened.test()
+        is_scored = task in spec.heads and opened.test().labels is not None
+        thumbs = min(len(splits[1]), MOST) if opened.has_pictures else 0
+        tested = len(splits[2]) if is_scored else 0
+        tasks[task] = TaskLoad(len(splits[1]), tested, sum(map(len, splits)), thumbs)
+    explained = 1 + len(spec.baselines)
+    return Workload(
+        layers=layers,
+        tasks=tasks,
+        variants=explained + (spec.base is not None),
+        explained=explained,
+        settings=settings,
+        batch_size=spec.data.defaults.batch_size,
+        merged_bytes=merged_bytes,
+    )
+
+
+@torch.no_grad()
+def layer_costs(
+    architecture: Architecture, inputs: object, dtype: torch.dtype, pool: Pool
+) -> tuple[LayerCost, ...]:
+    """The cost of every layer, from a forward pass of shapes alone.
+
+    Args:
+        architecture: taken apart; no weights are needed.
+        inputs: raw inputs of one sample.
+        dtype: in which features are computed.
+        pool: how the pooled vector is taken.
+    """
+    meta = torch.device("meta")
+    weights = architecture.skeleton.state_dict()
+    state, side = architecture.chain.start(on_device(inputs, meta, dtype))
+    found = []
+    for layer in architecture.chain.layers:
+        parameters = _on_meta(layer, weights, dtype)
+        with FlopCounterMode(display=False) as counter:
+            state = layer.call(parameters, state, {name: value.to(meta) for name, value in side.items()})
+        found.append(
+            LayerCost(
+                operations=counter.get_total_flops(),
+                parameter_bytes=sum(value.nbytes for value in parameters.values()),
+                state_bytes=sum(leaf.nbytes for leaf in state.values()),
+                width=pooled(state[layer.stream], pool).shape[-1],
+            )
+        )
+    return tuple(found)
+
+
+def _on_meta(layer: Layer, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    found = {}
+    for name, slot in layer.parameters.items():
+        whole = torch.empty_like(weights[slot.key], dtype=dtype, device="meta")
+        part = whole if slot.rows is None else whole[slice(*slot.rows)]
+        found[name] = part.mT if slot.transposed else part
+    return found
+
+
+def disk_bytes(work: Workload) -> int:
+    """Size of the run directory: features in float16, tables, the manifest's sample ids, the merged model."""
+    models, stored = (
+        work.variants + 1,
+        [work.layers[index - 1].width for index in work.settings.stored_layers],
+    )
+    total = FIXED_DISK + work.merged_bytes
+    for task in work.tasks.values():
+        rows = work.variants * task.diagnosis
+        total += models * sum(task.diagnosis * width * 2 + 128 for width in stored)
+        total += rows * (len(stored) * SAMPLE_ROW + OUTPUT_ROW) + task.ids * SAMPLE_ID
+        # Pictures hardly compress: an upper bound, reached by noise.
+        total += task.thumbs * SIDE * SIDE * 3
+    return total
+
+
+def memory_bytes(work: Workload) -> int:
+    """Peak memory beside what the process holds before: the greediest of walk, Jacobians and evaluation."""
+    largest = max(layer.state_bytes for layer in work.layers)
+    weights = max(layer.parameter_bytes for layer in work.layers)
+    n = max(task.diagnosis for task in work.tasks.values())
+    models = work.variants + 1
+    chunk = min(n * largest * models, work.settings.feature_budget)
+    # The first batch is also run by the library itself: its features at every boundary stay until the task is done.
+    library = (work.variants + 2) * len(work.layers) * min(n, work.batch_size) * largest
+    # Pooled features of all layers are kept in float32, and copied once when they are joined.
+    kept = 2 * models * n * sum(layer.width for layer in work.layers) * 4
+    active = work.batch_size * largest * LIVE_COPIES
+    walk = models * weights + chunk + library + kept + active
+    evaluation = weights + CHUNK_BYTES + active if any(task.test for task in work.tasks.values()) else 0
+    return max(walk, kept + _jacobian_bytes(work, largest, weights), evaluation)
+
+
+def _jacobian_bytes(work: Workload, largest: int, weights: int) -> int:
+    jacobian = work.settings.jacobian
+    if jacobian is None:
+        return 0
+    samples = min(jacobian.samples, max(task.diagnosis for task in work.tasks.values()))
+    # One vector per layer and sample is carried to the end, and one prefix per layer.
+    vectors = len(work.layers) * (jacobian.contributions + jacobian.prefix)
+    at_work = BATCH * LIVE_COPIES * (len(work.layers) if jacobian.contributions else 1)
+    return 2 * weights + (samples * (vectors + 3) + at_work) * largest
+
+
+def operations(work: Workload) -> int:
+    """Floating-point operations of every forward pass and derivative."""
+    forward = sum(layer.operations for layer in work.layers)
+    total = 0
+    for task in work.tasks.values():
+        # Each variant runs on its own features and on the expert's; the library repeats the first batch.
+        total += forward * task.diagnosis * (1 + 2 * work.variants)
+        total += forward * min(task.diagnosis, work.batch_size) * (1 + work.variants)
+        total += forward * task.test * (1 + work.variants)
+        if work.settings.jacobian is not None:
+            samples = min(work.settings.jacobian.samples, task.diagnosis)
+            total += (
+                work.explained * samples * (3 * forward + _jacobian_operations(work, work.settings.jacobian))
+            )
+    return total
+
+
+def _jacobian_operations(work: Workload, jacobian: JacobianSettings) -> int:
+    """Per sample: every vector carried so far goes through each layer once per node."""
+    # About half of the layers want their nodes doubled once, which repeats the layer with twice as many.
+    nodes = min(2 * jacobian.nodes, jacobian.max_nodes)
+    total = 0
+    for index, layer in enumerate(work.layers[1:], start=2):
+        vectors = index + 1 if jacobian.contributions else 2
+        passes = nodes * (1 + vectors) + (nodes * POWER_STEPS if jacobian.spectral else 0)
+        total += layer.operations * (passes + (index - 2 if jacobian.prefix else 0))
+    return total
+
+
+def samples_read(work: Workload) -> int:
+    """How many times a sample is read and preprocessed; accuracy reads the test samples once per model."""
+    jacobian = work.settings.jacobian
+    explained = 0 if jacobian is None else work.explained * jacobian.samples
+    return sum(
+        task.diagnosis + min(explained, work.explained * task.diagnosis) + task.test * (1 + work.variants)
+        for task in work.tasks.values()
+    )
+
+
+PROBE_SECONDS = 0.1
+PROBE_WIDTH = 1024
+EFFICIENCY = 0.4
+"""Share of a bare product's rate that layers reach beside norms, activations and derivatives (0.37 at width 192)."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an analysis will take, roughly.
+
+    Attributes:
+        memory_bytes: peak resident memory.
+        disk_bytes: size of the run directory.
+        seconds: wall-clock time on this machine; None where no samples could be read to time it.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    seconds: float | None
+
+    def text(self) -> str:
+        """The same in words."""
+        parts = [f"{_size(self.memory_bytes)} of memory", f"{_size(self.disk_bytes)} on disk"]
+        parts += [_duration(self.seconds)] if self.seconds is not None else []
+        return f"about {', '.join(parts)}"
+
+
+def estimate(
+    work: Workload,
+    sample: SampleSet,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    more_operations: int = 0,
+    more_samples: int = 0,
+) -> Cost:
+    """What the workload will take on this machine: a matrix product and a few samples are timed.
+
+    Args:
+        work: what will be done.
+        sample: samples of which a few are read once more to time it.
+        device: where it will be computed.
+        dtype: in which type.
+        more_operations: floating-point operations beside those of the workload.
+        more_samples: samples that are read beside those of the workload.
+    """
+    seconds = (operations(work) + more_operations) / (
+        EFFICIENCY * _operations_per_second(work, device, dtype)
+    )
+    seconds += (samples_read(work) + more_samples) * _seconds_per_sample(sample)
+    return Cost(_resident_bytes() + memory_bytes(work), disk_bytes(work), seconds)
+
+
+def _operations_per_second(work: Workload, device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of a product of the size that a layer does on a batch."""
+    # Wider products run no faster, and pooled vectors of `layers.pool: all` are wide beyond reason.
+    width = min(PROBE_WIDTH, max(layer.width for layer in work.layers))
+    rows = torch.ones(min(2048, 16 * work.batch_size), width, device=device, dtype=dtype)
+    weight = torch.ones(width, 4 * width, device=device, dtype=dtype)
+    float((rows @ weight)[0, 0])  # the first product also loads the library
+    products, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < PROBE_SECONDS:
+        float((rows @ weight)[0, 0])  # reading a number waits for a GPU
+        products += 1
+    return products * 2 * rows.numel() * weight.shape[1] / passed
+
+
+def _seconds_per_sample(samples: SampleSet) -> float:
+    count = min(8, len(samples))
+    samples.load([0])  # the first one also imports and opens what reads it
+    started = time.perf_counter()
+    samples.load(range(count))
+    return (time.perf_counter() - started) / count
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.2g} {unit}" if size < 10 else f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.2g} TB" if size < 10 else f"{size:.0f} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+FORWARDS = 3
+"""Passes through a block per sample: the expert's, the merged one that is listened to, the calibrated one."""
+
+
+def calibration_operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost]) -> int:
+    """Floating-point operations of the solving walk, two per multiply-add.
+
+    Args:
+        plan: of the calibration.
+        pool: for the shapes of the sites.
+        layers: what each layer of the chain costs on one sample.
+    """
+    samples, total = sum(plan.counts.values()), 0
+    for layer, cost in zip(pool.chain.layers[: max(plan.sites)], layers, strict=False):
+        total += FORWARDS * samples * cost.operations
+        shapes = list(_shapes(plan, pool, layer))
+        tokens = _tokens(shapes, cost, pool) * samples
+        for out, width in shapes:
+            through_outputs = 2 * tokens * out * width
+            through_moments = 2 * width * width * (tokens + len(plan.samples) * out)
+            total += tokens * width * width + min(through_outputs, through_moments)
+            total += width**3 // 3 + 2 * out * width * width
+    return total
+
+
+def calibration_memory(
+    plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost], budget: int, batch_size: int
+) -> int:
+    """Peak bytes of the solving walk: solutions, one layer of each model, its moments, the waiting features."""
+    solved, moments, weights = 0, 0, 0
+    for layer, cost in zip(pool.chain.layers, layers, strict=True):
+        shapes = list(_shapes(plan, pool, layer))
+        solved += sum(out * width for out, width in shapes) * pool.dtype.itemsize
+        moments = max(moments, sum(width * width + out * width for out, width in shapes) * 8)
+        weights = max(weights, cost.parameter_bytes)
+    state = max(cost.state_bytes for cost in layers)
+    waiting = min(2 * state * sum(plan.counts.values()), budget)
+    # The saved model is put together from the solutions, which takes them once more.
+    return max(2 * solved, solved + 2 * moments + 4 * weights + waiting + batch_size * state * LIVE_COPIES)
+
+
+def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> Iterator[tuple[int, int]]:
+    """[out, in] of every linear site of the layer that is solved for."""
+    wanted = plan.sites.get(layer.index, ())
+    for site in layer.sites:
+        if site.kind == "linear" and site.name in wanted:
+            slot = layer.parameters[f"{site.name}.weight"]
+            shape = pool.source("merged").headers[slot.key].shape
+            rows = shape[0] if slot.rows is None else slot.rows[1] - slot.rows[0]
+            yield (shape[1], rows) if slot.transposed else (rows, shape[1])
+
+
+def _tokens(shapes: Sequence[tuple[int, int]], cost: LayerCost, pool: ModelPool) -> int:
+    """Rows per sample that a site reads: the narrowest site is as wide as the features."""
+    if not shapes:
+        return 0
+    return max(1, cost.state_bytes // pool.dtype.itemsize // min(width for _, width in shapes))

@@ -1,0 +1,144 @@
+"""Preflight: everything that can be known of a spec before an analysis, in seconds and in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from driftlens.data.task_data import TaskData
+from driftlens.layers import select_layers
+from driftlens.merging.method import merge_methods
+from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.pipeline.preflight.costs import Cost, LayerCost, estimate, layer_costs, workload
+from driftlens.pipeline.preflight.models import check_models
+from driftlens.pipeline.preflight.tasks import check_data, check_heads, check_ties, score_experts
+from driftlens.pipeline.study.findings import Collector, Finding, Preflight
+from driftlens.pipeline.study.opening import OpenModels, open_study, resolve_device, settings_of
+from driftlens.pipeline.study.suspicion import suspicions
+from driftlens.spec import RunSpec
+
+__all__ = ["Finding", "Preflight", "preflight"]
+
+
+def preflight(
+    spec: RunSpec,
+    *,
+    deep: bool = False,
+    device: str | None = None,
+    offline: bool = False,
+    trust: bool = False,
+) -> Preflight:
+    """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
+
+    Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read.
+
+    Args:
+        spec: the run.
+        deep: also score every expert on its own task, which runs the models.
+        device: `auto`, `cpu` or `cuda`, over the spec's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+    """
+    collect = Collector()
+    place = _check_device(spec, device, collect)
+    architecture = _check_architecture(spec, collect, offline=offline)
+    models = None if architecture is None else check_models(spec, architecture, collect, offline=offline)
+    preprocess = None if architecture is None else architecture.preprocess
+    data = check_data(spec, preprocess, collect, offline=offline, trust=trust)
+    layers = _layers(spec, architecture, data)
+    if models is not None:
+        check_heads(spec, models, data, layers[-1].width if layers else None, collect)
+        collect.findings += suspicions(models.architecture.chain, models.sources)
+    _check_merge(spec, collect)
+    cost = None
+    if models is not None and place is not None and not collect.has_problems:
+        cost = _cost(spec, models, data, layers, place)
+    if deep:
+        _score(spec, collect, device=device, offline=offline, trust=trust)
+    return Preflight(tuple(collect.findings), cost)
+
+
+def _check_device(spec: RunSpec, device: str | None, collect: Collector) -> torch.device | None:
+    place = collect.attempt("device", lambda: resolve_device(device or spec.compute.device))
+    if place is not None:
+        collect.ok("device", f"{place}, {spec.compute.dtype}")
+    return place
+
+
+def _check_architecture(spec: RunSpec, collect: Collector, *, offline: bool) -> Architecture | None:
+    loader, source = spec.architecture.loader, spec.architecture.source or ""
+    found = collect.attempt("architecture", lambda: load_architecture(loader, source, offline=offline))
+    if found is None:
+        return None
+    paths = [layer.path for layer in found.chain.layers]
+    settings = ", ".join(f"{name} {value}" for name, value in found.chain.settings.items())
+    collect.ok(
+        "architecture", f"{found.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(found)
+    )
+    for text in found.notices:
+        collect.notice("architecture", text)
+    check_ties(found.chain, collect)
+    stored = collect.attempt("layers", lambda: select_layers(paths, spec.layers.select))
+    if stored is not None:
+        collect.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
+    return found
+
+
+def _quick_gelu_hint(architecture: Architecture) -> str:
+    """What weights don't show and users of OpenAI's get wrong most often."""
+    if architecture.loader != "open-clip" or architecture.chain.settings.get("activation") != "gelu":
+        return ""
+    import open_clip
+
+    twin = f"{architecture.source.replace('/', '-')}-quickgelu"
+    return (
+        f"OpenAI's weights, and what was fine-tuned from them, need {twin}."
+        if twin in open_clip.list_models()
+        else ""
+    )
+
+
+def _check_merge(spec: RunSpec, collect: Collector) -> None:
+    merge = spec.merge
+    if merge is None:
+        return
+    parameters = collect.attempt("merge", lambda: merge_methods[merge.method].resolve(merge.parameters))
+    if parameters is not None:
+        listed = ", ".join(f"{name} {value}" for name, value in parameters.items())
+        collect.ok("merge", f"{merge.method}{', ' if listed else ''}{listed}")
+
+
+def _layers(
+    spec: RunSpec, architecture: Architecture | None, data: Mapping[str, TaskData]
+) -> tuple[LayerCost, ...]:
+    """What each layer costs on one sample; nothing where no sample can be read."""
+    if architecture is None or not data:
+        return ()
+    sample = next(iter(data.values())).diagnosis().load([0])
+    return layer_costs(architecture, sample, getattr(torch, spec.compute.dtype), spec.layers.pool)
+
+
+def _cost(
+    spec: RunSpec,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    layers: tuple[LayerCost, ...],
+    device: torch.device,
+) -> Cost:
+    paths = [layer.path for layer in models.architecture.chain.layers]
+    settings = settings_of(spec, select_layers(paths, spec.layers.select))
+    shape = models.base if models.base is not None else next(iter(models.sources.values()))
+    saved = 0 if spec.merge is None else sum(header.nbytes for header in shape.headers.values())
+    work = workload(spec, layers, data, settings, merged_bytes=saved)
+    sample = next(iter(data.values())).diagnosis()
+    return estimate(work, sample, device, getattr(torch, spec.compute.dtype))
+
+
+def _score(spec: RunSpec, collect: Collector, *, device: str | None, offline: bool, trust: bool) -> None:
+    if collect.has_problems:
+        collect.notice("experts", "not scored: the problems above come first")
+        return
+    opened = collect.attempt("experts", lambda: open_study(spec, offline=offline, trust=trust, device=device))
+    if opened is not None:
+        score_experts(opened[0], collect)

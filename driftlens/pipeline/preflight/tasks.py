@@ -1,0 +1,222 @@
+"""Preflight of the tasks: samples drawn and counted, one read, heads resolved without running the text tower."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+from driftlens.data.task_data import TaskData
+from driftlens.errors import DataError
+from driftlens.models.chain import LayerChain
+from driftlens.pipeline.analyze.evaluation import accuracy_rows
+from driftlens.pipeline.study.findings import Collector, Finding, problem
+from driftlens.pipeline.study.opening import OpenModels, classes_of, open_data, open_heads
+from driftlens.pipeline.study.study import Study, TaskSamples
+from driftlens.progress import Reporter
+from driftlens.spec import FileHead, RunSpec, TextHead
+
+
+def check_data(
+    spec: RunSpec,
+    preprocess: Callable[[list[Any]], Any] | None,
+    collect: Collector,
+    *,
+    offline: bool,
+    trust: bool,
+) -> dict[str, TaskData]:
+    """The data of every task that can be opened; the others become findings.
+
+    Args:
+        spec: names them.
+        preprocess: the architecture's; without one no sample is read.
+        collect: where findings go.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+    """
+    opened = {}
+    for task in spec.tasks:
+
+        def open_one(task: str = task) -> TaskData:
+            data = open_data(spec, task, preprocess or list, offline=offline, trust=trust)
+            if preprocess is not None:
+                data.diagnosis().load([0])
+            return data
+
+        data = collect.attempt(f"data of {task}", open_one)
+        if data is not None:
+            opened[task] = data
+            _describe(data, collect)
+    for split, counts in _counts(opened).items():
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{task} {count}" for task, count in counts.items())
+            collect.notice("data", f"tasks have different numbers of {split} samples: {listed}")
+    return opened
+
+
+def check_heads(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], width: int | None, collect: Collector
+) -> None:
+    """File what is wrong with the heads.
+
+    Args:
+        spec: names them.
+        models: of which the base may have to read prompts.
+        data: which may name the classes.
+        width: of the final features, if known.
+        collect: where findings go.
+    """
+    prompted = [task for task, entry in spec.heads.items() if isinstance(entry, TextHead)]
+    base = models.base
+    if prompted and base is not None:
+        collect.attempt("text tower", lambda: models.architecture.text_tower(base))
+    for task in spec.tasks:
+        entry, subject = spec.heads.get(task), f"head of {task}"
+        if entry is None:
+            collect.ok(subject, "none, so there will be no scores and no accuracy")
+        elif entry.classes is None and task not in data:
+            continue  # what the data would have named is unknown, and its own problem is filed
+        elif isinstance(entry, FileHead):
+            _check_file_head(spec, task, models, data, width, collect)
+        else:
+            _check_text_head(spec, task, entry, models, data, collect)
+
+
+def _check_file_head(
+    spec: RunSpec,
+    task: str,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    width: int | None,
+    collect: Collector,
+) -> None:
+    subject = f"head of {task}"
+    head = collect.attempt(subject, lambda: _open_head(spec, task, models, data))
+    if head is None:
+        return
+    rows, columns = head.embeddings.shape
+    if width is not None and columns != width:
+        error = DataError(
+            f"the class embeddings of {task} have {columns} entries, the models' features have {width}",
+            hint=f"heads.{task}.file was made with another CLIP; make it with this base's text tower.",
+        )
+        collect.findings.append(problem(subject, error))
+    else:
+        collect.ok(subject, f"{rows} class embeddings of {columns} entries")
+
+
+def _check_text_head(
+    spec: RunSpec,
+    task: str,
+    entry: TextHead,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    collect: Collector,
+) -> None:
+    subject = f"head of {task}"
+    if spec.base is None:
+        collect.attempt(
+            subject, lambda: _open_head(spec, task, models, data)
+        )  # says what to do without a base
+        return
+    named = data[task].class_names if task in data else None
+    names = collect.attempt(subject, lambda: classes_of(task, entry, named))
+    if names is not None:
+        collect.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
+
+
+def _open_head(spec: RunSpec, task: str, models: OpenModels, data: Mapping[str, TaskData]) -> Any:
+    alone = spec.model_copy(update={"heads": {task: spec.heads[task]}})
+    return open_heads(alone, models, {name: opened.class_names for name, opened in data.items()})[task]
+
+
+def _describe(data: TaskData, collect: Collector) -> None:
+    subject = f"data of {data.task}"
+    counts = (
+        f"{len(data.calibration())} calibration, {len(data.diagnosis())} diagnosis, {len(data.test())} test"
+    )
+    classes = f", {len(data.class_names)} classes" if data.class_names is not None else ", no labels"
+    collect.ok(subject, f"{counts} samples{classes}")
+    for text in data.notices:
+        collect.notice(subject, text)
+
+
+def _counts(opened: Mapping[str, TaskData]) -> dict[str, dict[str, int]]:
+    """Samples per split and task; test sets differ in size by nature."""
+    return {
+        "calibration": {task: len(data.calibration()) for task, data in opened.items()},
+        "diagnosis": {task: len(data.diagnosis()) for task, data in opened.items()},
+    }
+
+
+Row = Mapping[str, object]
+
+
+def score_experts(study: Study, collect: Collector) -> None:
+    """File the accuracy of every expert, and of the base beside it, on the task's diagnosis samples.
+
+    Args:
+        study: opened; the merged model need not be there yet.
+        collect: where findings go.
+    """
+    scored = {task: _on_diagnosis(samples) for task, samples in study.tasks.items()}
+    study = dataclasses.replace(study, tasks=scored)
+    variants = ["expert", *(["base"] if study.has_base else [])]
+    for task in study.tasks:
+        subject = f"expert of {task}"
+        rows = collect.attempt(subject, partial(accuracy_rows, study, task, variants, Reporter()))
+        if rows is None:
+            continue
+        if not rows:
+            collect.notice(subject, f"the {subject} is not scored: {task} has no head, or no labels")
+            continue
+        head = study.tasks[task].head
+        assert head is not None  # there are no rows without
+        collect.findings.append(
+            _judged(subject, {str(row["variant"]): row for row in rows}, len(head.classes))
+        )
+
+
+def _on_diagnosis(samples: TaskSamples) -> TaskSamples:
+    """The same with the diagnosis samples in place of the test set, which may be large."""
+    labelled = samples.diagnosis if samples.diagnosis.labels is not None else None
+    return dataclasses.replace(samples, test=labelled)
+
+
+def _judged(subject: str, rows: Mapping[str, Row], num_classes: int) -> Finding:
+    expert, chance = rows["expert"], 1 / num_classes
+    text = f"the {subject} scores {_score(expert)} on {expert['n']} samples of its own task"
+    if num_classes > 1 and cast(float, expert["ci_low"]) <= chance:
+        error = DataError(
+            f"{text}, which can't be told from guessing among {num_classes} classes ({chance:.1%})",
+            hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
+        )
+        return problem(subject, error)
+    if "base" not in rows:
+        return Finding("ok", subject, text)
+    text += f", the base {_score(rows['base'])}"
+    if cast(float, expert["value"]) > cast(float, rows["base"]["value"]):
+        return Finding("ok", subject, text)
+    return Finding("notice", subject, f"{text}: no better", "Was it fine-tuned on this task?")
+
+
+def _score(row: Row) -> str:
+    value, low, high = (cast(float, row[key]) for key in ("value", "ci_low", "ci_high"))
+    return f"{value:.1%} ({low:.1%} to {high:.1%})"
+
+
+def check_ties(chain: LayerChain, collect: Collector) -> None:
+    """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other."""
+    places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
+    for layer in chain.layers:
+        for name, slot in layer.parameters.items():
+            places[slot.key, slot.rows].append(f"{name} of layer {layer.index}")
+    tied = {key: found for (key, _), found in places.items() if len(found) > 1}
+    for key, found in tied.items():
+        collect.notice(
+            "ties", f"{key} is {' and '.join(found)}", "To calibrate one of them changes the others too."
+        )
+    if not tied:
+        collect.ok("ties", "none: every weight stands in one place")

@@ -1,0 +1,295 @@
+"""From a spec to a study: checkpoints opened and compared, samples drawn, heads made. No weights are read yet."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from driftlens.data.drawing import unequal_counts
+from driftlens.data.task_data import TaskData, open_task_data
+from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.errors import SpecError
+from driftlens.layers import select_layers
+from driftlens.models.architecture import Architecture, TextTower, load_architecture
+from driftlens.models.heads import Head, class_names, file_head, text_head
+from driftlens.models.loading import StateSource, open_checkpoint
+from driftlens.pipeline.study.study import Settings, Study, TaskSamples
+from driftlens.spec import FileHead, RunSpec, TextHead
+
+
+@dataclass(frozen=True)
+class OpenModels:
+    """The checkpoints of a spec, headers read.
+
+    Attributes:
+        architecture: of all of them.
+        base: the base under its own key names, text tower included; None without one.
+        sources: weights by their name in the pool, under the skeleton's key names.
+        origins: where each came from, as the spec gives it.
+    """
+
+    architecture: Architecture
+    base: StateSource | None
+    sources: Mapping[str, StateSource]
+    origins: Mapping[str, str]
+
+
+def open_models(spec: RunSpec, *, offline: bool = False) -> OpenModels:
+    """All checkpoints that the spec names; the merged model only if it is a file.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or unsafe to read.
+        IncompatibleModelsError: a checkpoint is of another architecture.
+        SpecError: the loader is not there yet.
+    """
+    architecture = load_architecture(
+        spec.architecture.loader, spec.architecture.source or "", offline=offline
+    )
+    origins = origins_of(spec)
+    base = None if spec.base is None else open_checkpoint(spec.base.weights, offline=offline)
+    canonical = None if base is None else architecture.align(base)
+    sources = {} if canonical is None else {"base": canonical}
+    for name in (name for name in origins if name != "base"):
+        opened = open_checkpoint(origins[name], base=base, offline=offline)
+        sources[name] = architecture.align(opened, fallback=canonical)
+    return OpenModels(architecture, base, sources, origins)
+
+
+def origins_of(spec: RunSpec) -> dict[str, str]:
+    """Where the weights of every model of a spec lie, by name in the pool, the base first."""
+    entries = {"base": spec.base} if spec.base is not None else {}
+    entries |= {expert_of(task): entry for task, entry in spec.experts.items()}
+    entries |= {f"baseline:{name}": entry for name, entry in spec.baselines.items()}
+    entries |= {"merged": spec.merged} if spec.merged is not None else {}
+    return {name: entry.weights for name, entry in entries.items()}
+
+
+def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
+    """The models side by side, keys, shapes and kinds of number compared.
+
+    Args:
+        spec: for device and dtype.
+        models: what `open_models` gave.
+        device: over the spec's.
+
+    Raises:
+        IncompatibleModelsError: a model differs from the architecture.
+        SpecError: a GPU is asked for and there is none.
+    """
+    return ModelPool(
+        models.architecture.chain,
+        models.architecture.skeleton,
+        models.sources,
+        device=resolve_device(device or spec.compute.device),
+        dtype=getattr(torch, spec.compute.dtype),
+    )
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU if there is one.
+
+    Raises:
+        SpecError: torch knows no such device, or `cuda` is asked for and torch sees no GPU.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise SpecError("compute.device is cuda, but torch sees no GPU", hint="Use `auto` or `cpu`.")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise SpecError(f"there is no device {device!r}", hint="Use `auto`, `cpu` or `cuda`.") from None
+
+
+def open_heads(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
+) -> dict[str, Head]:
+    """The score map of every task that has one.
+
+    Args:
+        spec: the run.
+        models: for the text tower of the base.
+        data: class names that the data itself gives, per task, for heads that name none.
+
+    Raises:
+        SpecError: nobody names the classes, or prompts are given and there is no text tower.
+        DataError: names repeat, or their number is not that of the rows.
+    """
+    tower: TextTower | None = None  # read once for all tasks, and only if one needs it
+    heads = {}
+    for task, entry in spec.heads.items():
+        classes = classes_of(task, entry, data.get(task))
+        if isinstance(entry, FileHead):
+            heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
+        else:
+            tower = tower or _text_tower(models, task)
+            heads[task] = text_head(tower, classes, entry.templates)
+    return heads
+
+
+def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a head's rows: its own, or those that the task's data gives.
+
+    Raises:
+        SpecError: neither names any.
+        DataError: names repeat, or their file can't be read.
+    """
+    names = entry.classes if entry.classes is not None else named
+    if names is None:
+        raise SpecError(
+            f"heads.{task}: no class names, and the data of {task} names none",
+            hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
+        )
+    return class_names(names)
+
+
+def _text_tower(models: OpenModels, task: str) -> TextTower:
+    if models.base is None:
+        raise SpecError(
+            f"heads.{task}: templates are read by the base's text tower, and there is no base",
+            hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
+        )
+    return models.architecture.text_tower(models.base)
+
+
+def open_study(
+    spec: RunSpec, *, offline: bool = False, trust: bool = False, device: str | None = None
+) -> tuple[Study, OpenModels]:
+    """Everything the spec names, opened and compared; the merged model is still missing if the spec asks for a merge.
+
+    Args:
+        spec: the run.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+        device: over the spec's.
+
+    Raises:
+        SpecError: a value that only shows to be wrong when it is used.
+        CheckpointError: a file is missing, damaged or unsafe to read.
+        IncompatibleModelsError: the models don't belong together.
+        DataError: samples or class names are missing or contradict each other.
+        LayerNotFoundError: `layers.select` matches nothing.
+    """
+    models = open_models(spec, offline=offline)
+    pool = open_pool(spec, models, device=device)
+    stored = select_layers([layer.path for layer in pool.chain.layers], spec.layers.select)
+    data = _open_data(spec, models, offline=offline, trust=trust)
+    heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
+    tasks = {task: _task_samples(data[task], heads.get(task)) for task in spec.tasks}
+    variants = (
+        *(["base"] if spec.base is not None else []),
+        "merged",
+        *(f"baseline:{b}" for b in spec.baselines),
+    )
+    notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
+    notices += dtype_notices(models)
+    notices += unequal_counts(
+        {task: len(opened.calibration()) for task, opened in data.items()}, "calibration"
+    )
+    notices += unequal_counts({task: len(opened.diagnosis()) for task, opened in data.items()}, "diagnosis")
+    study = Study(
+        name=spec.name,
+        pool=pool,
+        variants=variants,
+        tasks=tasks,
+        settings=settings_of(spec, stored),
+        seed=spec.data.defaults.seed,
+        notices=tuple(dict.fromkeys(notices)),
+        provenance=models.origins,
+        calibration={task: opened.calibration().ids for task, opened in data.items()},
+        architecture={"loader": models.architecture.loader, "source": models.architecture.source},
+        preprocessing=""
+        if models.architecture.preprocess is None
+        else models.architecture.preprocess.backend,
+    )
+    return study, models
+
+
+def _open_data(spec: RunSpec, models: OpenModels, *, offline: bool, trust: bool) -> dict[str, TaskData]:
+    preprocess = models.architecture.preprocess
+    assert preprocess is not None  # every loader that a spec can name brings one
+    return {task: open_data(spec, task, preprocess, offline=offline, trust=trust) for task in spec.tasks}
+
+
+def open_data(
+    spec: RunSpec, task: str, preprocess: Callable[[list[Any]], Any], *, offline: bool, trust: bool
+) -> TaskData:
+    """The samples of one task, drawn.
+
+    Args:
+        spec: the run.
+        task: one of its tasks.
+        preprocess: the architecture's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+
+    Raises:
+        SpecError: the task has no data, or wants code to run that is not trusted.
+        DataError: samples or class names are missing or contradict each other.
+    """
+    entry, head = spec.data.tasks.get(task), spec.heads.get(task)
+    if entry is None:
+        raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
+    named = _named_classes(head) if head is not None else None
+    return open_task_data(
+        task, entry, spec.data.defaults, preprocess, head_classes=named, offline=offline, trust=trust
+    )
+
+
+def _named_classes(head: FileHead | TextHead) -> tuple[str, ...] | None:
+    return None if head.classes is None else class_names(head.classes)
+
+
+def _task_samples(data: TaskData, head: Head | None) -> TaskSamples:
+    test = data.test()
+    return TaskSamples(
+        diagnosis=data.diagnosis(),
+        test=test if test.labels is not None else None,
+        head=head,
+        calibration=data.calibration(),
+        picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
+    )
+
+
+def settings_of(spec: RunSpec, stored: list[int]) -> Settings:
+    """What a spec asks to be computed; `stored` are indices of the layers to keep."""
+    jacobian = spec.metrics.jacobian
+    return Settings(
+        pool=spec.layers.pool,
+        stored_layers=frozenset(stored),
+        cka=spec.metrics.cka,
+        adjoint=spec.metrics.adjoint,
+        jacobian=None
+        if jacobian is False
+        else JacobianSettings(
+            nodes=jacobian.nodes,
+            max_nodes=jacobian.max_nodes,
+            tolerance=jacobian.tolerance,
+            samples=jacobian.samples,
+            spectral=jacobian.spectral,
+            contributions=spec.metrics.contributions,
+            prefix=spec.metrics.prefix,
+            seed=spec.data.defaults.seed,
+        ),
+        feature_budget=spec.compute.feature_budget,
+        deterministic=spec.compute.deterministic,
+    )
+
+
+def dtype_notices(models: OpenModels) -> list[str]:
+    """That the checkpoints are stored in different dtypes, if they are."""
+    found: dict[str, list[str]] = {}
+    for name, source in models.sources.items():
+        for key in models.architecture.chain.parameter_keys():
+            dtype = str(source.headers[key].dtype).removeprefix("torch.")
+            if name not in found.setdefault(dtype, []):
+                found[dtype].append(name)
+    if len(found) < 2:
+        return []
+    listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(found.items()))
+    return [f"checkpoints are stored in different dtypes ({listed}); everything is computed in one"]

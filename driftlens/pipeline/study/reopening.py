@@ -1,0 +1,111 @@
+"""A finished run's models and samples, opened once more to add something to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from driftlens.errors import RunError, SpecError
+from driftlens.files import PathLike
+from driftlens.models.loading import open_checkpoint
+from driftlens.pipeline.study.opening import OpenModels, open_study
+from driftlens.pipeline.study.study import Study
+from driftlens.records import layout
+from driftlens.records.listing import unanalyzed
+from driftlens.records.lock import living_owner_of
+from driftlens.records.manifest import Manifest, read_manifest
+from driftlens.records.variants import calibrated
+from driftlens.spec import RunSpec, load_spec
+
+MERGED_FILE = "models/merged.safetensors"
+"""Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
+
+
+def reopened(
+    path: PathLike,
+    *,
+    num_calibration: int | None = None,
+    with_calibrations: bool = True,
+    device: str | None = None,
+    offline: bool = False,
+    trust: bool = False,
+) -> tuple[Study, OpenModels]:
+    """The study behind a run directory, the merged model included, and its checkpoints.
+
+    Args:
+        path: the run directory.
+        num_calibration: calibration samples per task; the spec's number if left out.
+        with_calibrations: whether calibrated variants and their controls are opened too.
+        device: over the spec's.
+        offline: whether only files that were downloaded before may be used.
+        trust: whether Python code named in the spec may run.
+
+    Raises:
+        SpecError: the run was made from live modules.
+        DriftLensError: as for `analyze`; the files the run's spec names may have moved.
+    """
+    folder = pathlib.Path(path)
+    manifest = read_manifest(folder)
+    require_spec(folder, manifest)
+    spec = _with_calibration_samples(load_spec(folder / "spec.yaml"), num_calibration)
+    study, models = open_study(spec, offline=offline, trust=trust, device=device)
+    if "merged" not in study.pool:
+        study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
+    for name, info in manifest.calibrations.items() if with_calibrations else ():
+        add_saved(study, models, folder, calibrated(name), layout.calibration_weights(name))
+        if info.control:
+            add_saved(study, models, folder, info.control, layout.calibration_weights(name, control=True))
+    later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
+    return dataclasses.replace(study, variants=(*study.variants, *later)), models
+
+
+def add_saved(study: Study, models: OpenModels, folder: pathlib.Path, variant: str, relative: str) -> None:
+    """Put a variant whose weights the run keeps into the study's pool.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)))
+
+
+def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Refuse a run of live modules: they are gone, and no spec says how to get them back.
+
+    Raises:
+        SpecError: it is one.
+    """
+    if manifest.architecture.get("loader") == "live":
+        raise SpecError(
+            f"{folder} was made from live modules, which are not there any more: it can be read, not added to",
+            hint="Analyze the modules again, or save them as checkpoints and analyze a spec that names these.",
+        )
+
+
+def require_analyzed(folder: pathlib.Path) -> None:
+    """Refuse a run whose analysis was interrupted: to finish here would call it done.
+
+    Raises:
+        RunError: a task is still to be analyzed, and nobody is at it.
+    """
+    missing = unanalyzed(read_manifest(folder))
+    if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
+        raise RunError(
+            f"{folder} is unfinished; still to be done: {', '.join(missing)}",
+            hint=f"`driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume` goes on, accuracy included.",
+        )
+
+
+def _with_calibration_samples(spec: RunSpec, count: int | None) -> RunSpec:
+    """The spec with `count` calibration samples for every task, where that is more than it draws now.
+
+    Fewer are a beginning of those drawn, so that nothing else is drawn differently; see `driftlens.data.drawing.draw`.
+    """
+    if count is None:
+        return spec
+    values = spec.as_dict()
+    data = values["data"]
+    for task in spec.tasks:
+        entry = data.get(task, {})
+        if (entry.get("n") or data["defaults"]["n"]) < count:
+            entry["n"] = count
+    return load_spec(values)

@@ -15,13 +15,13 @@ from torch import Tensor
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.presets import preset as preset_of
 from driftlens.engine.forward_order import calibrate
-from driftlens.engine.pool import expert_of
 from driftlens.engine.site_selection import select_sites
 from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
+from driftlens.variants import expert_of
 
 Updates = dict[tuple[int, str], Tensor]
 

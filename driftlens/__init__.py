@@ -23,7 +23,7 @@ _HOMES = {
     "compare": "driftlens.records.compare",
     "Contributions": "driftlens.diagnostics.attribution",
     "DriftRun": "driftlens.records.run",
-    "FeatCal": "driftlens.calibration.featcal",
+    "FeatCal": "driftlens.estimators",
     "Head": "driftlens.models.heads",
     "JacobianSettings": "driftlens.diagnostics.attribution",
     "ModelPool": "driftlens.engine.pool",
@@ -38,7 +38,7 @@ _HOMES = {
     "linear_cka": "driftlens.linalg.cka",
     "load_spec": "driftlens.spec",
     "open_checkpoint": "driftlens.models.loading",
-    "open_run": "driftlens.records.run",
+    "open_run": "driftlens.api",
     "task_vector_cosine": "driftlens.diagnostics.task_vectors",
     "walk": "driftlens.engine.walk",
 }

@@ -1,24 +1,84 @@
-"""The Python front door: `dl.analyze`, for specs and for live modules."""
+"""The Python front door: `dl.analyze`, for specs and for live modules, and runs that can be added to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from driftlens.access import Access
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
 from driftlens.progress import CancelToken, ProgressSink
 from driftlens.progress_sinks import sink_for
+from driftlens.records.manifest import read_manifest
+from driftlens.records.run import DriftRun
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from driftlens.records.run import DriftRun
+    from driftlens.pipeline.calibrate.request import Configured
     from driftlens.spec import RunSpec
 
 Progress = Literal["auto", "rich", "jsonl", "none"]
+
+
+class Run(DriftRun):
+    """A run that can also be calibrated; like every run it is read without torch."""
+
+    @classmethod
+    def at(cls, path: PathLike) -> Self:
+        """The run in a directory; errors as for `open_run`."""
+        folder = Path(path)
+        return cls(folder, read_manifest(folder))
+
+    def calibrate(self, calibrator: Configured, *, name: str, auto: bool = False, **options: Any) -> Run:
+        """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
+
+            run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
+
+        Args:
+            calibrator: its settings; of a registered class.
+            name: of the calibration.
+            auto: whether the calibrator's free settings are chosen from the calibration samples, starting from these.
+            **options: samples, layers, sites, top_layers, resume, replace, save_weights, on_progress, cancel: as for
+                `driftlens.pipeline.calibrate.job.calibrate`; device, offline, trust as in `Access`.
+
+        Raises:
+            SpecError: the calibrator's class is not registered.
+            DriftLensError: see the tree in `driftlens.errors`.
+        """
+        from driftlens.pipeline.calibrate.job import calibrate
+        from driftlens.pipeline.calibrate.request import CalibrationRequest, method_called
+        from driftlens.pipeline.search.automatic import HELD_OUT
+
+        asked = {
+            key: options.pop(key) for key in ("samples", "layers", "sites", "top_layers") if key in options
+        }
+        request = CalibrationRequest(
+            name, method=method_called(calibrator), parameters=calibrator.get_params(), **asked
+        )
+        choose = HELD_OUT if auto else options.pop("choose", None)
+        calibrate(self.path, request, choose=choose, access=_access(options), **options)
+        return Run.at(self.path)
+
+
+def open_run(path: PathLike) -> Run:
+    """The run in the directory `path`. Nothing but its manifest is read until it is asked for.
+
+    Raises:
+        RunError: there is no run, or its manifest is damaged.
+        SchemaTooNewError: a newer DriftLens wrote it.
+    """
+    return Run.at(path)
+
+
+def _access(options: dict[str, Any]) -> Access:
+    """What the options say of device, network and trust, which are taken out of them."""
+    given = {field.name: options.pop(field.name) for field in fields(Access) if field.name in options}
+    return Access(**given)
 
 
 def analyze(
@@ -35,7 +95,7 @@ def analyze(
     resume: bool = False,
     force: bool = False,
     **options: Any,
-) -> DriftRun:
+) -> Run:
     """Measure feature drift and write a run directory, from a spec or from live modules.
 
         run = dl.analyze("run.yaml", out="runs/ta8")
@@ -75,19 +135,23 @@ def analyze(
             from driftlens.spec import load_spec
 
             resolved = load_spec(spec)
-            return analyze_spec(
+            folder = out if out is not None else Path("runs") / resolved.name
+            analyze_spec(
                 resolved,
-                out=out if out is not None else Path("runs") / resolved.name,
+                out=folder,
                 resume=resume,
                 force=force,
                 on_progress=sink,
                 cancel=cancel,
+                access=_access(options),
                 **options,
             )
+            return Run.at(folder)
         if spec is not None or merged is None or experts is None or data is None:
             raise SpecError("pass either a spec, or merged=, experts= and data=")
         from driftlens.pipeline.analyze.live import analyze_study, live_study
 
         study = live_study(merged=merged, experts=experts, data=data, base=base, **options)
         place = out if out is not None else Path("runs") / study.name
-        return analyze_study(study, out=place, force=force, on_progress=sink, cancel=cancel)
+        analyze_study(study, out=place, force=force, on_progress=sink, cancel=cancel)
+        return Run.at(place)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import part_of
+from driftlens.variants import part_of
 from driftlens_reports import facts
 from driftlens_reports.wording import number, percent
 

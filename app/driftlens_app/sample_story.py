@@ -6,7 +6,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_app.pictures import pictures
 from driftlens_app.show import show_drawn
 from driftlens_app.texts import plain

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.checks import require_number, require_one_of
@@ -78,35 +77,6 @@ class FeatCal:
                     f"{type(self).__name__} has no parameter {name!r}", hint=f"It has {', '.join(known)}."
                 )
             setattr(self, name, value)
-        return self
-
-    def fit(
-        self,
-        merged: nn.Module,
-        base: nn.Module | None,
-        experts: Mapping[str, nn.Module],
-        data: Mapping[str, Any],
-        **options: Any,
-    ) -> Self:
-        """The calibrator itself, after calibrating a copy of a live merged module; no module is modified.
-
-        Afterwards `model_` is the calibrated copy, `history_` a frame with one row per calibrated module, and
-        `modules_` the paths of these modules.
-
-        Args:
-            merged: the merged model.
-            base: the common base; None without one, and then rho must be 1.
-            experts: one per task.
-            data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches.
-            **options: those of `driftlens.pipeline.calibrate.live.fit_modules` (layers, sites, blocks, n, ...).
-
-        Raises:
-            DriftLensError: see the tree in `driftlens.errors`.
-        """
-        # By name: the pipeline stands above this room, and only this shortcut reaches for it.
-        pipeline = importlib.import_module("driftlens.pipeline.calibrate.live")
-        fitted = pipeline.fit_modules(self, merged, base, experts, data, **options)
-        self.model_, self.history_, self.modules_ = fitted.model, fitted.history, fitted.modules
         return self
 
     def __repr__(self) -> str:

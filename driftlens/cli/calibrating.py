@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from driftlens.access import Access
 from driftlens.cli.app import (
     Device,
     JsonFlag,
@@ -90,7 +91,7 @@ def calibrate(
     from driftlens.pipeline.calibrate.job import calibrate as run_calibration
     from driftlens.pipeline.calibrate.request import CalibrationRequest
     from driftlens.pipeline.preflight.rehearsal import rehearse
-    from driftlens.pipeline.search.automatic import choose_settings
+    from driftlens.pipeline.search.automatic import HELD_OUT
 
     given = {"lam": lam, "rho": rho, "alpha": alpha}
     request = CalibrationRequest(
@@ -113,9 +114,7 @@ def calibrate(
             resume=resume,
             replace=replace,
             save_weights=save_weights,
-            device=device,
-            offline=offline,
-            trust=trust,
+            access=Access(device, offline, trust),
         )
         say_json(found.as_dict()) if as_json else say(found.text())
         raise typer.Exit(found.exit_code)
@@ -126,10 +125,8 @@ def calibrate(
             resume=resume,
             replace=replace,
             save_weights=save_weights,
-            choose=choose_settings if auto else None,
-            device=device,
-            offline=offline,
-            trust=trust,
+            choose=HELD_OUT if auto else None,
+            access=Access(device, offline, trust),
             on_progress=sink,
             cancel=cancel,
         )
@@ -154,7 +151,7 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
 
     from driftlens.records.before_after import accuracy_changes, credits_of
     from driftlens.records.rows import plain, plain_rows
-    from driftlens.records.variants import calibrated
+    from driftlens.variants import calibrated
     from driftlens_reports.before_after import before_after
 
     return {

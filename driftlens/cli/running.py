@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from driftlens.access import Access
 from driftlens.cli.app import (
     Device,
     JsonFlag,
@@ -58,13 +59,13 @@ def demo(
             suite.spec(),
             out=out,
             force=force,
-            device=device,
+            access=Access(device),
             synthetic=True,
             on_progress=sink,
             cancel=cancel,
         )
         request = CalibrationRequest("featcal", preset="paper-clip")
-        run = calibrate(out, request, device=device, on_progress=sink, cancel=cancel)
+        run = calibrate(out, request, access=Access(device), on_progress=sink, cancel=cancel)
     (page,) = Report(run).attach(["html"])
     show_run(run)
     say(f"\nBefore and after calibration\n\n{before_after_text(run, request.name)}")
@@ -106,9 +107,7 @@ def validate(
     from driftlens.pipeline.preflight.job import preflight
     from driftlens.spec import load_spec
 
-    found = preflight(
-        load_spec(spec, overrides or ()), deep=deep, device=device, offline=offline, trust=trust
-    )
+    found = preflight(load_spec(spec, overrides or ()), deep=deep, access=Access(device, offline, trust))
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
         raise typer.Exit(found.exit_code)
@@ -140,9 +139,7 @@ def analyze(
             out=out if out is not None else Path("runs") / resolved.name,
             resume=resume,
             force=force,
-            device=device,
-            offline=offline,
-            trust=trust,
+            access=Access(device, offline, trust),
             on_progress=sink,
             cancel=cancel,
         )
@@ -167,7 +164,7 @@ def merge(
     from driftlens.pipeline.study.opening import open_models, open_pool
     from driftlens.spec import load_spec
 
-    models = open_models(load_spec(spec), offline=offline)
+    models = open_models(load_spec(spec), Access(offline=offline))
     open_pool(load_spec(spec), models, device="cpu")  # compares keys and shapes
     save_merge(models, method, assignments(parameters), out)
     say(f"wrote {out}")
@@ -190,6 +187,6 @@ def evaluate(
 
     with watched(progress) as (sink, cancel):
         found = run_evaluation(
-            run, again=again, device=device, offline=offline, trust=trust, on_progress=sink, cancel=cancel
+            run, again=again, access=Access(device, offline, trust), on_progress=sink, cancel=cancel
         )
     say_json(plain_rows(found.accuracy())) if as_json else say(accuracy_text(found))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from driftlens.access import Access
 from driftlens.cli.app import Device, JsonFlag, Offline, ProgressMode, Trust, app, say, say_json, watched
 from driftlens.cli.calibrating import Method
 from driftlens.cli.running import RunFolder
@@ -77,9 +78,7 @@ def sweep(
             request,
             resume=resume,
             replace=replace,
-            device=device,
-            offline=offline,
-            trust=trust,
+            access=Access(device, offline, trust),
             on_progress=sink,
             cancel=cancel,
         )

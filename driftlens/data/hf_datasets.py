@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from driftlens.access import Access
 from driftlens.data.pictures import as_picture
-from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.data.sources import ImageView, Split, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:

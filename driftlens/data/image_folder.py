@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from driftlens.access import Access
 from driftlens.data.pictures import Picture
-from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.data.sources import ImageView, Split, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from driftlens.data.sources import Access, Split, TextView, data_sources
+from driftlens.access import Access
+from driftlens.data.sources import Split, TextView, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:

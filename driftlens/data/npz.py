@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from driftlens.access import Access
 from driftlens.data.pictures import check_pixels
-from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.data.sources import ImageView, Split, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ import importlib
 import operator
 from typing import TYPE_CHECKING, Any
 
+from driftlens.access import Access
 from driftlens.data.pictures import as_picture
-from driftlens.data.sources import Access, ImageView, Split, data_sources
+from driftlens.data.sources import ImageView, Split, data_sources
 from driftlens.errors import DataError, DriftLensError, SpecError
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from driftlens.access import Access
 from driftlens.data.pictures import Picture
 from driftlens.registry import Registry
 
@@ -48,14 +49,6 @@ class TextView(SplitView):
     """Pairs of texts; `text(position)` gives (input, target)."""
 
     text: Callable[[int], tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Access:
-    """What a source may do: run the user's Python code (`trust`), and use the network (unless `offline`)."""
-
-    trust: bool = False
-    offline: bool = False
 
 
 DataSource = Callable[[Any, Split, Access], SplitView]

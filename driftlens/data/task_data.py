@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from driftlens.access import Access
 from driftlens.data.classes import require_same_classes
 from driftlens.data.drawing import COUNT_KEYS, draw
 from driftlens.data.pictures import Picture
 from driftlens.data.samples import SampleSet
-from driftlens.data.sources import Access, ImageView, Split, SplitView, TextView, data_sources
+from driftlens.data.sources import ImageView, Split, SplitView, TextView, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -101,8 +102,7 @@ def open_task_data(
     *,
     head_classes: Sequence[str] | None = None,
     reads: Literal["image", "text"] = "image",
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
 ) -> TaskData:
     """The task's samples, drawn, with labels as class names; images are read batch by batch, later.
 
@@ -113,8 +113,7 @@ def open_task_data(
         preprocess: what turns a batch of pictures (or pairs of texts) into the model's raw inputs.
         head_classes: the names of the head's rows; None takes the data's own names.
         reads: what the model takes.
-        offline: whether downloads are refused.
-        trust: whether Python code named in the entry may run.
+        access: what may be used, and on which device.
 
     Raises:
         DataError: something is missing or unreadable, fewer samples than asked for, or classes
@@ -122,7 +121,6 @@ def open_task_data(
         SpecError: the entry names Python code and `trust` is false.
     """
     source = data_sources[entry.kind]
-    access = Access(trust=trust, offline=offline)
     views = {split: source(entry, split, access) for split in _own_splits(entry)}
     views.setdefault("diagnosis", views["test"])
     _check_modality(task, views["test"], reads)

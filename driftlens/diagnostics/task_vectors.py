@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import Layer, Slot
+from driftlens.variants import expert_of
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from driftlens.engine.exactness import exact_products
 from driftlens.engine.finite import FiniteWatch
 from driftlens.engine.layer_solve import solve_layer
 from driftlens.engine.layer_sums import LayerSums
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, Calibrator
 from driftlens.engine.site_rows import rows_and_output, rows_only
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
@@ -29,6 +29,7 @@ from driftlens.engine.walk import on_device
 from driftlens.errors import DataError, SpecError
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, State, pooled
+from driftlens.variants import expert_of
 
 Samples = Mapping[str, Callable[[], Iterable[Batch]]]
 """Task -> a function that gives its calibration samples, each time anew; it is called once."""

@@ -14,11 +14,6 @@ from driftlens.models.chain import Layer, LayerChain, Slot, State
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
 
 
-def expert_of(task: str) -> str:
-    """The name under which a pool keeps the expert of `task`."""
-    return f"expert:{task}"
-
-
 class ModelPool:
     """One skeleton, many weights. Only the layer at hand is read; nothing is modified.
 

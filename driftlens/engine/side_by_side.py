@@ -20,11 +20,12 @@ from driftlens.engine.exactness import exact_products
 from driftlens.engine.finite import FiniteWatch
 from driftlens.engine.lanes import Branch, Lane, LaneSolution, moments_key
 from driftlens.engine.layer_solve import solve_layer
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_rows import SiteRows, rows_and_output, rows_only
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import on_device
 from driftlens.models.chain import Layer, Parameters
+from driftlens.variants import expert_of
 
 Parts = Mapping[str, Sequence[SampleSet]]
 """Task -> its calibration samples in parts that don't overlap; every task has as many parts."""

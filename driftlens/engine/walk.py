@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from driftlens.data.samples import Batch
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import subtract
 from driftlens.models.chain import Layer, Parameters, SideInputs, State
+from driftlens.variants import expert_of
 
 Reference = Literal["expert", "merged"]
 """Whose features the local mismatch is taken on. The paper's is `expert`; with `merged` the two maps swap roles."""

@@ -17,7 +17,7 @@ from driftlens.records.compare import paired_accuracy
 from driftlens.records.intervals import Paired, unpaired_difference
 from driftlens.records.run import DriftRun
 from driftlens.records.single import accuracy_of
-from driftlens.records.variants import calibrated, is_control
+from driftlens.variants import calibrated, is_control
 
 _Z = 1.96
 """Standard errors either way of a mean that hold 95 % of a normal variable."""

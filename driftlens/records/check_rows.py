@@ -11,7 +11,7 @@ import pandas as pd
 from driftlens.errors import LayerNotFoundError
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
-from driftlens.records.variants import calibrated
+from driftlens.variants import calibrated
 
 CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")
 

@@ -16,7 +16,7 @@ from driftlens.records.intervals import Paired, mcnemar, unpaired_difference, wi
 from driftlens.records.mismatch import mismatches
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.single import accuracy_of, final_value, flip_share, ratio
-from driftlens.records.variants import part_of
+from driftlens.variants import part_of
 
 __all__ = ["Comparison", "Paired", "compare", "mcnemar", "paired_accuracy", "unpaired_difference", "wilson"]
 

@@ -22,7 +22,7 @@ from driftlens.records.manifest import Manifest, ids_digest, write_manifest
 from driftlens.records.room import remove_tree
 from driftlens.records.schema import TABLES, Table
 from driftlens.records.tables import append_rows, drop_rows
-from driftlens.records.variants import calibrated, control_of
+from driftlens.variants import calibrated, control_of
 
 LATER = ("calibrate:", "sweep:")
 """How phases begin that are no part of a run's own analysis."""

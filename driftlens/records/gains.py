@@ -10,7 +10,7 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.records.single import accuracy_of, final_value
-from driftlens.records.variants import control_of, part_of
+from driftlens.variants import control_of, part_of
 
 _COLUMNS = (
     *("task", "before", "control", "after", "quantity", "value_before", "value_control", "value_after"),

@@ -16,7 +16,7 @@ from driftlens.records.lock import living_owner_of
 from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import Status
-from driftlens.records.variants import calibration_of
+from driftlens.variants import calibration_of
 
 
 @dataclass(frozen=True)

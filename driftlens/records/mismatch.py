@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from driftlens.records.run import DriftRun
+from driftlens.variants import expert_of
 
 
 def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ def _digests(run: DriftRun, split: str) -> Mapping[str, str]:
 
 def _experts(run: DriftRun) -> Mapping[str, str]:
     models = run.manifest.models
-    return {task: models[f"expert:{task}"].digest for task in run.tasks if f"expert:{task}" in models}
+    return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
 
 
 def _chain(run: DriftRun) -> str:

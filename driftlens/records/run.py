@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.status import Status, read_status
 from driftlens.records.tables import empty, read_table
-from driftlens.records.variants import calibrated
+from driftlens.variants import calibrated
 
 if TYPE_CHECKING:
     from driftlens.projection import Projection
@@ -253,26 +252,6 @@ class DriftRun:
             f"the run has no layer {layer!r}; it has 1 (stem) to {last} (head)",
             hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
         )
-
-    def calibrate(self, calibrator: Any, *, name: str, **options: Any) -> DriftRun:
-        """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
-
-            run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
-
-        Args:
-            calibrator: its settings.
-            name: of the calibration.
-            **options: auto=True lets lam, rho and alpha be chosen from the calibration samples, starting from these;
-                samples, layers, sites, top_layers, resume, replace, save_weights, device, offline, trust, on_progress,
-                cancel: as `driftlens.pipeline.calibrate.job` has them.
-
-        Raises:
-            DriftLensError: see the tree in `driftlens.errors`.
-        """
-        # By name and when asked: a run can be read without torch, and this is the one thing that can't be done without.
-        engine = importlib.import_module("driftlens.pipeline.calibrate.job")
-        run: DriftRun = engine.calibrate_with(self.path, calibrator, name=name, **options)
-        return run
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: final drift of every task and variant."""

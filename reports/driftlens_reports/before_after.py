@@ -16,7 +16,7 @@ from driftlens.records.before_after import (
 )
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
-from driftlens.records.variants import calibrated, title
+from driftlens.variants import calibrated, title
 from driftlens_reports.columns import aligned, printable
 from driftlens_reports.wording import number, percent, points, points_interval, with_error
 

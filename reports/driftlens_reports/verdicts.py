@@ -12,7 +12,7 @@ from driftlens.projection import Projection
 from driftlens.records.checks import CheckReport
 from driftlens.records.compare import Comparison
 from driftlens.records.equality import Equality
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.columns import aligned, printable
 from driftlens_reports.wording import error, number, percent, points, points_interval
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from driftlens.data.sources import Access, ImageView, Split, SplitView, data_sources
+from driftlens.access import Access
+from driftlens.data.sources import ImageView, Split, SplitView, data_sources
 from driftlens.spec import load_spec
 from driftlens.spec.data import TaskData as TaskEntry
 

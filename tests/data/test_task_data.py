@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from driftlens.access import Access
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.errors import DataError
 from driftlens.spec import DataDefaults
@@ -172,7 +173,7 @@ def test_a_source_with_some_labels_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(DataError, match="has no label, others have"):
-        opened({"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), trust=True)
+        opened({"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), access=Access(trust=True))
 
 
 def test_text_samples_reach_a_text_model_and_no_other(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.pipeline.preflight.job import preflight
-from driftlens.pipeline.study.findings import Finding, Preflight
+from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.study.findings import Finding
 from driftlens.spec import load_spec
 from tests.pipeline.world import Weights, World
 

@@ -26,7 +26,7 @@ from driftlens.pipeline.analyze.job import analyze, evaluate
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.request import CalibrationRequest
 from driftlens.pipeline.search import automatic as automatic
-from driftlens.pipeline.search.automatic import choose_settings
+from driftlens.pipeline.search.automatic import HELD_OUT
 from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import read_status
@@ -127,7 +127,7 @@ def test_settings_are_not_chosen_for_what_was_begun_with_others(
     before = files_of(folder)
     monkeypatch.setattr(automatic, "solved_lanes", lambda *_, **__: pytest.fail("a search began"))
     with pytest.raises(SpecError, match=r"another (automatic: false, now true|settings\.update)"):
-        calibrate(folder, request(parameters=parameters), resume=True, choose=choose_settings)
+        calibrate(folder, request(parameters=parameters), resume=True, choose=HELD_OUT)
     assert files_of(folder) == before
 
 
@@ -137,7 +137,7 @@ def test_settings_are_not_chosen_for_what_was_begun_with_others(
         (request(layers=[3]), None),
         (request(sites=["*.mlp.*"]), None),
         (request(samples=2), None),
-        (request(), choose_settings),
+        (request(), HELD_OUT),
     ],
     ids=["layers", "sites", "samples", "auto"],
 )
@@ -213,13 +213,13 @@ def test_calibrations_stand_beside_one_another(light: DriftRun, folder: pathlib.
 
 def test_a_run_calibrates_itself_with_a_calibrator(folder: pathlib.Path, whole: DriftRun) -> None:
     events: list[ProgressEvent] = []
-    after = open_run(folder).calibrate(
+    after = dl.open_run(folder).calibrate(
         dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name=NAME, on_progress=events.append
     )
     same_rows(after, whole)
     assert {event.phase for event in events} == {"check", "calibrate", "analyze", "params", "evaluate"}
     with pytest.raises(SpecError, match="no registered calibrator"):
-        open_run(folder).calibrate(object(), name="other")
+        dl.open_run(folder).calibrate(object(), name="other")
 
 
 @pytest.mark.parametrize(

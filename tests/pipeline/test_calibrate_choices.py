@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import driftlens as dl
 from driftlens.errors import DataError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.calibrate.plan import Choice
 from driftlens.pipeline.calibrate.request import CalibrationRequest, calibrator_of
 from driftlens.pipeline.preflight.rehearsal import rehearse
 from driftlens.pipeline.study.study import Study
@@ -118,7 +119,7 @@ def test_a_chooser_sees_calibration_samples_and_no_label(folder: pathlib.Path, l
         assert open_run(folder).status.phase == "choose", "whoever watches the run sees it"
         return type(start)(**start.get_params() | {"lam": 7.0, "rho": 1.0}), {"tried": list(sites)}
 
-    run = calibrate(folder, request(samples=3), choose=choose)
+    run = calibrate(folder, request(samples=3), choose=Choice(choose))
     assert (
         set(run.calibration(NAME)["lam"]) == {7.0} and run.manifest.calibrations[NAME].settings["lam"] == 7.0
     )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from driftlens.cli.main import main
 from driftlens.pipeline.preflight.costs import Cost
-from driftlens.pipeline.study.findings import Finding, Preflight
+from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.study.findings import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import MODEL, World, write_spec
 

@@ -11,7 +11,8 @@ import pytest
 from torch import Tensor
 
 from driftlens.pipeline.analyze.job import analyze
-from driftlens.pipeline.study.findings import Finding, Preflight
+from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.study.findings import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import Weights, World, merged_weights, moved
 

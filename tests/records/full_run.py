@@ -16,8 +16,8 @@ import pandas as pd
 
 from driftlens.records.manifest import CalibrationInfo, LayerInfo, ModelInfo, ids_digest
 from driftlens.records.schema import TABLES
-from driftlens.records.variants import control_of
 from driftlens.records.writer import RunWriter
+from driftlens.variants import control_of
 from tests.records import full_rows
 from tests.records.full_rows import REMAINDER, SITES, Array, Boundary, Samples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import part_of, title
+from driftlens.variants import part_of, title
 from driftlens_app.pages import Page
 from driftlens_app.parts import show_parts
 from driftlens_app.selection import selection

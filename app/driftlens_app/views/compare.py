@@ -10,7 +10,7 @@ import streamlit as st
 from driftlens.errors import DataError
 from driftlens.records.compare import Comparison, compare
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import part_of, title
+from driftlens.variants import part_of, title
 from driftlens_app.drawn_once import drawn_once
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import Stamp, folder_of, opened, run_ids, stamp

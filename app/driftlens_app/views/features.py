@@ -10,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_app.feature_options import MOST_FOLLOWED, feature_options
 from driftlens_app.hover_picture import show_hover_pictures
 from driftlens_app.jobs import start, watch

@@ -6,7 +6,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_app.pages import Page
 from driftlens_app.parts import open_part
 from driftlens_app.sample_story import show_story

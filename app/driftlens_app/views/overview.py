@@ -6,7 +6,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_app.cards import Card, cards, shown_variant
 from driftlens_app.pages import Page, path_of
 from driftlens_app.selection import Selection, selection

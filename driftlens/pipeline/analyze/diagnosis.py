@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.diagnostics.drift import drift_columns, layer_values, sample_values
 from driftlens.diagnostics.output import class_rows, output_columns
-from driftlens.engine.pool import expert_of
 from driftlens.engine.walk import LayerView, on_device, waiting_bytes, walk
 from driftlens.linalg.cka import linear_cka
 from driftlens.linalg.state import norm, subtract
@@ -23,6 +22,7 @@ from driftlens.models.heads import Head
 from driftlens.pipeline.analyze.causes import Sensitivity, adjoint_columns, sensitivities
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter
+from driftlens.variants import expert_of
 
 Array = NDArray[np.float64]
 Row = dict[str, object]

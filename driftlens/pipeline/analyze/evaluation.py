@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.diagnostics.output import class_rows
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
 from driftlens.linalg.cosine import expert_cosine
 from driftlens.models.chain import Pool, pooled
@@ -19,6 +19,7 @@ from driftlens.models.heads import Head
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.intervals import wilson
+from driftlens.variants import expert_of
 
 CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""

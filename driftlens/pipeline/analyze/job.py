@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from driftlens.access import Access
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
@@ -37,9 +38,7 @@ def analyze(
     resume: bool = False,
     force: bool = False,
     overrides: Sequence[str] = (),
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
     synthetic: bool = False,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
@@ -52,9 +51,7 @@ def analyze(
         resume: go on where an interrupted run of the same spec stopped.
         force: replace the run that is there.
         overrides: `a.b=value` each, over the spec.
-        device: `auto`, `cpu` or `cuda`, over the spec's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
         synthetic: stamps the run as made of drawn data, so that nobody takes it for a benchmark.
         on_progress: called with every `ProgressEvent`.
         cancel: asked once per batch whether to stop.
@@ -63,7 +60,7 @@ def analyze(
         DriftLensError: see the tree in `driftlens.errors`; the run directory's status says the same.
     """
     resolved = load_spec(spec, overrides)
-    study, models = open_study(resolved, offline=offline, trust=trust, device=device)
+    study, models = open_study(resolved, access=access)
     goes_on = resume and (Path(out) / "manifest.json").exists()
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
         _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel))
@@ -115,9 +112,7 @@ def evaluate(
     path: PathLike,
     *,
     again: bool = False,
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> DriftRun:
@@ -126,9 +121,7 @@ def evaluate(
     Args:
         path: the run directory.
         again: measure anew what is there.
-        device: over the spec's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
         on_progress: called with every `ProgressEvent`.
         cancel: asked once per batch whether to stop.
 
@@ -143,7 +136,7 @@ def evaluate(
     with RunWriter.resume(path) as writer:
         wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
         if wanted:
-            study, _ = reopened(path, device=device, offline=offline, trust=trust)
+            study, _ = reopened(path, access=access)
             reporter = Reporter(all_of(writer.progress, on_progress), cancel)
             with deterministic_algorithms(study.settings.deterministic):
                 for task in wanted:

@@ -12,7 +12,7 @@ from torch import nn
 
 from driftlens.data.live import live_samples
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
@@ -28,6 +28,7 @@ from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
+from driftlens.variants import expert_of
 
 
 def live_study(

@@ -22,8 +22,8 @@ from driftlens.records.layout import SPEC
 from driftlens.records.manifest import CalibrationInfo, ModelInfo
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
-from driftlens.records.variants import calibrated, title
 from driftlens.spec.yaml_text import from_yaml, to_yaml
+from driftlens.variants import calibrated, part_of, title
 
 _SPECIAL = re.compile(r"[\\`*_{}\[\]#|~<>&$@]|:(?=//)|(?<=www)\.")
 """What Markdown would read as more than text; the last two make links of bare addresses."""
@@ -215,7 +215,7 @@ def _versions(run: DriftRun) -> list[str]:
 
 
 def _is_parent(model: str) -> bool:
-    return model in ("base", "merged") or model.startswith("expert:")
+    return part_of(model) in ("base", "merged", "expert")
 
 
 def _origin(model: str, info: ModelInfo) -> str:

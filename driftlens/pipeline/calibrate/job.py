@@ -6,16 +6,15 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+from driftlens.access import Access
 from driftlens.calibration.automatic import CHOSEN
-from driftlens.calibration.calibrator import calibrators
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.phases import all_of, analyze_variants, deterministic_algorithms, run_phase
 from driftlens.pipeline.calibrate.card import model_card
 from driftlens.pipeline.calibrate.plan import CalibrationPlan, Choice, plan_calibration, untouched_but_moved
-from driftlens.pipeline.calibrate.request import CalibrationRequest, Configured
+from driftlens.pipeline.calibrate.request import CalibrationRequest
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
 from driftlens.pipeline.calibrate.variants import (
     export_variant,
@@ -24,7 +23,6 @@ from driftlens.pipeline.calibrate.variants import (
     weights_metadata,
 )
 from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve
-from driftlens.pipeline.search.automatic import choose_settings, require_choice
 from driftlens.pipeline.study.identity import require_same_models, require_same_samples
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.reopening import add_saved, reopened, require_analyzed, require_spec
@@ -46,9 +44,7 @@ def calibrate(
     replace: bool = False,
     save_weights: PathLike | None = None,
     choose: Choice | None = None,
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> DriftRun:
@@ -64,9 +60,7 @@ def calibrate(
         save_weights: where the calibrated model goes besides: ending in `.safetensors` a state dict in the base's
             key names, anything else a folder that the original library loads, with a model card.
         choose: chooses hyperparameters from the calibration samples, starting from those of the request.
-        device: over the spec's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
         on_progress: called with every `ProgressEvent`.
         cancel: asked once per batch whether to stop.
 
@@ -78,14 +72,14 @@ def calibrate(
     """
     folder = pathlib.Path(path)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
-    opened = open_calibration(folder, request, device=device, offline=offline, trust=trust)
+    opened = open_calibration(folder, request, access=access)
     plan = opened.plan
     terms = Terms(resume=resume, replace=replace, is_chosen=choose is not None)
     terms.require(plan, opened)
     if save_weights is not None:
         require_target(opened.models, save_weights)
-    if choose is choose_settings:
-        require_choice(plan.calibrator, plan.counts, has_base=opened.study.has_base)
+    if choose is not None:
+        choose.require(plan.calibrator, plan.counts, has_base=opened.study.has_base)
     require_same_samples(opened.manifest, opened.study)
     require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel))
     with RunWriter.resume(folder) as writer:
@@ -106,33 +100,6 @@ def calibrate(
     return run
 
 
-def calibrate_with(path: PathLike, calibrator: Configured, *, name: str, **options: Any) -> DriftRun:
-    """As `calibrate`, with the settings of a calibrator at hand.
-
-    Args:
-        path: the run directory.
-        calibrator: of a registered class, for example a `FeatCal`.
-        name: of the calibration.
-        **options: samples, layers, sites and top_layers as in `CalibrationRequest`; `auto` lets lam, rho and alpha be
-            chosen from the calibration samples, starting from the calibrator's; the rest as for `calibrate`.
-
-    Raises:
-        SpecError: the calibrator's class is not registered.
-        DriftLensError: as for `calibrate`.
-    """
-    method = next((known for known, kind in calibrators.items() if kind is type(calibrator)), None)
-    if method is None:
-        raise SpecError(
-            f"{type(calibrator).__name__} is no registered calibrator",
-            hint=f"There are {', '.join(calibrators)}.",
-        )
-    asked = {key: options.pop(key) for key in ("samples", "layers", "sites", "top_layers") if key in options}
-    if options.pop("auto", False):
-        options["choose"] = choose_settings
-    request = CalibrationRequest(name, method=method, parameters=calibrator.get_params(), **asked)
-    return calibrate(path, request, **options)
-
-
 @dataclass(frozen=True)
 class OpenCalibration:
     """A run reopened, and what a calibration will do to it."""
@@ -148,9 +115,7 @@ def open_calibration(
     folder: pathlib.Path,
     request: CalibrationRequest,
     *,
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
 
@@ -164,9 +129,7 @@ def open_calibration(
         folder,
         num_calibration=request.samples,
         with_calibrations=False,
-        device=device,
-        offline=offline,
-        trust=trust,
+        access=access,
     )
     plan = plan_calibration(request, run, load_spec(folder / layout.SPEC), study)
     return OpenCalibration(folder, run.manifest, study, models, plan)

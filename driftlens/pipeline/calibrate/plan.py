@@ -11,7 +11,7 @@ import torch
 
 from driftlens.calibration.presets import PRESETS
 from driftlens.data.samples import SampleSet
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer
@@ -21,19 +21,30 @@ from driftlens.progress import Reporter
 from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.manifest import Manifest, ids_digest
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import calibrated, control_of
+from driftlens.variants import baseline, calibrated, control_of, expert_of, task_of
 
 if TYPE_CHECKING:
     from driftlens.spec import RunSpec
 
 
-Choice = Callable[
-    [Study, Configured, Mapping[int, Sequence[str]], Reporter], tuple[Configured, Mapping[str, Any]]
-]
-"""(study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and how they were.
+def _anything(start: Configured, counts: Mapping[str, int], *, has_base: bool) -> None:
+    """Nothing is refused."""
 
-It sees calibration samples and nothing else.
-"""
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to choose hyperparameters.
+
+    Attributes:
+        choose: (study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and
+            how they were. It sees calibration samples and nothing else.
+        require: (calibrator to start from, samples by task, has_base) refuses at once what nothing can be chosen for.
+    """
+
+    choose: Callable[
+        [Study, Configured, Mapping[int, Sequence[str]], Reporter], tuple[Configured, Mapping[str, Any]]
+    ]
+    require: Callable[..., None] = _anything
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class CalibrationPlan:
             SpecError: it chose what can't be.
             Cancelled: somebody asked to stop.
         """
-        calibrator, selection = choose(
+        calibrator, selection = choose.choose(
             _with_samples(study, self.samples), self.calibrator, self.sites, reporter
         )
         calibrator.check(has_base=study.has_base)
@@ -188,7 +199,7 @@ def plan_calibration(
     layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
     sites = select_sites(study.pool.chain, layers=layers, sites=patterns, update=calibrator.update)
     control = control_of(request.name)
-    if control in [f"baseline:{name}" for name in spec.baselines]:
+    if control in map(baseline, spec.baselines):
         raise SpecError(
             f"{control} is a baseline of the run and would be the control of {request.name!r}",
             hint="Choose another --name.",
@@ -265,7 +276,7 @@ def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]
         pool: base and experts; without a base, the experts are compared with one another.
         calibrated: layer index and own name of every parameter that was solved for.
     """
-    experts = [name for name in pool.names if name.startswith("expert:")]
+    experts = [name for name in pool.names if task_of(name) is not None]
     first, *others = [*(["base"] if "base" in pool else []), *experts]
     notices = []
     for layer in (pool.chain.layers[0], pool.chain.layers[-1]):

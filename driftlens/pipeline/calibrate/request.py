@@ -82,6 +82,21 @@ def method_of(request: CalibrationRequest, section: Calibration | None) -> str:
     return section.method if section is not None else DEFAULT_METHOD
 
 
+def method_called(calibrator: Configured) -> str:
+    """The name under which the calibrator's class, or the one it extends, is registered.
+
+    Raises:
+        SpecError: it is not.
+    """
+    for known, kind in calibrators.items():
+        if isinstance(kind, type) and isinstance(calibrator, kind):
+            return known
+    raise SpecError(
+        f"{type(calibrator).__name__} is no registered calibrator",
+        hint=f"There are {', '.join(calibrators)}.",
+    )
+
+
 def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> Configured:
     """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults.
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from driftlens.engine.pool import expert_of
 from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.chain import LayerChain, ParameterKey
@@ -22,6 +21,7 @@ from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.study import Study
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.writer import RunWriter
+from driftlens.variants import expert_of, task_of
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def _own_form(models: OpenModels) -> StateSource:
     """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
     if models.base is not None:
         return models.base
-    return models.sources[min(name for name in models.sources if name.startswith("expert:"))]
+    return models.sources[min(name for name in models.sources if task_of(name) is not None)]
 
 
 def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
+from driftlens.access import Access
 from driftlens.data.task_data import TaskData
 from driftlens.layers import select_layers
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.pipeline.preflight.costs import Cost, LayerCost, estimate, layer_costs, workload
 from driftlens.pipeline.preflight.models import check_models
+from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.tasks import check_data, check_heads, check_ties, score_experts
-from driftlens.pipeline.study.findings import Collector, Finding, Preflight
+from driftlens.pipeline.study.findings import Collector, Finding
 from driftlens.pipeline.study.opening import OpenModels, open_study, resolve_device, settings_of
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.spec import RunSpec
@@ -25,9 +27,7 @@ def preflight(
     spec: RunSpec,
     *,
     deep: bool = False,
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
 ) -> Preflight:
     """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
 
@@ -36,16 +36,14 @@ def preflight(
     Args:
         spec: the run.
         deep: also score every expert on its own task, which runs the models.
-        device: `auto`, `cpu` or `cuda`, over the spec's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
     """
     collect = Collector()
-    place = _check_device(spec, device, collect)
-    architecture = _check_architecture(spec, collect, offline=offline)
-    models = None if architecture is None else check_models(spec, architecture, collect, offline=offline)
+    place = _check_device(spec, access.device, collect)
+    architecture = _check_architecture(spec, collect, access)
+    models = None if architecture is None else check_models(spec, architecture, collect, access)
     preprocess = None if architecture is None else architecture.preprocess
-    data = check_data(spec, preprocess, collect, offline=offline, trust=trust)
+    data = check_data(spec, preprocess, collect, access=access)
     layers = _layers(spec, architecture, data)
     if models is not None:
         check_heads(spec, models, data, layers[-1].width if layers else None, collect)
@@ -55,7 +53,7 @@ def preflight(
     if models is not None and place is not None and not collect.has_problems:
         cost = _cost(spec, models, data, layers, place)
     if deep:
-        _score(spec, collect, device=device, offline=offline, trust=trust)
+        _score(spec, collect, access=access)
     return Preflight(tuple(collect.findings), cost)
 
 
@@ -66,9 +64,9 @@ def _check_device(spec: RunSpec, device: str | None, collect: Collector) -> torc
     return place
 
 
-def _check_architecture(spec: RunSpec, collect: Collector, *, offline: bool) -> Architecture | None:
+def _check_architecture(spec: RunSpec, collect: Collector, access: Access) -> Architecture | None:
     loader, source = spec.architecture.loader, spec.architecture.source or ""
-    found = collect.attempt("architecture", lambda: load_architecture(loader, source, offline=offline))
+    found = collect.attempt("architecture", lambda: load_architecture(loader, source, offline=access.offline))
     if found is None:
         return None
     paths = [layer.path for layer in found.chain.layers]
@@ -135,10 +133,10 @@ def _cost(
     return estimate(work, sample, device, getattr(torch, spec.compute.dtype))
 
 
-def _score(spec: RunSpec, collect: Collector, *, device: str | None, offline: bool, trust: bool) -> None:
+def _score(spec: RunSpec, collect: Collector, *, access: Access) -> None:
     if collect.has_problems:
         collect.notice("experts", "not scored: the problems above come first")
         return
-    opened = collect.attempt("experts", lambda: open_study(spec, offline=offline, trust=trust, device=device))
+    opened = collect.attempt("experts", lambda: open_study(spec, access=access))
     if opened is not None:
         score_experts(opened[0], collect)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from driftlens.access import Access
 from driftlens.engine.pool import require_same_parameters
 from driftlens.errors import DriftLensError, IncompatibleModelsError
 from driftlens.models.architecture import Architecture
@@ -22,23 +23,21 @@ from driftlens.pipeline.study.suspicion import label
 from driftlens.spec import RunSpec
 
 
-def check_models(
-    spec: RunSpec, architecture: Architecture, collect: Collector, *, offline: bool
-) -> OpenModels:
+def check_models(spec: RunSpec, architecture: Architecture, collect: Collector, access: Access) -> OpenModels:
     """The models of a spec that can be opened and fit the architecture; the others become findings.
 
     Args:
         spec: names them.
         architecture: of all of them.
         collect: where findings go.
-        offline: whether only files that were downloaded before may be used.
+        access: what may be used.
     """
     base = None
     origins = origins_of(spec)
     if spec.base is not None:
         place = spec.base.weights
-        base = collect.attempt("base", lambda: open_checkpoint(place, offline=offline))
-    opener = _Opener(architecture, base, spec.base is not None, collect, offline)
+        base = collect.attempt("base", lambda: open_checkpoint(place, offline=access.offline))
+    opener = _Opener(architecture, base, spec.base is not None, collect, access)
     sources = {
         name: source for name, place in origins.items() if (source := opener.open(name, place)) is not None
     }
@@ -57,14 +56,14 @@ class _Opener:
         base: StateSource | None,
         wants_base: bool,
         collect: Collector,
-        offline: bool,
+        access: Access,
     ) -> None:
         self._architecture = architecture
         self._base = base
         self._canonical: StateSource | None = None
         self._wants_base = wants_base
         self._collect = collect
-        self._offline = offline
+        self._access = access
 
     def open(self, name: str, place: str) -> StateSource | None:
         """One model under the skeleton's key names, or None after filing why it can't be had."""
@@ -86,7 +85,7 @@ class _Opener:
         if name == "base":
             assert self._base is not None
             return self._architecture.align(self._base)
-        opened = open_checkpoint(place, base=self._base, offline=self._offline)
+        opened = open_checkpoint(place, base=self._base, offline=self._access.offline)
         return self._architecture.align(opened, fallback=self._canonical)
 
     def _file(self, name: str, place: str, error: DriftLensError) -> None:

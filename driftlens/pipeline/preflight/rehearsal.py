@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
+from driftlens.access import Access
 from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
 from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibration
@@ -24,7 +25,8 @@ from driftlens.pipeline.preflight.costs import (
     layer_costs,
     memory_bytes,
 )
-from driftlens.pipeline.study.findings import Collector, Preflight
+from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.study.findings import Collector
 from driftlens.pipeline.study.identity import require_same_samples
 from driftlens.records.lock import require_unlocked
 
@@ -36,9 +38,7 @@ def rehearse(
     resume: bool = False,
     replace: bool = False,
     save_weights: PathLike | None = None,
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
 ) -> Preflight:
     """What would stop a calibration, what it would do, and what it would take. Arguments as for `calibrate`.
 
@@ -46,9 +46,7 @@ def rehearse(
     is only found out by the calibration itself, which hashes them.
     """
     folder, collect = pathlib.Path(path), Collector()
-    opened = collect.attempt(
-        "run", lambda: open_calibration(folder, request, device=device, offline=offline, trust=trust)
-    )
+    opened = collect.attempt("run", lambda: open_calibration(folder, request, access=access))
     if opened is None:
         return Preflight(tuple(collect.findings))
     plan = opened.plan

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+from driftlens.access import Access
 from driftlens.data.task_data import TaskData
 from driftlens.errors import DataError
 from driftlens.models.chain import LayerChain
@@ -24,8 +25,7 @@ def check_data(
     preprocess: Callable[[list[Any]], Any] | None,
     collect: Collector,
     *,
-    offline: bool,
-    trust: bool,
+    access: Access,
 ) -> dict[str, TaskData]:
     """The data of every task that can be opened; the others become findings.
 
@@ -33,14 +33,13 @@ def check_data(
         spec: names them.
         preprocess: the architecture's; without one no sample is read.
         collect: where findings go.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
     """
     opened = {}
     for task in spec.tasks:
 
         def open_one(task: str = task) -> TaskData:
-            data = open_data(spec, task, preprocess or list, offline=offline, trust=trust)
+            data = open_data(spec, task, preprocess or list, access=access)
             if preprocess is not None:
                 data.diagnosis().load([0])
             return data

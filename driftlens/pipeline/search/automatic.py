@@ -35,14 +35,15 @@ from driftlens.calibration.automatic import (
 )
 from driftlens.data.samples import SampleSet
 from driftlens.engine.lanes import Lane
-from driftlens.engine.pool import expert_of
 from driftlens.errors import DataError, SingularGramError, SpecError
 from driftlens.models.heads import Head
 from driftlens.pipeline.analyze.evaluation import final_features
+from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.calibrate.request import Configured
 from driftlens.pipeline.search.lanes import LANE, part_of, solved_lanes
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
+from driftlens.variants import expert_of
 
 PHASE = "choose"
 
@@ -87,6 +88,10 @@ def require_choice(start: Configured, counts: Mapping[str, int], *, has_base: bo
     _free(start, has_base=has_base)
     for task, count in counts.items():
         folds_of(count, task)
+
+
+HELD_OUT = Chooser(choose_settings, require_choice)
+"""Hyperparameters chosen by how well calibrations do on samples that they have not seen."""
 
 
 def _free(start: Configured, *, has_base: bool) -> list[str]:

@@ -11,11 +11,12 @@ import torch
 
 from driftlens.data.samples import SampleSet
 from driftlens.engine.lanes import Lane
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.engine.side_by_side import Parts, calibrate_side_by_side
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
+from driftlens.variants import expert_of
 
 LANE = "lane"
 """Name in the study's pool of the calibrated model at hand."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from driftlens.access import Access
 from driftlens.data.samples import SampleSet
 from driftlens.engine.lanes import Lane
-from driftlens.engine.pool import expert_of
 from driftlens.errors import SingularGramError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
@@ -40,6 +40,7 @@ from driftlens.records.schema import SWEEPS
 from driftlens.records.tables import append_rows
 from driftlens.records.writer import RunWriter
 from driftlens.spec import RunSpec, load_spec
+from driftlens.variants import expert_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,9 +78,7 @@ def sweep(
     *,
     resume: bool = False,
     replace: bool = False,
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> DriftRun:
@@ -93,9 +92,7 @@ def sweep(
         request: what to vary.
         resume: leave out points that the run has already.
         replace: take the run's earlier sweeps of the same factors out, once the first new point is measured.
-        device: over the spec's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
         on_progress: called with every `ProgressEvent`.
         cancel: asked once per batch whether to stop; finished points stay.
 
@@ -109,7 +106,7 @@ def sweep(
     require_factors(request.values)
     if request.seeds < 1:
         raise SpecError(f"seeds is {request.seeds}, expected a whole number from 1 upwards")
-    opened, around = _open(folder, request, device=device, offline=offline, trust=trust)
+    opened, around = _open(folder, request, access=access)
     sweeps = settings_of(request.values, around, grid=request.grid)
     for setting in {setting for settings in sweeps.values() for setting in settings}:
         _calibrator(opened.plan.calibrator, setting).check(has_base=opened.study.has_base)
@@ -118,8 +115,8 @@ def sweep(
     require_same_samples(opened.manifest, opened.study)
     spec = load_spec(folder / layout.SPEC)
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
-    samples = samples_by_seed(spec, opened.models, opened.plan.samples, seeds, offline=offline, trust=trust)
-    tasks = measured_elsewhere(opened.study, spec, samples, offline=offline, trust=trust)
+    samples = samples_by_seed(spec, opened.models, opened.plan.samples, seeds, access=access)
+    tasks = measured_elsewhere(opened.study, spec, samples, access=access)
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     with RunWriter.resume(folder) as writer:

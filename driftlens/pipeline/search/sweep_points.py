@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from driftlens.access import Access
 from driftlens.data.samples import SampleSet
-from driftlens.data.sources import Access, Split, data_sources
+from driftlens.data.sources import Split, data_sources
 from driftlens.errors import DataError, SpecError
 from driftlens.pipeline.search.lanes import without
 from driftlens.pipeline.study.opening import OpenModels, open_data
@@ -163,8 +164,7 @@ def samples_by_seed(
     first: Mapping[str, SampleSet],
     seeds: Sequence[int],
     *,
-    offline: bool,
-    trust: bool,
+    access: Access,
 ) -> BySeed:
     """As many calibration samples for every seed as the run's own seed has, drawn as the spec would with that seed.
 
@@ -173,8 +173,7 @@ def samples_by_seed(
         models: for the preprocessing.
         first: the samples of the first seed.
         seeds: the run's own first.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
 
     Raises:
         DataError: a source can't be read any more.
@@ -185,14 +184,13 @@ def samples_by_seed(
     for seed in seeds[1:]:
         drawn = _with_seed(spec, seed, {task: len(samples) for task, samples in first.items()})
         found[seed] = {
-            task: open_data(drawn, task, preprocess, offline=offline, trust=trust).calibration()
-            for task in first
+            task: open_data(drawn, task, preprocess, access=access).calibration() for task in first
         }
     return found
 
 
 def measured_elsewhere(
-    study: Study, spec: RunSpec, samples: BySeed, *, offline: bool, trust: bool
+    study: Study, spec: RunSpec, samples: BySeed, *, access: Access
 ) -> dict[str, TaskSamples]:
     """The study's tasks without those diagnosis and test samples that some seed calibrates on.
 
@@ -204,7 +202,7 @@ def measured_elsewhere(
     tasks = dict(study.tasks)
     for task, at_hand in tasks.items() if len(samples) > 1 else ():
         seen = {name for drawn in samples.values() for name in drawn[task].ids}
-        shared = _shared_splits(spec, task, offline=offline, trust=trust)
+        shared = _shared_splits(spec, task, access=access)
         diagnosis, test = at_hand.diagnosis, at_hand.test
         if "diagnosis" in shared:
             diagnosis = without(diagnosis, seen)
@@ -219,10 +217,10 @@ def measured_elsewhere(
     return tasks
 
 
-def _shared_splits(spec: RunSpec, task: str, *, offline: bool, trust: bool) -> set[Split]:
+def _shared_splits(spec: RunSpec, task: str, *, access: Access) -> set[Split]:
     """The splits that draw from where calibration draws from."""
     entry = spec.data.tasks[task]
-    source, access = data_sources[entry.kind], Access(trust=trust, offline=offline)
+    source = data_sources[entry.kind]
     origin = source(entry, "calibration", access).origin
     own: Split = "diagnosis" if getattr(entry, "diagnosis", None) is not None else "test"
     shared: set[Split] = {"test"} if source(entry, "test", access).origin == origin else set()

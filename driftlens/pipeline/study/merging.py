@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from driftlens.engine.pool import expert_of
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import MergeMethod, merge_methods
 from driftlens.models.export import save_model
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
 from driftlens.pipeline.study.opening import OpenModels
+from driftlens.variants import expert_of
 
 
 class MergedSource:

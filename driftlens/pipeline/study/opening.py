@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from driftlens.access import Access
 from driftlens.data.drawing import unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.pool import ModelPool, expert_of
+from driftlens.engine.pool import ModelPool
 from driftlens.errors import SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
@@ -20,6 +21,7 @@ from driftlens.models.heads import Head, class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.spec import FileHead, RunSpec, TextHead
+from driftlens.variants import baseline, expert_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class OpenModels:
     origins: Mapping[str, str]
 
 
-def open_models(spec: RunSpec, *, offline: bool = False) -> OpenModels:
+def open_models(spec: RunSpec, access: Access = Access()) -> OpenModels:
     """All checkpoints that the spec names; the merged model only if it is a file.
 
     Raises:
@@ -48,14 +50,14 @@ def open_models(spec: RunSpec, *, offline: bool = False) -> OpenModels:
         SpecError: the loader is not there yet.
     """
     architecture = load_architecture(
-        spec.architecture.loader, spec.architecture.source or "", offline=offline
+        spec.architecture.loader, spec.architecture.source or "", offline=access.offline
     )
     origins = origins_of(spec)
-    base = None if spec.base is None else open_checkpoint(spec.base.weights, offline=offline)
+    base = None if spec.base is None else open_checkpoint(spec.base.weights, offline=access.offline)
     canonical = None if base is None else architecture.align(base)
     sources = {} if canonical is None else {"base": canonical}
     for name in (name for name in origins if name != "base"):
-        opened = open_checkpoint(origins[name], base=base, offline=offline)
+        opened = open_checkpoint(origins[name], base=base, offline=access.offline)
         sources[name] = architecture.align(opened, fallback=canonical)
     return OpenModels(architecture, base, sources, origins)
 
@@ -64,7 +66,7 @@ def origins_of(spec: RunSpec) -> dict[str, str]:
     """Where the weights of every model of a spec lie, by name in the pool, the base first."""
     entries = {"base": spec.base} if spec.base is not None else {}
     entries |= {expert_of(task): entry for task, entry in spec.experts.items()}
-    entries |= {f"baseline:{name}": entry for name, entry in spec.baselines.items()}
+    entries |= {baseline(name): entry for name, entry in spec.baselines.items()}
     entries |= {"merged": spec.merged} if spec.merged is not None else {}
     return {name: entry.weights for name, entry in entries.items()}
 
@@ -157,16 +159,12 @@ def _text_tower(models: OpenModels, task: str) -> TextTower:
     return models.architecture.text_tower(models.base)
 
 
-def open_study(
-    spec: RunSpec, *, offline: bool = False, trust: bool = False, device: str | None = None
-) -> tuple[Study, OpenModels]:
+def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
     """Everything the spec names, opened and compared; the merged model is still missing if the spec asks for a merge.
 
     Args:
         spec: the run.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
-        device: over the spec's.
+        access: what may be used, and on which device.
 
     Raises:
         SpecError: a value that only shows to be wrong when it is used.
@@ -175,16 +173,16 @@ def open_study(
         DataError: samples or class names are missing or contradict each other.
         LayerNotFoundError: `layers.select` matches nothing.
     """
-    models = open_models(spec, offline=offline)
-    pool = open_pool(spec, models, device=device)
+    models = open_models(spec, access)
+    pool = open_pool(spec, models, device=access.device)
     stored = select_layers([layer.path for layer in pool.chain.layers], spec.layers.select)
-    data = _open_data(spec, models, offline=offline, trust=trust)
+    data = _open_data(spec, models, access=access)
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
     tasks = {task: _task_samples(data[task], heads.get(task)) for task in spec.tasks}
     variants = (
         *(["base"] if spec.base is not None else []),
         "merged",
-        *(f"baseline:{b}" for b in spec.baselines),
+        *map(baseline, spec.baselines),
     )
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
     notices += dtype_notices(models)
@@ -210,14 +208,14 @@ def open_study(
     return study, models
 
 
-def _open_data(spec: RunSpec, models: OpenModels, *, offline: bool, trust: bool) -> dict[str, TaskData]:
+def _open_data(spec: RunSpec, models: OpenModels, *, access: Access) -> dict[str, TaskData]:
     preprocess = models.architecture.preprocess
     assert preprocess is not None  # every loader that a spec can name brings one
-    return {task: open_data(spec, task, preprocess, offline=offline, trust=trust) for task in spec.tasks}
+    return {task: open_data(spec, task, preprocess, access=access) for task in spec.tasks}
 
 
 def open_data(
-    spec: RunSpec, task: str, preprocess: Callable[[list[Any]], Any], *, offline: bool, trust: bool
+    spec: RunSpec, task: str, preprocess: Callable[[list[Any]], Any], *, access: Access
 ) -> TaskData:
     """The samples of one task, drawn.
 
@@ -225,8 +223,7 @@ def open_data(
         spec: the run.
         task: one of its tasks.
         preprocess: the architecture's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
 
     Raises:
         SpecError: the task has no data, or wants code to run that is not trusted.
@@ -236,9 +233,7 @@ def open_data(
     if entry is None:
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
     named = _named_classes(head) if head is not None else None
-    return open_task_data(
-        task, entry, spec.data.defaults, preprocess, head_classes=named, offline=offline, trust=trust
-    )
+    return open_task_data(task, entry, spec.data.defaults, preprocess, head_classes=named, access=access)
 
 
 def _named_classes(head: FileHead | TextHead) -> tuple[str, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from driftlens.access import Access
 from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
@@ -14,8 +15,8 @@ from driftlens.records import layout
 from driftlens.records.listing import unanalyzed
 from driftlens.records.lock import living_owner_of
 from driftlens.records.manifest import Manifest, read_manifest
-from driftlens.records.variants import calibrated
 from driftlens.spec import RunSpec, load_spec
+from driftlens.variants import calibrated
 
 MERGED_FILE = "models/merged.safetensors"
 """Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
@@ -26,9 +27,7 @@ def reopened(
     *,
     num_calibration: int | None = None,
     with_calibrations: bool = True,
-    device: str | None = None,
-    offline: bool = False,
-    trust: bool = False,
+    access: Access = Access(),
 ) -> tuple[Study, OpenModels]:
     """The study behind a run directory, the merged model included, and its checkpoints.
 
@@ -36,9 +35,7 @@ def reopened(
         path: the run directory.
         num_calibration: calibration samples per task; the spec's number if left out.
         with_calibrations: whether calibrated variants and their controls are opened too.
-        device: over the spec's.
-        offline: whether only files that were downloaded before may be used.
-        trust: whether Python code named in the spec may run.
+        access: what may be used, and on which device.
 
     Raises:
         SpecError: the run was made from live modules.
@@ -48,7 +45,7 @@ def reopened(
     manifest = read_manifest(folder)
     require_spec(folder, manifest)
     spec = _with_calibration_samples(load_spec(folder / "spec.yaml"), num_calibration)
-    study, models = open_study(spec, offline=offline, trust=trust, device=device)
+    study, models = open_study(spec, access=access)
     if "merged" not in study.pool:
         study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
     for name, info in manifest.calibrations.items() if with_calibrations else ():

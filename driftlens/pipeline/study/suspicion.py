@@ -12,6 +12,7 @@ from driftlens.errors import NumericsError
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.models.sources import StateSource, check_finite
 from driftlens.pipeline.study.findings import Finding, problem
+from driftlens.variants import part_of, task_of
 
 FOREIGN = 0.5
 """Relative distance between weights from which on they hardly come from one base.
@@ -59,7 +60,7 @@ def label(name: str) -> str:
 
 def is_merge(name: str) -> bool:
     """Whether a name in the pool is that of a merged model or a baseline."""
-    return name == "merged" or name.startswith("baseline:")
+    return part_of(name) in ("merged", "baseline")
 
 
 def equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
@@ -178,7 +179,7 @@ class SampledWeights:
     @property
     def experts(self) -> tuple[str, ...]:
         """Names of the experts."""
-        return tuple(name for name in self.names if name.startswith("expert:"))
+        return tuple(name for name in self.names if task_of(name) is not None)
 
     def distance(self, name: str, anchor: str) -> float:
         """|model - anchor| / |anchor|, the median over matrices."""

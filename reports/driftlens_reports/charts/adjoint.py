@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from driftlens.records import variants
+from driftlens import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import last_layer, layer_axis, whole
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from driftlens.records import variants
+from driftlens import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import layer_axis, layer_title
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart

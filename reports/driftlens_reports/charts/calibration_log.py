@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import calibrated
+from driftlens.variants import calibrated
 from driftlens_reports.charts.axes import layer_axis, layer_title, room_beside
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.module_groups import block_of

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from driftlens.records import variants
+from driftlens import variants
 from driftlens.records.intervals import unpaired_difference
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import part_of
+from driftlens.variants import part_of
 from driftlens_reports.charts.at_layer import needs_at, rows_at
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.gain import against_baseline, extremes_in_words, no_rival

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from driftlens.records import variants
+from driftlens import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.theme import Look, apply_theme, look, palette
 from driftlens_reports.charts.words import joined, label, literal, shown

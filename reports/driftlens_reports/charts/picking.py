@@ -9,7 +9,7 @@ import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import control_of, part_of
+from driftlens.variants import control_of, part_of
 from driftlens_reports.charts.chart import ChartOptions, Missing
 
 ANALYZE = "driftlens analyze RUN/spec.yaml --out NEW"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import calibrated
+from driftlens.variants import calibrated
 from driftlens_reports.charts.axes import layer_axis, layer_title, titled
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.curves import curve, legend_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from driftlens.records import variants
+from driftlens import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.at_layer import layer_name, needs_at, rows_at
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart

@@ -6,7 +6,7 @@ import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.charts.axes import layer_axis, layer_title
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.curves import curve, legend_names, parts

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from driftlens import variants
 from driftlens.errors import DataError
 from driftlens.projection import Projection, project, stored_projection
-from driftlens.records import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.at_layer import layer_name, rows_at
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart

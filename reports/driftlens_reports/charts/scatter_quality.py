@@ -6,7 +6,7 @@ import math
 
 import pandas as pd
 
-from driftlens.records import variants
+from driftlens import variants
 from driftlens_reports.charts.panels import Grid
 from driftlens_reports.charts.words import joined
 from driftlens_reports.wording import number

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from driftlens.records.variants import Part, part_of
+from driftlens.variants import Part, part_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
-from driftlens.records import variants
+from driftlens import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.columns import printable

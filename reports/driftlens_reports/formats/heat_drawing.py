@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.charts.words import short
 from driftlens_reports.content import NO_VALUE
 from driftlens_reports.formats.drawing import WIDTH, Box, Drawing, Words, cut, left_out, titled

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.charts.theme import Palette, look, palette, readable, shade
 from driftlens_reports.content import ReportContent, Table, written
 from driftlens_reports.formats.drawing import WIDTH, Drawing, mark

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.charts.words import counted
 from driftlens_reports.content import Figure, ReportContent
 from driftlens_reports.formats.drawing import cut

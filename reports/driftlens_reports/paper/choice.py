@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import control_of, part_of
+from driftlens.variants import control_of, part_of
 from driftlens_reports.paper.exhibit import ExhibitOptions
 
 CALIBRATE = "driftlens calibrate RUN --name featcal"

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.paper import captions, choice
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import control_of, is_control, part_of, title
+from driftlens.variants import control_of, is_control, part_of, title
 from driftlens_reports.paper.exhibit import ExhibitOptions
 from driftlens_reports.paper.grid import Cell, Line, Role, with_average
 from driftlens_reports.paper.places import merger

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import is_control, title
+from driftlens.variants import is_control, title
 from driftlens_reports.charts.thinning import thinned
 from driftlens_reports.paper import captions, choice
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.paper import captions, choice
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Panel
 from driftlens_reports.paper.layouts import Layout, draw_pairs, layout_of

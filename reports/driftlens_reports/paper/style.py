@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import is_control, part_of
+from driftlens.variants import is_control, part_of
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.paper.exhibit import Draw, Exhibited, ExhibitOptions, exhibit
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import part_of
+from driftlens.variants import part_of
 from driftlens_reports.paper import choice
 from driftlens_reports.paper.accuracy_bars import accuracy_rows
 from driftlens_reports.paper.captions import span

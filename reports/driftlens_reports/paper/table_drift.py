@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.paper.captions import samples
 from driftlens_reports.paper.choice import tasks_of
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Panel, exhibit

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import calibrated
+from driftlens.variants import calibrated
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Panel, exhibit
 from driftlens_reports.paper.framing import framed
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line

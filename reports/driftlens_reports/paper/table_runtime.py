@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import calibrated
+from driftlens.variants import calibrated
 from driftlens_reports.paper.costs import ENERGY, MEMORY, PAPER_PROTOCOL, TIME, cost_cells
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Panel, exhibit
 from driftlens_reports.paper.framing import framed, paper_note

@@ -14,7 +14,7 @@ from driftlens.records.gains import gains
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.records.selection import selection_sentences
-from driftlens.records.variants import part_of, title
+from driftlens.variants import part_of, title
 from driftlens_reports.content import Table
 from driftlens_reports.sections.tabulate import table
 

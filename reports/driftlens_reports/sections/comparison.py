@@ -9,7 +9,7 @@ from typing import Literal
 
 from driftlens.records.run import DriftRun
 from driftlens.records.single import accuracy_of
-from driftlens.records.variants import control_of, part_of
+from driftlens.variants import control_of, part_of
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Kind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.content import Section, Table
 from driftlens_reports.sections.outline import TITLES
 from driftlens_reports.sections.tabulate import table

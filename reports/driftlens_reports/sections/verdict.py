@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from driftlens.records.checks import CheckReport, Status, run_self_checks
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Outcome, Section, Table, Verdict
 from driftlens_reports.sections.comparison import changes, compared_variants

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Outcome
 from driftlens_reports.sections.comparison import Compared

@@ -10,7 +10,7 @@ import pytest
 
 from driftlens.errors import DataError, DriftLensError
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import control_of
+from driftlens.variants import control_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from driftlens_reports.wording import error, number, percent
 from tests.reports.charts.recording import NUMBER, axis_titles, data_values, leaves, shown_texts

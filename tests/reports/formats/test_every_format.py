@@ -17,8 +17,8 @@ import pytest
 from driftlens.errors import RunError, SpecError
 from driftlens.records import layout, schema, tables
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.variants import title
 from driftlens.records.verify import verify
+from driftlens.variants import title
 from driftlens_reports.build import Report, formats
 from driftlens_reports.wording import number
 from tests.records.full_run import VARIANTS, Size, write_full_run

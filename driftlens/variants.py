@@ -16,6 +16,22 @@ def part_of(variant: str) -> Part:
     return part  # type: ignore[return-value]
 
 
+def expert_of(task: str) -> str:
+    """The model fine-tuned on `task`, as a pool of models calls it; in tables each task's own is `expert`."""
+    return f"expert:{task}"
+
+
+def baseline(name: str) -> str:
+    """The variant that an extra checkpoint of the user's makes."""
+    return f"baseline:{name}"
+
+
+def task_of(model: str) -> str | None:
+    """The task whose expert a model of a pool is; None for all other models."""
+    part, _, task = model.partition(":")
+    return task if part == "expert" else None
+
+
 def calibrated(name: str) -> str:
     """The variant that the calibration `name` makes."""
     return f"calibrated:{name}"
@@ -32,7 +48,7 @@ def control_of(name: str) -> str:
 
     With rho != 1 the anchor is another merge; only what a calibration gains over it is the calibration's own.
     """
-    return f"baseline:{name}{_ANCHOR}"
+    return baseline(f"{name}{_ANCHOR}")
 
 
 def is_control(variant: str) -> bool:

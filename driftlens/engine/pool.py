@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.engine.library import streamed_weights
+from driftlens.engine.variant import Attachments, LayerMap, Variant, attached_to
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Slot, State
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
@@ -44,7 +46,7 @@ class ModelPool:
         self.dtype = dtype
         self._skeleton = skeleton
         self._modules = dict(modules or {})
-        self._models: dict[str, StateSource] = {}
+        self._models: dict[str, Variant] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
         for name, source in models.items():
             self.add(name, source)
@@ -59,16 +61,25 @@ class ModelPool:
 
     def source(self, model: str) -> StateSource:
         """The weights called `model`, as stored."""
+        return self._models[model].weights
+
+    def variant(self, model: str) -> Variant:
+        """The model called `model`: weights and attachments."""
         return self._models[model]
 
-    def add(self, model: str, source: StateSource) -> None:
-        """Put another model beside those there are.
+    def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
+        """Put another model beside those there are, or in the place of the one of that name.
+
+        Args:
+            model: its name.
+            source: its weights.
+            attachments: what is attached to its boundaries.
 
         Raises:
             IncompatibleModelsError: its keys, shapes or kinds of number differ from the skeleton's.
         """
         require_same_parameters(self._skeleton, self.chain, source)
-        self._models[model] = source
+        self._models[model] = Variant(model, source, dict(attachments or {}))
 
     def parameters(self, model: str, layer: Layer) -> dict[str, Tensor]:
         """The parameters of one layer of one model, by the layer's own names, on `device` in `dtype`.
@@ -76,24 +87,46 @@ class ModelPool:
         Raises:
             NumericsError: a weight is NaN or infinite.
         """
-        source = self._models[model]
+        source = self.source(model)
         return {name: self._read(model, source, slot) for name, slot in layer.parameters.items()}
 
-    def library_states(self, model: str, inputs: Any) -> list[State]:
+    def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
+        """One layer of one model for one task, with what is attached behind it; its parameters are read now.
+
+        Raises:
+            NumericsError: a weight is NaN or infinite.
+        """
+        attachment = self._models[model].attachments.get((task, layer.index))
+        return LayerMap(layer, self.parameters(model, layer), attachment)
+
+    def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
         """States at boundaries 1..L from one ordinary forward pass of the library's own module with these weights.
 
-        One block's weights are resident at a time, beside those of the stem and the head.
+        What is attached for `task` acts inside that pass, by hooks on the library's own blocks. One block's weights are
+        resident at a time, beside those of the stem and the head.
         """
+        attached = self._models[model].attached(task)
+        module = self._modules.get(model, self._skeleton)
+        with self._weights_of(model), attached_to(module, self.chain, attached):
+            states = self.chain.library_states(module, inputs)
+        # What reaches the first block and what leaves the head are recorded before anything is attached to them.
+        for layer in (self.chain.layers[0], self.chain.layers[-1]):
+            if layer.index in attached:
+                state = states[layer.index - 1]
+                state[layer.stream] = attached[layer.index](state[layer.stream])
+        return states
+
+    def _weights_of(self, model: str) -> AbstractContextManager[None]:
+        """While this is open, the module that lends its forward pass computes with the model's weights."""
         if model in self._modules:
-            return self.chain.library_states(self._modules[model], inputs)
-        source = self._models[model]
+            return nullcontext()
+        source = self.source(model)
 
         def read(key: str) -> Tensor:
             return source.read(key).to(self.device, self.dtype)
 
         blocks = [layer.path for layer in self.chain.blocks]
-        with streamed_weights(self._skeleton, blocks, read, self.device):
-            return self.chain.library_states(self._skeleton, inputs)
+        return streamed_weights(self._skeleton, blocks, read, self.device)
 
     def _read(self, model: str, source: StateSource, slot: Slot) -> Tensor:
         tensor = source.read(slot.key, slot.rows)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.variant import LayerMap
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import subtract
-from driftlens.models.chain import Layer, Parameters, SideInputs, State
+from driftlens.models.chain import Layer, SideInputs, State
 from driftlens.variants import expert_of
 
 Reference = Literal["expert", "merged"]
@@ -91,7 +92,7 @@ def walk(
 
     Args:
         pool: the models.
-        task: whose expert the variants are compared with.
+        task: whose expert the variants are compared with, and whose attachments count.
         variants: names in the pool.
         batches: the samples, each batch read once.
         reference: see `Reference`.
@@ -104,20 +105,17 @@ def walk(
     models = [expert, *variants]
     waiting: list[_Waiting] = []
     for layer in pool.chain.layers:
-        parameters = {model: pool.parameters(model, layer) for model in models}
+        maps = {model: pool.layer_map(model, layer, task) for model in models}
         source = _at_start(pool, models, batches) if layer.index == 1 else waiting
         carried: list[_Waiting] = []
         for at in source:
-            out = {expert: _call(layer, parameters[expert], at, expert, task, ids)}
+            out = {expert: _call(maps[expert], at, expert, task, ids)}
             for variant in variants:
-                out[variant] = (
-                    out[expert]
-                    if variant == expert
-                    else _call(layer, parameters[variant], at, variant, task, ids)
-                )
+                if variant != expert:
+                    out[variant] = _call(maps[variant], at, variant, task, ids)
                 crossing = expert if reference == "expert" else variant
                 mapped = variant if reference == "expert" else expert
-                crossed_layer = _layer_function(layer, parameters[mapped], at.side)
+                crossed_layer = maps[mapped].at(at.side)
                 # Models agree at boundary 0, so the stem's crossed output is already known.
                 crossed = out[mapped] if layer.index == 1 else crossed_layer(at.states[crossing])
                 yield LayerView(
@@ -152,10 +150,10 @@ def layer_states(
     """
     waiting: list[_Waiting] = []
     for layer in pool.chain.layers:
-        parameters = pool.parameters(model, layer)
+        layer_map = pool.layer_map(model, layer, task)
         source = _at_start(pool, [model], batches) if layer.index == 1 else waiting
         waiting = [
-            _Waiting(at.start, at.stop, {model: _call(layer, parameters, at, model, task, ())}, at.side)
+            _Waiting(at.start, at.stop, {model: _call(layer_map, at, model, task, ())}, at.side)
             for at in source
         ]
         yield layer, [(at.start, at.states[model], at.side) for at in waiting]
@@ -211,14 +209,9 @@ def input_bytes(inputs: object) -> int:
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
-def _layer_function(layer: Layer, parameters: Parameters, side: SideInputs) -> Callable[[State], State]:
-    return lambda state: layer.call(parameters, state, side)
-
-
-def _call(
-    layer: Layer, parameters: Parameters, at: _Waiting, model: str, task: str, ids: Sequence[str]
-) -> State:
-    out = layer.call(parameters, at.states[model], at.side)
+def _call(layer_map: LayerMap, at: _Waiting, model: str, task: str, ids: Sequence[str]) -> State:
+    layer = layer_map.layer
+    out = layer_map(at.states[model], at.side)
     stream = out[layer.stream]
     # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
     totals = stream.flatten(1).sum(dim=1)
@@ -249,5 +242,5 @@ def waiting_bytes(pool: ModelPool, model: str, inputs: object) -> int:
     """Bytes of the features of one sample that wait at a boundary, measured behind the stem."""
     state, side = pool.chain.start(on_device(inputs, pool.device, pool.dtype))
     stem = pool.chain.layers[0]
-    out = stem.call(pool.parameters(model, stem), state, side)
+    out = pool.layer_map(model, stem, "")(state, side)
     return sum(leaf.nbytes // len(leaf) for leaf in out.values())

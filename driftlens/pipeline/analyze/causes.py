@@ -173,7 +173,7 @@ def _step(study: Study, variant: str, view: LayerView, nodes: int) -> Step:
 
 
 def _layer(study: Study, variant: str, layer: Layer, view: LayerView) -> Callable[[State], State]:
-    return lambda state: layer.call(study.pool.parameters(variant, layer), state, view.side)
+    return lambda state: study.pool.layer_map(variant, layer, view.task)(state, view.side)
 
 
 def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView) -> dict[str, Target]:

@@ -160,7 +160,8 @@ class _LibraryDrift:
         return cls(
             {
                 variant: [
-                    subtract(*pair) for pair in zip(pool.library_states(variant, inputs), expert, strict=True)
+                    subtract(*pair)
+                    for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
                 ]
                 for variant in study.variants
             }

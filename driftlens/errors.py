@@ -21,6 +21,8 @@ program may want). The same text reaches the command line, the reports and the d
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 
@@ -111,3 +113,9 @@ class Cancelled(DriftLensError, InterruptedError):
     """The user asked to stop; nothing half-written was left behind."""
 
     exit_code = 130
+
+
+def did_you_mean(name: object, known: Collection[object]) -> str:
+    """The hint `Did you mean 'x'?`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(str(name), [str(other) for other in known], n=1)
+    return f"Did you mean {near[0]!r}?" if near else ""

@@ -13,17 +13,15 @@ text says what the setting does.
 from __future__ import annotations
 
 import collections.abc
-import difflib
 import inspect
-import math
-import numbers
+import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from driftlens.errors import SpecError
+from driftlens.errors import SpecError, did_you_mean
 
 Kind = Literal["number", "integer", "flag", "text", "choice"]
 
@@ -34,29 +32,22 @@ _WORDS: Mapping[Kind, str] = {
     "flag": "true or false",
     "text": "text that is not empty",
 }
-_NUMBERS: Mapping[Kind, tuple[Any, Any]] = {
-    "number": (numbers.Real, float),
-    "integer": (numbers.Integral, int),
-}
-"""What is taken for a number, those of other libraries too, and what it is made into."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Metadata of `Annotated`: between which a number lies; of a sequence, every entry.
+    """Metadata of `Annotated`: between which a number lies, and its unit; of a sequence, every entry.
 
     Attributes:
         low: the least value; None for no bound.
         high: the greatest value; None for no bound.
         low_open: whether `low` itself is refused.
-        high_open: whether `high` itself is refused.
         unit: of the number.
     """
 
     low: float | None = None
     high: float | None = None
     low_open: bool = False
-    high_open: bool = False
     unit: str = ""
 
 
@@ -68,13 +59,12 @@ class Setting:
         name: of the parameter.
         kind: of the value, or of every entry where `many`.
         default: what it is if nobody says; None where `required`.
-        low: the least number allowed.
+        low: the least number allowed; where `low_open`, it itself is not.
         high: the greatest number allowed.
         choices: the values of a `choice`.
         help: what it does.
         unit: of the number.
-        low_open: whether `low` itself is refused.
-        high_open: whether `high` itself is refused.
+        low_open: see `low`.
         many: whether the value is a sequence.
         optional: whether None is allowed.
         required: whether there is no default.
@@ -89,7 +79,6 @@ class Setting:
     help: str = ""
     unit: str = ""
     low_open: bool = False
-    high_open: bool = False
     many: bool = False
     optional: bool = False
     required: bool = False
@@ -98,12 +87,10 @@ class Setting:
     def expected(self) -> str:
         """What values are allowed, in words."""
         words = f"one of {', '.join(map(str, self.choices))}" if self.choices else _WORDS[self.kind]
-        bounds = []
         if self.low is not None:
-            bounds.append(f"{'more than' if self.low_open else 'at least'} {self.low:g}")
+            words += f" {'more than' if self.low_open else 'at least'} {self.low:g}"
         if self.high is not None:
-            bounds.append(f"{'less than' if self.high_open else 'at most'} {self.high:g}")
-        words = " ".join([words, " and ".join(bounds)]).strip()
+            words += f"{'' if self.low is None else ' and'} at most {self.high:g}"
         words = f"a list, each entry {words}" if self.many else words
         return f"{words}, or nothing" if self.optional else words
 
@@ -115,50 +102,28 @@ class Setting:
         """
         if value is None and self.optional:
             return None
-        if not self.many:
-            return self._entry(value, value)
-        is_list = isinstance(value, collections.abc.Sequence) and not isinstance(value, str | bytes)
-        if not is_list or (not value and self.default != ()):
-            raise self._refusal(value)
-        return tuple(self._entry(entry, value) for entry in value)
+        is_list = isinstance(value, list | tuple)
+        entries = value if is_list else [value]
+        is_empty = not entries and self.default != ()
+        if is_list != self.many or is_empty or not all(map(self._fits, entries)):
+            hint = did_you_mean(value, self.choices)
+            raise SpecError(
+                f"{self.name} is {value!r}; expected {self.expected}", hint=hint, setting=self.name
+            )
+        made = tuple(float(entry) if self.kind == "number" else entry for entry in entries)
+        return made if self.many else made[0]
 
-    def _entry(self, entry: object, value: object) -> Any:
-        if self.kind in _NUMBERS:
-            return self._number(entry, value)
-        is_one = {
-            "flag": isinstance(entry, bool),
-            "text": isinstance(entry, str) and entry != "",
-            # By type too: True and 1.0 are equal to 1.
-            "choice": any(type(entry) is type(choice) and entry == choice for choice in self.choices),
-        }
-        if not is_one[self.kind]:
-            raise self._refusal(value, near=entry)
-        return entry
-
-    def _number(self, entry: object, value: object) -> Any:
-        wanted, made = _NUMBERS[self.kind]
-        if isinstance(entry, bool) or not isinstance(entry, wanted):
-            raise self._refusal(value)
-        try:
-            found = made(entry)
-        except OverflowError:  # a whole number beyond all floats
-            raise self._refusal(value) from None
-        is_above = self.low is None or found > self.low or (found == self.low and not self.low_open)
-        is_below = self.high is None or found < self.high or (found == self.high and not self.high_open)
-        if not (math.isfinite(found) and is_above and is_below):
-            raise self._refusal(value)
-        return found
-
-    def _refusal(self, value: object, near: object = None) -> SpecError:
-        hint = did_you_mean(near, self.choices) if isinstance(near, str) else ""
-        message = f"{self.name} is {value!r}; expected {self.expected}"
-        return SpecError(message, hint=hint, setting=self.name)
-
-
-def did_you_mean(name: object, known: Collection[object]) -> str:
-    """`Did you mean 'x'?`, or nothing where no known name is near."""
-    near = difflib.get_close_matches(str(name), [str(other) for other in known], n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
+    def _fits(self, entry: Any) -> bool:
+        if self.kind in ("number", "integer"):
+            is_number = isinstance(entry, int if self.kind == "integer" else int | float)
+            # Beyond these lie infinities and whole numbers that no float can be; NaN is never between two numbers.
+            low = -sys.float_info.max if self.low is None else self.low
+            high = sys.float_info.max if self.high is None else self.high
+            is_inside = is_number and low <= entry <= high and not (self.low_open and entry == low)
+            return is_inside and not isinstance(entry, bool)
+        if self.kind == "choice":  # by type too: True and 1.0 are equal to 1
+            return any(type(entry) is type(choice) and entry == choice for choice in self.choices)
+        return isinstance(entry, bool) if self.kind == "flag" else isinstance(entry, str) and entry != ""
 
 
 def settings_of(owner: Callable[..., object]) -> tuple[Setting, ...]:
@@ -169,29 +134,22 @@ def settings_of(owner: Callable[..., object]) -> tuple[Setting, ...]:
     Raises:
         TypeError: a parameter is annotated with something that no setting can be.
     """
-    function: Any = owner.__init__ if inspect.isclass(owner) else owner
+    function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]
-    found = {name: p for name, p in inspect.signature(owner).parameters.items() if p.kind in kinds}
-    hints = _annotations(function, found)
-    return tuple(_setting(name, parameter, hints.get(name)) for name, parameter in found.items())
+    found = [each for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
+    # Evaluated alone: the other annotations may name what is imported for type checkers only.
+    given = {each.name: each.annotation for each in found if each.annotation is not inspect.Parameter.empty}
+    holder = types.SimpleNamespace(__annotations__=given)
+    hints = typing.get_type_hints(holder, globalns=function.__globals__, include_extras=True)
+    return tuple(_setting(each, hints.get(each.name, type(each.default))) for each in found)
 
 
-def _annotations(function: Any, names: Collection[str]) -> dict[str, Any]:
-    """Annotations of some parameters, evaluated; the others may name what is imported for type checkers alone."""
-    function = inspect.unwrap(function)
-    given = getattr(function, "__annotations__", {})
-    some = types.SimpleNamespace(__annotations__={name: given[name] for name in names if name in given})
-    return typing.get_type_hints(some, globalns=getattr(function, "__globals__", {}), include_extras=True)
-
-
-def _setting(name: str, parameter: inspect.Parameter, annotation: Any) -> Setting:
+def _setting(parameter: inspect.Parameter, annotation: Any) -> Setting:
     required = parameter.default is inspect.Parameter.empty
     default = None if required else parameter.default
-    if annotation is None and default is not None:
-        annotation = type(default)
     default = tuple(default) if isinstance(default, list) else default
-    return _described(Setting(name, "text", default, required=required), annotation)
+    return _described(Setting(parameter.name, "text", default, required=required), annotation)
 
 
 def _described(setting: Setting, annotation: Any) -> Setting:
@@ -199,24 +157,22 @@ def _described(setting: Setting, annotation: Any) -> Setting:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         for said in arguments[1:]:
-            if isinstance(said, Bounds):
-                setting = replace(setting, **vars(said))
-            elif isinstance(said, str):
-                setting = replace(setting, help=said)
+            if isinstance(said, Bounds | str):
+                setting = replace(setting, **({"help": said} if isinstance(said, str) else vars(said)))
         return _described(setting, arguments[0])
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
-        other = next(argument for argument in arguments if argument is not type(None))
+        other = arguments[0] if arguments[1] is type(None) else arguments[1]
         return _described(replace(setting, optional=True), other)
     if origin in (collections.abc.Sequence, list, tuple):
         return _described(replace(setting, many=True), arguments[0])
     if origin is Literal:
         return replace(setting, kind="choice", choices=arguments)
-    if annotation in _KINDS:
-        return replace(setting, kind=_KINDS[annotation])
-    raise TypeError(
-        f"the parameter {setting.name!r} can't be a setting: {annotation!r} is none of float, int, bool, str, "
-        "Literal, a Sequence of these, or one of them beside None"
-    )
+    if annotation not in _KINDS:
+        raise TypeError(
+            f"the parameter {setting.name!r} can't be a setting: {annotation!r} is none of float, int, bool, str, "
+            "Literal, a Sequence of these, or one of them beside None"
+        )
+    return replace(setting, kind=_KINDS[annotation])
 
 
 def resolve(owner: Callable[..., object], given: Mapping[str, object], what: str) -> dict[str, Any]:

@@ -8,10 +8,8 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 import pytest
 
 from driftlens.errors import SpecError
@@ -32,7 +30,7 @@ def method(
     signs: Literal["sum", "count"] = "sum",
     rescale: bool = True,
     name: str | None = None,
-    scales: Sequence[Annotated[float, Bounds(high=2, high_open=True)]] = (1.0,),
+    scales: Sequence[Annotated[float, Bounds(high=2)]] = (1.0,),
     drop: Sequence[str] = [],
     plain=0.5,  # type: ignore[no-untyped-def]
 ) -> None:
@@ -59,7 +57,7 @@ def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> N
     assert found["signs"] == Setting("signs", "choice", "sum", choices=("sum", "count"))
     assert found["rescale"] == Setting("rescale", "flag", True)
     assert found["name"] == Setting("name", "text", optional=True)
-    assert found["scales"] == Setting("scales", "number", (1.0,), high=2, high_open=True, many=True)
+    assert found["scales"] == Setting("scales", "number", (1.0,), high=2, many=True)
     assert found["drop"] == Setting("drop", "text", (), many=True)
     assert found["plain"] == Setting("plain", "number", 0.5)
 
@@ -88,12 +86,6 @@ def test_what_is_given_goes_over_the_defaults_in_the_types_that_are_declared() -
     assert type(found["density"]) is float and type(found["scales"][0]) is float
 
 
-def test_numbers_of_other_libraries_are_numbers() -> None:
-    found = resolve(method, {"density": np.float32(0.5), "steps": np.int64(3), "plain": Fraction(1, 4)}, "m")
-    assert (found["density"], found["steps"], found["plain"]) == (0.5, 3, 0.25)
-    assert {type(found[name]) for name in ("density", "steps", "plain")} == {float, int}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -113,9 +105,9 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
         ("rescale", "true", "true or false"),
         ("name", "", "text that is not empty, or nothing"),
         ("name", 3, "text"),
-        ("scales", 1.0, "a list, each entry a finite number less than 2"),
+        ("scales", 1.0, "a list, each entry a finite number at most 2"),
         ("scales", [], "a list"),
-        ("scales", [1, 2], "less than 2"),
+        ("scales", [1, 2.5], "at most 2"),
         ("scales", [1, "x"], "a finite number"),
         ("drop", "abc", "a list, each entry text"),
         ("drop", {"a": 1}, "a list"),

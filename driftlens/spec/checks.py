@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from driftlens.errors import SpecError
+from driftlens.errors import SpecError, did_you_mean
 from driftlens.files import PathLike
 from driftlens.records.check_rows import CHECKED_TABLES
 from driftlens.records.checks import Check, Relation
 from driftlens.records.schema import TABLES
-from driftlens.spec.problems import did_you_mean, spec_error
+from driftlens.spec.problems import spec_error
 from driftlens.spec.types import Name, Number, Part, Text, problem
 from driftlens.spec.yaml_text import from_yaml
 

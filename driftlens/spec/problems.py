@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from driftlens.errors import SpecError
+from driftlens.errors import SpecError, did_you_mean
 
 Details = Mapping[str, Any]
 
@@ -62,12 +61,6 @@ def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
         return SpecError(f"{where}: {findings[0]}", hint=findings[0].hint, problems=problems)
     lines = [f"  {finding}" + (f" ({finding.hint})" if finding.hint else "") for finding in findings]
     return SpecError("\n".join([f"{where}: {len(findings)} problems", *lines]), problems=problems)
-
-
-def did_you_mean(value: object, allowed: Iterable[str]) -> str:
-    """`Did you mean 'x'?`, or nothing where no allowed name is near."""
-    near = difflib.get_close_matches(str(value), list(allowed), n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def _findings(details: Any, raw: Any) -> list[_Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from driftlens.errors import did_you_mean
 from driftlens.spec.types import (
     PYTHON_TARGET,
     Bytes,
@@ -39,10 +39,9 @@ def _known_loader(loader: str) -> str:
     scheme, _, target = loader.partition(":")
     if loader in LOADERS or (scheme == "python" and PYTHON_TARGET.fullmatch(target)):
         return loader
-    near = difflib.get_close_matches(loader, LOADERS, n=1)
     raise problem(
         f"expected {', '.join(LOADERS)} or python:package.module:function; got {loader!r}",
-        f"Did you mean {near[0]!r}?" if near else "",
+        did_you_mean(loader, LOADERS),
     )
 
 

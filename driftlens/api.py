@@ -19,7 +19,7 @@ from driftlens.records.run import DriftRun
 if TYPE_CHECKING:
     from torch import nn
 
-    from driftlens.pipeline.calibrate.request import Configured
+    from driftlens.calibration.calibrator import Calibrator
     from driftlens.spec import RunSpec
 
 Progress = Literal["auto", "rich", "jsonl", "none"]
@@ -34,7 +34,7 @@ class Run(DriftRun):
         folder = Path(path)
         return cls(folder, read_manifest(folder))
 
-    def calibrate(self, calibrator: Configured, *, name: str, auto: bool = False, **options: Any) -> Run:
+    def calibrate(self, calibrator: Calibrator, *, name: str, auto: bool = False, **options: Any) -> Run:
         """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
 
             run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")

@@ -364,8 +364,8 @@ def tasks_not_balanced(patch: Patch) -> None:
 def stale_features(patch: Patch) -> None:
     original = forward_order._Walk._advance
 
-    def stale(self, layer, merged):  # type: ignore[no-untyped-def]
-        return original(self, layer, self.pool.parameters(self.merged, layer))
+    def stale(self, layer, merged, found):  # type: ignore[no-untyped-def]
+        return original(self, layer, merged, [({}, reports) for _, reports in found])
 
     patch.setattr(forward_order._Walk, "_advance", stale)
 
@@ -373,8 +373,8 @@ def stale_features(patch: Patch) -> None:
 def expert_path_replaced(patch: Patch) -> None:
     original = forward_order._Walk._advance
 
-    def mixed(self, layer, merged):  # type: ignore[no-untyped-def]
-        drift = original(self, layer, merged)
+    def mixed(self, layer, merged, found):  # type: ignore[no-untyped-def]
+        drift = original(self, layer, merged, found)
         for batch in (batch for batches in self.waiting.values() for batch in batches):
             batch.put("expert", batch.get("merged"))
         return drift
@@ -424,12 +424,12 @@ def token_weights_counted_twice(patch: Patch) -> None:
 
 
 def token_weights_for_keys_too(patch: Patch) -> None:
-    original = layer_sums.token_rule
+    original = FeatCal.wants
 
-    def everywhere(chain, layer, site, last_block_tokens):  # type: ignore[no-untyped-def]
-        return original(chain, layer, dataclasses.replace(site, mixes_tokens=False), last_block_tokens)
+    def everywhere(self, site, *, in_last_block):  # type: ignore[no-untyped-def]
+        return original(self, dataclasses.replace(site, mixes_tokens=False), in_last_block=in_last_block)
 
-    patch.setattr(layer_sums, "token_rule", everywhere)
+    patch.setattr(FeatCal, "wants", everywhere)
 
 
 Fault = Callable[[Patch], None]

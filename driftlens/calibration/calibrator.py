@@ -1,11 +1,181 @@
-"""The registry of calibrators."""
+"""What calibrators are made of, and the registry that finds them: one file each in this package.
+
+A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
+annotations (see `driftlens.settings`). Spec, command line, dashboard and model card ask for them there. It is
+`ClosedForm`, which solves from moments, or `Trained`, which learns attachments from features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
-from driftlens.engine.problems import Calibrator
+import torch
+from torch import Tensor
+
+from driftlens.engine.linear_sums import WeightedFold
+from driftlens.engine.problems import LinearFold, Problem, SiteUpdate, Wanted
+from driftlens.engine.variant import Attachment
+from driftlens.errors import SpecError, did_you_mean
+from driftlens.linalg.gram import GramPool
+from driftlens.linalg.norm_moments import NormMoments
+from driftlens.models.chain import Layer, Site
 from driftlens.registry import Registry
+from driftlens.settings import settings_of
 
-calibrators: Registry[Callable[..., Calibrator]] = Registry("calibrator", "driftlens.calibration")
+
+class Calibrator:
+    """Settings in the manner of scikit-learn: the constructor only stores them, `check` refuses what can't be.
+
+    Attributes:
+        title: what reports print.
+        source: the paper.
+        update: kinds of parameters that it changes; none where it only attaches.
+    """
+
+    title: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    update: Sequence[str] = ()
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments of the constructor and their values; `deep` changes nothing, as nothing is nested."""
+        return {setting.name: getattr(self, setting.name) for setting in settings_of(type(self))}
+
+    def set_params(self, **parameters: Any) -> Self:
+        """The calibrator itself, some of its settings changed.
+
+        Raises:
+            SpecError: there is no such setting.
+        """
+        known = self.get_params()
+        for name, value in parameters.items():
+            if name not in known:
+                hint = did_you_mean(name, known) or f"It has {', '.join(known)}."
+                raise SpecError(f"{type(self).__name__} has no parameter {name!r}", hint=hint)
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(type(self)).parameters
+        changed = [
+            f"{name}={value!r}"
+            for name, value in self.get_params().items()
+            if value != defaults[name].default
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def check(self, *, has_base: bool = True) -> None:
+        """Refuse settings that make no sense.
+
+        Raises:
+            SpecError: names the setting, its value and what was expected.
+        """
+        for setting in settings_of(type(self)):
+            setting.read(getattr(self, setting.name))
+
+
+class ClosedFormBase(Calibrator, ABC):
+    """Defaults of `driftlens.engine.problems.ClosedForm`: the experts' own outputs wanted, every task counting alike.
+
+    A subclass adds `solve`.
+    """
+
+    update: Sequence[str] = ("linear", "bias", "norm")
+    solve_dtype: str = "float64"
+
+    @property
+    def moments_key(self) -> Hashable:
+        """Calibrators of one class share moments where all their settings are equal."""
+        return type(self), repr(self)
+
+    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
+        """The expert's own outputs, tokens counting as the adapter says."""
+        return Wanted(1.0, site.token_weights)
+
+    def task_weight(self, gram_norm: Tensor) -> Tensor:
+        """How much a task counts whose Gram matrix has this Frobenius norm."""
+        return torch.ones_like(gram_norm)
+
+    def fold(self, grams: GramPool) -> LinearFold:
+        """Tasks summed up, each counting its task weight."""
+        return WeightedFold(grams, self.task_weight)
+
+    def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
+        """Tasks summed up, each counting 1."""
+        return task if total is None else total + task
+
+    @abstractmethod
+    def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
+        """See `ClosedForm`."""
+
+
+@dataclass(frozen=True)
+class BoundaryFeatures:
+    """What leaves one layer on a task's calibration samples, [n, t, d] or [n, d] each.
+
+    Attributes:
+        layer: which one.
+        task: whose samples these are.
+        merged: of the model that is to be repaired, with what is attached before this boundary.
+        expert: of the task's expert.
+    """
+
+    layer: Layer
+    task: str
+    merged: Tensor
+    expert: Tensor
+
+
+class Trained(Calibrator, ABC):
+    """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
+
+    A subclass adds `train` and `attachment`.
+    """
+
+    needs_task: ClassVar[bool] = True
+    """Whether the task has to be known when the model is used."""
+
+    def boundaries(self, num_layers: int) -> Sequence[int]:
+        """Where something is attached; boundary l is what leaves layer l."""
+        return (num_layers,)
+
+    @abstractmethod
+    def train(
+        self,
+        features: BoundaryFeatures,
+        generator: torch.Generator,
+        on_epoch: Callable[[int, int, float], None],
+    ) -> Attachment:
+        """The map for one task and boundary.
+
+        Args:
+            features: what is to be mapped, and onto what.
+            generator: for whatever is drawn at random.
+            on_epoch: to be told of each epoch: its number from 1, of how many, and the loss.
+        """
+
+    @classmethod
+    @abstractmethod
+    def attachment(cls, tensors: Mapping[str, Tensor]) -> Attachment:
+        """The map that these tensors make up, as `Attachment.tensors` gave them."""
+
+
+def closed_form(calibrator: Calibrator) -> ClosedFormBase:
+    """The calibrator, if it solves from moments.
+
+    Raises:
+        SpecError: it doesn't.
+    """
+    if isinstance(calibrator, ClosedFormBase):
+        return calibrator
+    raise SpecError(
+        f"{type(calibrator).__name__} is trained, not solved in closed form: its settings can't be tried side by side",
+        hint="Calibrate once per setting, each under a name of its own.",
+    )
+
+
+calibrators: Registry[type[Calibrator]] = Registry("calibrator", "driftlens.calibration")
 """Names to classes; calling one with settings as keyword arguments gives a calibrator."""

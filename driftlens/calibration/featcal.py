@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Hashable, Sequence
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.checks import require_number, require_one_of
+from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.linear_solve import solve_linear
 from driftlens.calibration.norm_solve import solve_norm
-from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate
+from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate, Wanted
 from driftlens.errors import SpecError
-from driftlens.models.chain import Parameters
+from driftlens.models.chain import Parameters, Site
+from driftlens.settings import Bounds
 
-UPDATES = ("linear", "bias", "norm")
+Update = Literal["linear", "bias", "norm"]
+UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")
 
 
 @calibrators.register("featcal")
-class FeatCal:
+class FeatCal(ClosedFormBase):
     """Closed-form feature calibration of a merged model (arXiv:2605.13030): its settings and its solves.
 
     The defaults follow the paper's text for CLIP; `driftlens.calibration.presets` has the others. Arguments are stored
@@ -40,16 +40,19 @@ class FeatCal:
         solve_dtype: `float64` or `float32`, for sums and solves; at lam = 1e-5 float32 is good to about 1e-3 only.
     """
 
+    title = "FeatCal"
+    source = "arXiv:2605.13030"
+
     def __init__(
         self,
-        lam: float = 0.05,
-        rho: float = 2.0,
-        alpha: float = 0.3,
-        eps: float = 1e-8,
-        update: Sequence[str] = UPDATES,
-        anchor: str = "merged",
-        last_block_tokens: str | None = None,
-        solve_dtype: str = "float64",
+        lam: Annotated[float, Bounds(low=0), "ridge, for Gram matrices of norm 1"] = 0.05,
+        rho: Annotated[float, "the anchor is rho * merged + (1 - rho) * base"] = 2.0,
+        alpha: Annotated[float, Bounds(low=0, high=1), "share of the expert in the target"] = 0.3,
+        eps: Annotated[float, Bounds(low=0), "least Gram norm and LayerNorm determinant"] = 1e-8,
+        update: Annotated[Sequence[Update], "what is solved for"] = UPDATES,
+        anchor: Annotated[Literal["merged", "none"], "`none` drops the pull towards the anchor"] = "merged",
+        last_block_tokens: Annotated[str | None, "how the last block's tokens count"] = None,
+        solve_dtype: Annotated[Literal["float64", "float32"], "of sums and solves"] = "float64",
     ) -> None:
         self.lam = lam
         self.rho = rho
@@ -60,58 +63,28 @@ class FeatCal:
         self.last_block_tokens = last_block_tokens
         self.solve_dtype = solve_dtype
 
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The arguments of the constructor and their values; `deep` changes nothing, as nothing is nested."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-
-    def set_params(self, **parameters: Any) -> Self:
-        """The calibrator itself, some of its settings changed.
-
-        Raises:
-            SpecError: there is no such setting.
-        """
-        known = self.get_params()
-        for name, value in parameters.items():
-            if name not in known:
-                raise SpecError(
-                    f"{type(self).__name__} has no parameter {name!r}", hint=f"It has {', '.join(known)}."
-                )
-            setattr(self, name, value)
-        return self
-
-    def __repr__(self) -> str:
-        defaults = inspect.signature(type(self)).parameters
-        changed = [
-            f"{name}={value!r}"
-            for name, value in self.get_params().items()
-            if value != defaults[name].default
-        ]
-        return f"{type(self).__name__}({', '.join(changed)})"
-
     def check(self, *, has_base: bool = True) -> None:
         """Refuse settings that make no sense.
 
         Raises:
             SpecError: names the setting, its value and what was expected.
         """
-        require_number("lam", self.lam, at_least=0)
-        require_number("rho", self.rho)
-        require_number("alpha", self.alpha, at_least=0, at_most=1)
-        require_number("eps", self.eps, at_least=0)
-        require_one_of("anchor", self.anchor, ("merged", "none"))
-        require_one_of("solve_dtype", self.solve_dtype, ("float32", "float64"))
-        if isinstance(self.update, str) or not self.update:
-            raise SpecError(
-                f"update is {self.update!r}; expected a list of {', '.join(UPDATES)}",
-                hint="For example ['linear', 'bias']; on the command line: --set 'update=[linear, bias]'.",
-            )
-        for part in self.update:
-            require_one_of("update", part, UPDATES)
+        super().check(has_base=has_base)
         if not has_base and self.anchor == "merged" and self.rho != 1:
             raise SpecError(
                 f"rho is {self.rho:g}, which blends the merged model with the base, and there is no base",
                 hint="Set rho to 1, name the base, or set anchor to none.",
             )
+
+    @property
+    def moments_key(self) -> Hashable:
+        """Ridge and anchor only enter the solve."""
+        return self.alpha, self.eps, self.last_block_tokens, self.solve_dtype
+
+    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
+        """A share `alpha` of the expert in the target; sites whose outputs other tokens read keep their own rule."""
+        emphasised = self.last_block_tokens if in_last_block and not site.mixes_tokens else None
+        return Wanted(self.alpha, emphasised or site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
         """omega = 1 / max(|G|_F, eps) (Eq. 14): every task counts alike, however large its features are."""

@@ -5,13 +5,21 @@ merged model's, and the inputs of the sites are summed up; all sites of the laye
 layer with its new parameters is run once more, and what leaves it waits at the next boundary. The expert's features
 never meet the merged model's. Alive at a time: one layer of the expert at hand, the merged model and the base, the sums
 of one layer, and the features that wait, those beyond a budget on disk.
+
+Many calibrations walk side by side, each in a lane of its own; one alone is the plain case. Every layer's weights are
+read once, and the expert's features belong to all lanes. Until the first calibrated layer there is one merged model, so
+its features and, for calibrations that want the same of the same samples, the moments of that layer are shared too;
+from there on every lane carries features of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +30,8 @@ from driftlens.engine.finite import FiniteWatch
 from driftlens.engine.layer_solve import solve_layer
 from driftlens.engine.layer_sums import LayerSums
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer, Calibrator
-from driftlens.engine.site_rows import rows_and_output, rows_only
+from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
+from driftlens.engine.site_rows import SiteRows, rows_and_output, rows_only
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import on_device
 from driftlens.errors import DataError, SpecError
@@ -34,15 +42,54 @@ from driftlens.variants import expert_of
 Samples = Mapping[str, Callable[[], Iterable[Batch]]]
 """Task -> a function that gives its calibration samples, each time anew; it is called once."""
 
-_EXPERT, _MERGED = "expert", "merged"
-_IN_WORDS = {_EXPERT: "the expert", _MERGED: "the merged model"}
+
+class Part(Protocol):
+    """Some of a task's calibration samples: a `SampleSet`, for instance."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Names of the samples, for messages; none where they are not known."""
+        ...
+
+    def batches(self) -> Iterable[Batch]:
+        """The samples, each time anew."""
+        ...
+
+
+Parts = Mapping[str, Sequence[Part]]
+"""Task -> its calibration samples in parts that don't overlap; every task has as many parts."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One calibration among many.
+
+    Attributes:
+        calibrator: its settings and closed forms.
+        parts: numbers of the parts of the samples that it may read.
+    """
+
+    calibrator: ClosedForm
+    parts: frozenset[int] = frozenset({0})
+
+    @property
+    def moments_key(self) -> Hashable:
+        """Lanes with equal keys have equal moments, as long as they have equal features."""
+        return self.calibrator.moments_key, self.parts
+
+
+@dataclass(frozen=True)
+class _WholeTask:
+    batches: Callable[[], Iterable[Batch]]
+    ids: Sequence[str]
 
 
 def calibrate(
     pool: ModelPool,
     samples: Samples,
-    calibrator: Calibrator,
+    calibrator: ClosedForm,
     *,
+    ids: Mapping[str, Sequence[str]] | None = None,
     sites: Mapping[int, Collection[str]],
     merged: str = "merged",
     base: str | None = "base",
@@ -50,7 +97,6 @@ def calibrate(
     spill: Path | None = None,
     done: Mapping[int, Mapping[str, Tensor]] | None = None,
     on_step: Callable[[int, str], None] | None = None,
-    ids: Mapping[str, Sequence[str]] | None = None,
     pooling: Pool = "cls",
     objectives: bool = True,
 ) -> Iterator[CalibratedLayer]:
@@ -63,6 +109,7 @@ def calibrate(
         pool: base, merged model and one expert per task.
         samples: calibration samples by task.
         calibrator: settings and closed forms.
+        ids: sample ids by task, for messages.
         sites: layer index -> names of its sites, see `select_sites`.
         merged: the pool's name of the model to calibrate.
         base: the pool's name of the base, or None without one.
@@ -70,7 +117,6 @@ def calibrate(
         spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
         on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
-        ids: sample ids by task, for messages.
         pooling: how one vector per sample is taken for `drift_l2_mean`.
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
 
@@ -81,18 +127,70 @@ def calibrate(
         SingularGramError: a site can't be solved for as asked; names it.
     """
     calibrator.check(has_base=base is not None)
-    _require_tasks(pool, samples)
+    named = ids or {}
+    parts = {task: [_WholeTask(read, named.get(task, ()))] for task, read in samples.items()}
+    together = calibrate_side_by_side(
+        pool,
+        parts,
+        [Lane(calibrator)],
+        sites=sites,
+        merged=merged,
+        base=base,
+        feature_budget=feature_budget,
+        spill=spill,
+        done=done,
+        on_step=on_step,
+        pooling=pooling,
+        objectives=objectives,
+    )
+    return (layer for [layer] in together)
+
+
+def calibrate_side_by_side(
+    pool: ModelPool,
+    parts: Parts,
+    lanes: Sequence[Lane],
+    *,
+    sites: Mapping[int, Collection[str]],
+    merged: str = "merged",
+    base: str | None = "base",
+    feature_budget: int = 2 * 2**30,
+    spill: Path | None = None,
+    done: Mapping[int, Mapping[str, Tensor]] | None = None,
+    on_step: Callable[[int, str], None] | None = None,
+    pooling: Pool = "cls",
+    objectives: bool = False,
+) -> Iterator[list[CalibratedLayer]]:
+    """The same layer calibrated in every lane, in the order of the lanes, layer after layer. The rest as `calibrate`.
+
+    Args:
+        pool: base, merged model and one expert per task.
+        parts: calibration samples; an empty part is allowed, a lane without any sample of a task is not.
+        lanes: the calibrations; they update the same kinds of parameters.
+        sites: layer index -> names of its sites, see `select_sites`; the same for all lanes.
+        merged: the pool's name of the model to calibrate.
+        base: the pool's name of the base, or None without one.
+        feature_budget: bytes of waiting features, over all tasks and lanes, that may stay in memory.
+        spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
+        done: layers calibrated before an interruption, for a single lane.
+        on_step: called with layer index and task before every batch.
+        pooling: how one vector per sample is taken for `drift_l2_mean`, which a single lane tells.
+        objectives: whether reports hold the objectives of linear sites.
+
+    Raises:
+        DriftLensError: as for `calibrate`.
+    """
+    _require_tasks(pool, parts)
     finished = done or {}
     remaining = {index: names for index, names in sites.items() if names and index not in finished}
     walk = _Walk(
         pool,
-        samples,
-        calibrator,
+        {task: parts[task] for task in sorted(parts)},
+        lanes,
         store=FeatureStore(feature_budget, spill),
         merged=merged,
         base=base,
         on_step=on_step or (lambda layer, task: None),
-        ids=ids or {},
         pooling=pooling,
         objectives=objectives,
     )
@@ -101,15 +199,36 @@ def calibrate(
 
 def _layers(
     walk: _Walk, sites: Mapping[int, Collection[str]], done: Mapping[int, Mapping[str, Tensor]]
-) -> Iterator[CalibratedLayer]:
+) -> Iterator[list[CalibratedLayer]]:
     last = max(sites, default=0)
     with walk.store:
         for layer in walk.pool.chain.layers[:last]:
-            names, is_last = sites.get(layer.index, ()), layer.index == last
+            names = sites.get(layer.index, ())
             if names:
-                yield walk.calibrate(layer, names, is_last=is_last)
+                yield walk.calibrate(layer, names, is_last=layer.index == last)
             else:
                 walk.pass_through(layer, done.get(layer.index, {}))
+
+
+_EXPERT, _TRUNK = "expert", "merged"
+
+
+class _Branch:
+    """Lanes that still have the merged model's features in common.
+
+    `sums` holds the moments of the layer at hand, once for all lanes that want the same ones.
+    """
+
+    def __init__(self, name: str, lanes: Mapping[int, Lane]) -> None:
+        self.name = name
+        self.lanes = lanes
+        self.parts = frozenset[int]().union(*(lane.parts for lane in lanes.values()))
+        self.sums: dict[Hashable, LayerSums] = {}
+
+    def readers(self, part: int) -> list[LayerSums]:
+        """The sums that a part of the samples belongs in."""
+        keys = {lane.moments_key: None for lane in self.lanes.values() if part in lane.parts}
+        return [self.sums[key] for key in keys]
 
 
 @dataclass
@@ -117,39 +236,49 @@ class _Walk:
     """What stays the same from layer to layer, and the features that wait at the boundary reached."""
 
     pool: ModelPool
-    samples: Samples
-    calibrator: Calibrator
+    parts: Parts
+    lanes: Sequence[Lane]
     store: FeatureStore
     merged: str
     base: str | None
     on_step: Callable[[int, str], None]
-    ids: Mapping[str, Sequence[str]]
     pooling: Pool
     objectives: bool
-    waiting: dict[str, list[WaitingBatch]] = field(default_factory=dict)
+    waiting: dict[tuple[str, int], list[WaitingBatch]] = field(default_factory=dict)
     grams: GramPool = field(default_factory=GramPool)
 
-    @property
-    def tasks(self) -> list[str]:
-        return sorted(self.samples)
+    def __post_init__(self) -> None:
+        self.branches = [_Branch(_TRUNK, dict(enumerate(self.lanes)))]
+        self.seconds = [0.0] * len(self.lanes)
+        self.tells_drift = len(self.lanes) == 1
 
     @torch.no_grad()
     @exact_products()
-    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
+    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
+        self.seconds = [0.0] * len(self.lanes)
         merged = self.pool.parameters(self.merged, layer)
-        sums = LayerSums(
-            self.pool.chain, layer, names, self.calibrator, objectives=self.objectives, grams=self.grams
-        )
-        for task in self.tasks:
-            self._sum_up(layer, merged, sums, task, needs_output=not is_last)
-        base = None if self.base is None else self.pool.parameters(self.base, layer)
-        stored_as = self.merged if self.base is None else self.base
-        problems = sums.problems(merged, base)
-        updates, reports = solve_layer(self.pool, layer, problems, self.calibrator, stored_as=stored_as)
+        for branch in self.branches:
+            branch.sums = {
+                lane.moments_key: LayerSums(
+                    self.pool.chain,
+                    layer,
+                    names,
+                    lane.calibrator,
+                    objectives=self.objectives,
+                    grams=self.grams,
+                )
+                for lane in branch.lanes.values()
+            }
+        for task in self.parts:
+            self._sum_up(layer, merged, task, needs_output=not is_last)
+        found = self._solve(layer, merged)
         self.grams.take_back()
-        drift = {} if is_last else self._advance(layer, merged | updates)
-        return CalibratedLayer(layer.index, updates, reports, drift)
+        drift = {} if is_last else self._advance(layer, merged, found)
+        return [
+            CalibratedLayer(layer.index, updates, reports, drift, seconds)
+            for (updates, reports), seconds in zip(found, self.seconds, strict=True)
+        ]
 
     @torch.no_grad()
     @exact_products()
@@ -157,50 +286,104 @@ class _Walk:
         """Take all features to the next boundary, the merged model's through the parameters in `done`."""
         merged = self.pool.parameters(self.merged, layer)
         merged |= {name: value.to(merged[name]) for name, value in done.items()}
-        for task in self.tasks:
+        for task in self.parts:
             expert = self.pool.parameters(expert_of(task), layer)
-            watch = FiniteWatch(layer, task, self.ids.get(task, ()))
-            for batch in self._batches(layer, task, waits=False):
-                for model, parameters in ((_EXPERT, expert), (_MERGED, merged)):
-                    out = layer.call(parameters, batch.get(model), batch.side)
-                    watch.see(_IN_WORDS[model], out[layer.stream])
-                    batch.put(model, out)
-            watch.check()
+            for part, ids in self._parts_of(task):
+                watch = FiniteWatch(layer, task, ids)
+                for batch in self._batches(layer, task, part, waits=False):
+                    models = [(_EXPERT, expert)]
+                    models += [(branch.name, merged) for branch in self.branches if part in branch.parts]
+                    for model, parameters in models:
+                        out = layer.call(parameters, batch.get(model), batch.side)
+                        watch.see(_in_words(model), out[layer.stream])
+                        batch.put(model, out)
+                watch.check()
 
-    def _sum_up(
-        self, layer: Layer, merged: Parameters, sums: LayerSums, task: str, *, needs_output: bool
-    ) -> None:
+    def _sum_up(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
+        """Take the task's expert through the layer, and add what its sites see to the sums of every branch."""
         expert = self.pool.parameters(expert_of(task), layer)
-        watch = FiniteWatch(layer, task, self.ids.get(task, ()))
-        for batch in self._batches(layer, task):
-            theirs, state = batch.get(_EXPERT), batch.get(_MERGED)
-            if needs_output:
-                seen, out = rows_and_output(
-                    layer, expert, theirs, batch.side, sums.expert_inputs, sums.expert_outputs
-                )
-                watch.see(_IN_WORDS[_EXPERT], out[layer.stream])
-                batch.put(_EXPERT, out)
-            else:
-                seen = rows_only(layer, expert, theirs, batch.side, sums.expert_inputs, sums.expert_outputs)
-            mine = rows_only(layer, merged, state, batch.side, sums.merged_inputs)
-            sums.add(mine, seen, state, batch.side, expert, len(self.waiting.get(task, ())))
-        watch.check()
-        sums.end_task(expert)
-
-    def _advance(self, layer: Layer, merged: Parameters) -> dict[str, float]:
-        """Take the merged model's features through the calibrated layer; the mean drift behind it, by task."""
-        drift: dict[str, float] = {}
-        for task in self.tasks:
-            watch = FiniteWatch(layer, task, self.ids.get(task, ()))
-            sizes = []
-            for batch in self._batches(layer, task):
-                out = layer.call(merged, batch.get(_MERGED), batch.side)
-                watch.see("the calibrated model", out[layer.stream])
-                sizes.append(self._drift(layer, out, batch))
-                batch.put(_MERGED, out)
+        every = [sums for branch in self.branches for sums in branch.sums.values()]
+        inputs = {site for sums in every for site in sums.expert_inputs}
+        outputs = {site for sums in every for site in sums.expert_outputs}
+        for part, ids in self._parts_of(task):
+            watch = FiniteWatch(layer, task, ids)
+            for batch in self._batches(layer, task, part):
+                with self._shared(range(len(self.lanes))):
+                    theirs = batch.get(_EXPERT)
+                    if needs_output:
+                        seen, out = rows_and_output(layer, expert, theirs, batch.side, inputs, outputs)
+                        watch.see(_in_words(_EXPERT), out[layer.stream])
+                        batch.put(_EXPERT, out)
+                    else:
+                        seen = rows_only(layer, expert, theirs, batch.side, inputs, outputs)
+                self._add(layer, batch, part, merged, expert, seen, task)
             watch.check()
-            drift[task] = float(torch.cat(sizes).mean())
-        return drift
+        for sums in every:
+            sums.end_task(expert)
+
+    def _add(
+        self,
+        layer: Layer,
+        batch: WaitingBatch,
+        part: int,
+        merged: Parameters,
+        expert: Parameters,
+        seen: SiteRows,
+        task: str,
+    ) -> None:
+        num_batches = len(self.waiting.get((task, part), ()))
+        for branch in self.branches:
+            readers = branch.readers(part)
+            if not readers:
+                continue
+            with self._shared(branch.lanes):
+                state = batch.get(branch.name)
+                inputs = {site for sums in readers for site in sums.merged_inputs}
+                rows = rows_only(layer, merged, state, batch.side, inputs)
+                for sums in readers:
+                    sums.add(rows, seen, state, batch.side, expert, num_batches)
+
+    def _solve(self, layer: Layer, merged: Parameters) -> list[Solved]:
+        """New parameters and reports of the layer, lane by lane."""
+        base = None if self.base is None else self.pool.parameters(self.base, layer)
+        stored_as = self.merged if self.base is None else self.base
+        found: dict[int, Solved] = {}
+        for branch in self.branches:
+            with self._shared(branch.lanes):
+                problems = {key: sums.problems(merged, base) for key, sums in branch.sums.items()}
+            branch.sums = {}
+            for index, lane in branch.lanes.items():
+                with self._shared([index]):
+                    found[index] = solve_layer(
+                        self.pool, layer, problems[lane.moments_key], lane.calibrator, stored_as=stored_as
+                    )
+        return [found[index] for index in range(len(self.lanes))]
+
+    def _advance(self, layer: Layer, merged: Parameters, found: Sequence[Solved]) -> dict[str, float]:
+        """Take every lane's features through its calibrated layer; the mean drift behind it, by task."""
+        splits = len(self.branches) < len(self.lanes)
+        if splits:  # from here on every lane is on its own
+            self.branches = [_Branch(f"{index}", {index: lane}) for index, lane in enumerate(self.lanes)]
+        drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
+        for (task, part), batches in self.waiting.items():
+            watch = FiniteWatch(layer, task, self.parts[task][part].ids)
+            for batch in batches:
+                for branch in self.branches:
+                    if part not in branch.parts:
+                        continue
+                    self.on_step(layer.index, task)
+                    with self._shared(branch.lanes):
+                        [lane] = branch.lanes
+                        state = batch.get(_TRUNK if splits else branch.name)
+                        out = layer.call({**merged, **found[lane][0]}, state, batch.side)
+                        watch.see(_in_words(branch.name, calibrated=True), out[layer.stream])
+                        if self.tells_drift:
+                            drift[task].append(self._drift(layer, out, batch))
+                        batch.put(branch.name, out)
+                if splits:
+                    batch.put(_TRUNK, {})  # nobody asks for it again
+            watch.check()
+        return {task: float(torch.cat(sizes).mean()) for task, sizes in drift.items() if sizes}
 
     def _drift(self, layer: Layer, out: State, batch: WaitingBatch) -> Tensor:
         mask = batch.side.get(f"{layer.stream}_mask")
@@ -208,40 +391,64 @@ class _Walk:
         difference = pooled(out[layer.stream], self.pooling, mask) - pooled(expert, self.pooling, mask)
         return torch.linalg.vector_norm(difference.double(), dim=1)
 
-    def _batches(self, layer: Layer, task: str, *, waits: bool = True) -> Iterator[WaitingBatch]:
-        """The task's batches at the boundary before the layer, a word to the caller before each.
+    def _parts_of(self, task: str) -> Iterator[tuple[int, Sequence[str]]]:
+        return ((number, part.ids) for number, part in enumerate(self.parts[task]))
+
+    def _batches(self, layer: Layer, task: str, part: int, *, waits: bool = True) -> Iterator[WaitingBatch]:
+        """The batches of a part at the boundary before the layer, a word to the caller before each.
 
         Whether they will be asked for again at this boundary, `waits` says; it matters for the raw inputs alone.
         """
-        source = self.waiting[task] if task in self.waiting else self._read(task, waits=waits)
-        for batch in source:
+        known = self.waiting.get((task, part))
+        for batch in self._read(task, part, waits=waits) if known is None else known:
             self.on_step(layer.index, task)
             yield batch
 
-    def _read(self, task: str, *, waits: bool) -> Iterator[WaitingBatch]:
-        """The task's batches at boundary 0, each read when it is asked for; both models start from the same inputs."""
+    def _read(self, task: str, part: int, *, waits: bool) -> Iterator[WaitingBatch]:
+        """The batches of a part at boundary 0, each read when asked for; all models start from the same inputs."""
         batches: list[WaitingBatch] = []
-        for batch in self.samples[task]():
-            inputs = on_device(batch.inputs, self.pool.device, self.pool.dtype)
-            state, side = self.pool.chain.start(inputs)
-            waiting = WaitingBatch(self.store, f"{self.tasks.index(task)}-{len(batches)}", side)
-            for model in (_EXPERT, _MERGED):
+        for batch in self.parts[task][part].batches():
+            state, side = self.pool.chain.start(on_device(batch.inputs, self.pool.device, self.pool.dtype))
+            name = f"{list(self.parts).index(task)}-{part}-{len(batches)}"
+            waiting = WaitingBatch(self.store, name, side)
+            for model in (_EXPERT, _TRUNK):
                 (waiting.put if waits else waiting.lend)(model, state)
             batches.append(waiting)
             yield waiting
-        if not batches:
+        self.waiting[task, part] = batches
+        if not any(self.waiting.get((task, number), [None]) for number in range(len(self.parts[task]))):
             raise DataError(
                 f"task {task!r} has no calibration samples",
                 hint="Give every task at least one, or leave the task out.",
                 task=task,
             )
-        self.waiting[task] = batches
+
+    @contextmanager
+    def _shared(self, lanes: Collection[int]) -> Iterator[None]:
+        """Work whose time these lanes have in common."""
+        started = time.perf_counter()
+        yield
+        share = (time.perf_counter() - started) / len(lanes)
+        for index in lanes:
+            self.seconds[index] += share
 
 
-def _require_tasks(pool: ModelPool, samples: Samples) -> None:
-    if not samples:
+Solved = tuple[dict[str, Tensor], list[SiteReport]]
+"""A layer's new parameters by its own names, and a report per site."""
+
+
+def _in_words(model: str, *, calibrated: bool = False) -> str:
+    if model == _EXPERT:
+        return "the expert"
+    if calibrated or model != _TRUNK:
+        return "the calibrated model" if model == _TRUNK else f"calibrated model {model}"
+    return "the merged model"
+
+
+def _require_tasks(pool: ModelPool, parts: Parts) -> None:
+    if not parts:
         raise DataError("there is no task to calibrate on", hint="Give the calibration samples of a task.")
-    missing = [task for task in samples if expert_of(task) not in pool]
+    missing = [task for task in parts if expert_of(task) not in pool]
     if missing:
         raise SpecError(
             f"there is no expert of {', '.join(sorted(missing))}",

@@ -9,14 +9,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import Calibrator, NormProblem, Problem, SiteReport, SiteUpdate
+from driftlens.engine.problems import ClosedForm, NormProblem, Problem, SiteReport, SiteUpdate
 from driftlens.engine.site_selection import site_path
 from driftlens.errors import NumericsError
 from driftlens.models.chain import Layer, Site
 
 
 def solve_layer(
-    pool: ModelPool, layer: Layer, problems: Sequence[Problem], calibrator: Calibrator, *, stored_as: str
+    pool: ModelPool, layer: Layer, problems: Sequence[Problem], calibrator: ClosedForm, *, stored_as: str
 ) -> tuple[dict[str, Tensor], list[SiteReport]]:
     """New parameters of a layer by its own names, and a report per site.
 
@@ -50,7 +50,7 @@ def solve_layer(
     return updates, reports
 
 
-def _solved(layer: Layer, problem: Problem, calibrator: Calibrator) -> Sequence[SiteUpdate]:
+def _solved(layer: Layer, problem: Problem, calibrator: ClosedForm) -> Sequence[SiteUpdate]:
     try:
         return calibrator.solve(problem)
     except NumericsError as error:

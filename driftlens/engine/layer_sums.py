@@ -9,7 +9,7 @@ from torch import Tensor
 
 from driftlens.engine.linear_sums import LinearSums
 from driftlens.engine.norm_sums import NormSums
-from driftlens.engine.problems import Calibrator, Problem
+from driftlens.engine.problems import ClosedForm, Problem, Wanted
 from driftlens.engine.site_rows import SiteRows
 from driftlens.errors import SpecError
 from driftlens.linalg.gram import GramPool
@@ -27,7 +27,7 @@ class LayerSums:
         chain: the model taken apart.
         layer: the layer at hand.
         names: its sites to calibrate.
-        calibrator: for the target, the task weights and the dtype of the sums.
+        calibrator: says what it wants of each site, and folds the tasks.
         objectives: whether what objectives need is summed up too.
         grams: where Gram sums come from; problems live in them until they are taken back.
 
@@ -40,52 +40,52 @@ class LayerSums:
         chain: LayerChain,
         layer: Layer,
         names: Collection[str],
-        calibrator: Calibrator,
+        calibrator: ClosedForm,
         *,
         objectives: bool = True,
         grams: GramPool | None = None,
     ) -> None:
         self._chain = chain
         dtype: torch.dtype = getattr(torch, calibrator.solve_dtype)
-        grouped: dict[tuple[str, str], list[Site]] = {}
-        self._norms: list[tuple[str, NormSums]] = []
+        memory = grams or GramPool()
+        grouped: dict[tuple[str, Wanted], list[Site]] = {}
+        self._norms: list[NormSums] = []
         for site in layer.sites:
             if site.name not in names:
                 continue
-            rule = token_rule(chain, layer, site, calibrator.last_block_tokens)
+            wanted = calibrator.wants(site, in_last_block=layer is chain.blocks[-1])
+            require_rule(chain, wanted.token_weights)
             if site.kind == "linear":
-                grouped.setdefault((site.input, rule), []).append(site)
+                grouped.setdefault((site.input, wanted), []).append(site)
             else:
-                self._norms.append((rule, NormSums(site, dtype=dtype)))
+                norm = NormSums(site, rule=wanted.token_weights, fold=calibrator.fold_norm, dtype=dtype)
+                self._norms.append(norm)
         self._groups = [
-            (
-                rule,
-                LinearSums(
-                    sites,
-                    alpha=calibrator.alpha,
-                    task_weight=calibrator.task_weight,
-                    dtype=dtype,
-                    objectives=objectives,
-                    grams=grams,
-                ),
+            LinearSums(
+                sites,
+                wanted=wanted,
+                fold=calibrator.fold(memory),
+                dtype=dtype,
+                objectives=objectives,
+                grams=memory,
             )
-            for (_, rule), sites in grouped.items()
+            for (_, wanted), sites in grouped.items()
         ]
 
     @property
     def expert_inputs(self) -> frozenset[str]:
         """Sites whose input is wanted from the expert; of those that read the same rows, one."""
-        return frozenset(group.sites[0].name for _, group in self._groups)
+        return frozenset(group.sites[0].name for group in self._groups)
 
     @property
     def expert_outputs(self) -> frozenset[str]:
         """Sites whose output is wanted from the expert."""
-        return frozenset(site.name for _, group in self._groups for site in group.sites)
+        return frozenset(site.name for group in self._groups for site in group.sites)
 
     @property
     def merged_inputs(self) -> frozenset[str]:
         """Sites whose input is wanted from the merged model."""
-        return self.expert_inputs | {norm.site.name for _, norm in self._norms}
+        return self.expert_inputs | {norm.site.name for norm in self._norms}
 
     def add(
         self,
@@ -106,27 +106,27 @@ class LayerSums:
             expert: the expert's parameters.
             num_batches: about how many batches the task has.
         """
-        for rule, group in self._groups:
+        for group in self._groups:
             rows = _flat(merged_rows.inputs[group.sites[0].name])
             theirs = _flat(expert_rows.inputs[group.sites[0].name])
             outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
-            weights = self._weights(rule, rows, state, side)
+            weights = self._weights(group.wanted.token_weights, rows, state, side)
             group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches))
-        for rule, norm in self._norms:
+        for norm in self._norms:
             rows = _flat(merged_rows.inputs[norm.site.name])
-            norm.add(rows, self._weights(rule, rows, state, side))
+            norm.add(rows, self._weights(norm.rule, rows, state, side))
 
     def end_task(self, expert: Parameters) -> None:
         """Fold the task at hand into the sums over tasks."""
-        for _, group in self._groups:
+        for group in self._groups:
             group.end_task(expert)
-        for _, norm in self._norms:
+        for norm in self._norms:
             norm.end_task(expert)
 
     def problems(self, merged: Parameters, base: Parameters | None) -> list[Problem]:
         """What is to be solved for this layer, all from the same snapshot of its features."""
-        linear: list[Problem] = [group.problem(merged, base) for _, group in self._groups]
-        return linear + [norm.problem(merged, base) for _, norm in self._norms]
+        linear: list[Problem] = [group.problem(merged, base) for group in self._groups]
+        return linear + [norm.problem(merged, base) for norm in self._norms]
 
     def _weights(self, rule: str, rows: Tensor, state: State, side: SideInputs) -> Tensor | None:
         if rule == UNIFORM:
@@ -134,21 +134,17 @@ class LayerSums:
         return self._chain.token_weights[rule](state, side).flatten().to(rows)
 
 
-def token_rule(chain: LayerChain, layer: Layer, site: Site, last_block_tokens: str | None) -> str:
-    """Name of the rule by which tokens of a site's input count.
+def require_rule(chain: LayerChain, rule: str) -> None:
+    """Refuse a rule of token weights that the architecture doesn't have.
 
     Raises:
-        SpecError: the architecture has no such rule.
+        SpecError: it has no such rule.
     """
-    is_last_block = layer is chain.blocks[-1]
-    emphasised = last_block_tokens is not None and is_last_block and not site.mixes_tokens
-    rule = last_block_tokens if emphasised and last_block_tokens is not None else site.token_weights
     if rule != UNIFORM and rule not in chain.token_weights:
         raise SpecError(
             f"{chain.architecture} has no token weights called {rule!r}",
             hint=f"It has {', '.join([UNIFORM, *chain.token_weights.keys() - {UNIFORM}])}.",
         )
-    return rule
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from driftlens.engine.problems import LinearProblem
+from driftlens.engine.problems import LinearFold, LinearProblem, Wanted
 from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.moments import Moments
 from driftlens.linalg.output_cross import OutputCross, output_cross
@@ -18,12 +18,10 @@ from driftlens.models.chain import Parameters, Site
 class LinearSums:
     """Sums over rows of one group of sites: one Gram matrix, and the outputs wanted from every site, stacked.
 
-    Wanted is W_i x_tgt with x_tgt = alpha * expert + (1 - alpha) * merged rows (Eq. 10).
-
     Args:
-        sites: all reading the same rows with the same token weights.
-        alpha: share of the expert's rows in the target.
-        task_weight: how much a task counts, from the Frobenius norm of its Gram matrix.
+        sites: all reading the same rows, and of which the same is wanted.
+        wanted: which outputs are.
+        fold: what becomes of every task's moments.
         dtype: of the sums; products are taken in the dtype of the rows.
         objectives: whether the energy of the wanted outputs is summed up, without which there are no objectives.
         grams: where Gram sums come from; the moments live in them until they are taken back.
@@ -33,20 +31,19 @@ class LinearSums:
         self,
         sites: Sequence[Site],
         *,
-        alpha: float,
-        task_weight: Callable[[Tensor], Tensor],
+        wanted: Wanted,
+        fold: LinearFold,
         dtype: torch.dtype,
-        objectives: bool = True,
-        grams: GramPool | None = None,
+        objectives: bool,
+        grams: GramPool,
     ) -> None:
         self.sites = tuple(sites)
-        self._alpha = alpha
-        self._task_weight = task_weight
+        self.wanted = wanted
+        self._fold = fold
         self._dtype = dtype
         self._objectives = objectives
-        self._task: _Task | None = None
-        self._total: _Total | None = None
-        self._grams = grams or GramPool()
+        self._task: TaskMoments | None = None
+        self._grams = grams
         self._gram: GramSum | None = None  # of the task at hand; its memory serves task after task
 
     def add(
@@ -76,32 +73,29 @@ class LinearSums:
             cross = output_cross(
                 weight,
                 _stacked_bias(expert, self.sites),
-                alpha=self._alpha,
+                alpha=self.wanted.expert_share,
                 num_rows=num_rows,
                 dtype=self._dtype,
                 energies=self._objectives,
             )
-            self._task = _Task(self._gram, cross, shape=weight.shape)
+            self._task = TaskMoments(self._gram, cross, shape=weight.shape)
         self._task.add(rows, expert_rows, expert_outputs, weights)
 
     def end_task(self, expert: Parameters) -> None:
         """Fold the task at hand into the sums over tasks."""
         assert self._task is not None
-        if self._total is None:
-            gram = self._grams.lend(self._task.gram.k, self._dtype, self._task.gram.device)
-            self._total = _Total(gram, self._task)
         biases = {site.name: expert.get(f"{site.name}.bias") for site in self.sites}
-        self._total.add(self._task, self._task_weight, biases)
+        self._task.biases = {name: bias for name, bias in biases.items() if bias is not None}
+        self._fold.add(self._task)
         self._task = None
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
-        assert self._total is not None
         mine = [f"{site.name}.{part}" for site in self.sites for part in ("weight", "bias")]
         return LinearProblem(
             sites=self.sites,
-            moments=self._total.moments(),
-            expert_bias=self._total.mean_bias(),
+            moments=self._fold.moments(),
+            expert_bias=self._fold.mean_bias(),
             merged={name: merged[name] for name in mine if name in merged},
             base=None if base is None else {name: base[name] for name in mine if name in base},
         )
@@ -119,8 +113,17 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
 
 
-class _Task:
-    """Sums over the rows of one task; `shape` is that of the stacked weights."""
+class TaskMoments:
+    """Sums over the rows of one task: the unit that calibrators fold.
+
+    Attributes:
+        gram: of what the merged model feeds the sites, [k, k].
+        cross: of the wanted outputs with these inputs.
+        shape: [O, k] of the stacked weights.
+        rows: sum of the inputs, [k].
+        weight_sum: how much all rows count together.
+        biases: the expert's, by site.
+    """
 
     def __init__(self, gram: GramSum, cross: OutputCross, shape: Sequence[int]) -> None:
         self.gram = gram
@@ -128,10 +131,12 @@ class _Task:
         self.shape = shape
         self.rows = torch.zeros(shape[1], dtype=gram.dtype, device=gram.device)
         self.weight_sum = self.rows.new_zeros(())
+        self.biases: dict[str, Tensor] = {}
 
     def add(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> None:
+        """Add rows, arguments as for `LinearSums.add`."""
         self.cross.add(rows, expert_rows, expert_outputs, weights)
         if weights is None:
             self.weight_sum += len(rows)
@@ -144,23 +149,30 @@ class _Task:
         self.gram.add_rows(rows)
 
 
-class _Total:
-    """Sums over tasks, each divided by its rows' weight and multiplied by its task weight."""
+class WeightedFold:
+    """Sums over tasks, each divided by its rows' weight and multiplied by its task weight.
 
-    def __init__(self, gram: GramSum, like: _Task) -> None:
-        outputs, k = like.shape
-        self._gram = gram
-        self._cross = like.rows.new_zeros(outputs, k)
-        self._rows = like.rows.new_zeros(k)
-        self._targets = like.rows.new_zeros(outputs)
+    Args:
+        grams: where the sum of Gram matrices comes from.
+        task_weight: how much a task counts, from the Frobenius norm of its mean Gram matrix.
+    """
+
+    def __init__(self, grams: GramPool, task_weight: Callable[[Tensor], Tensor]) -> None:
+        self._grams = grams
+        self._task_weight = task_weight
+        self._gram: GramSum | None = None
         self._energy: Tensor | None = None
-        self._weight = like.rows.new_zeros(())
         self._bias: dict[str, Tensor] = {}
 
-    def add(
-        self, task: _Task, task_weight: Callable[[Tensor], Tensor], biases: dict[str, Tensor | None]
-    ) -> None:
-        omega = task_weight(task.gram.norm() / task.weight_sum)
+    def add(self, task: TaskMoments) -> None:
+        """Take in one task."""
+        if self._gram is None:
+            self._gram = self._grams.lend(task.gram.k, task.gram.dtype, task.gram.device)
+            outputs, k = task.shape
+            self._cross = task.rows.new_zeros(outputs, k)
+            self._rows, self._targets = task.rows.new_zeros(k), task.rows.new_zeros(outputs)
+            self._weight = task.rows.new_zeros(())
+        omega = self._task_weight(task.gram.norm() / task.weight_sum)
         scale = float(omega / task.weight_sum)
         found = task.cross.sums(task.gram)
         self._gram.add(task.gram, scale)
@@ -171,11 +183,12 @@ class _Total:
         self._rows += scale * task.rows
         self._targets += scale * found.target
         self._weight += omega
-        for name, bias in biases.items():
-            if bias is not None:
-                self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows.dtype)
+        for name, bias in task.biases.items():
+            self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows.dtype)
 
     def moments(self) -> Moments:
+        """Of all tasks together, divided by the sum of their task weights."""
+        assert self._gram is not None
         return Moments(
             gram=self._gram.full().div_(self._weight),
             output_cross=self._cross.div_(self._weight),
@@ -186,4 +199,5 @@ class _Total:
         )
 
     def mean_bias(self) -> dict[str, Tensor]:
+        """The experts' biases by site, each counting its task weight."""
         return {name: bias / self._weight for name, bias in self._bias.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +18,22 @@ class NormSums:
 
     Args:
         site: a layer norm or an RMS norm.
+        rule: by which tokens count.
+        fold: a task's moments into those of the tasks before.
         dtype: of the sums.
     """
 
-    def __init__(self, site: Site, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        site: Site,
+        *,
+        rule: str,
+        fold: Callable[[NormMoments | None, NormMoments], NormMoments],
+        dtype: torch.dtype,
+    ) -> None:
         self.site = site
+        self.rule = rule
+        self._fold = fold
         self._dtype = dtype
         self._task: tuple[Tensor, Tensor, Tensor] | None = None
         self._total: NormMoments | None = None
@@ -41,7 +54,7 @@ class NormSums:
         self._task = first, second, count
 
     def end_task(self, expert: Parameters) -> None:
-        """Fold the task at hand into the sums over tasks; every task counts 1."""
+        """Fold the task at hand into the sums over tasks; its moments are means, of weight 1."""
         assert self._task is not None
         first, second, count = self._task
         shift = expert.get(f"{self.site.name}.bias")
@@ -52,7 +65,7 @@ class NormSums:
             shift=None if shift is None else shift.to(self._dtype),
             weight_sum=torch.ones((), dtype=self._dtype, device=first.device),
         )
-        self._total = moments if self._total is None else self._total + moments
+        self._total = self._fold(self._total, moments)
         self._task = None
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from driftlens.linalg.gram import GramPool
 from driftlens.linalg.moments import Moments
 from driftlens.linalg.norm_moments import NormMoments
 from driftlens.models.chain import Parameters, Site, SiteKind
+
+if TYPE_CHECKING:
+    from driftlens.engine.linear_sums import TaskMoments
 
 
 @dataclass(frozen=True)
@@ -86,19 +90,53 @@ class SiteUpdate:
     report: SiteReport
 
 
-class Calibrator(Protocol):
-    """Settings and closed forms; it never holds a model. One file in `driftlens.calibration` each.
+@dataclass(frozen=True)
+class Wanted:
+    """Which moments of a linear site a calibrator wants.
 
     Attributes:
-        alpha: share of the expert's features in the target (Eq. 10).
-        last_block_tokens: token-weight rule of the last block's sites whose outputs no other token reads, instead of
-            their own; None leaves every site its own.
-        solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
+        expert_share: a in the wanted output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha).
+        token_weights: the adapter's rule by which tokens count; `uniform` counts all alike. Masked tokens never count.
     """
 
-    alpha: float
-    last_block_tokens: str | None
+    expert_share: float
+    token_weights: str
+
+
+class LinearFold(Protocol):
+    """Per-task moments of one group of linear sites on their way to the moments that are solved from."""
+
+    def add(self, task: TaskMoments) -> None:
+        """Take in one task; its memory serves the next task afterwards."""
+        ...
+
+    def moments(self) -> Moments:
+        """What is solved from."""
+        ...
+
+    def mean_bias(self) -> dict[str, Tensor]:
+        """By site, the experts' biases folded as the moments are."""
+        ...
+
+
+class ClosedForm(Protocol):
+    """A calibrator that solves from moments: it says which it wants, folds those of the tasks, and solves.
+
+    It never holds a model. One file in `driftlens.calibration` each; `driftlens.calibration.calibrator.ClosedFormBase`
+    has defaults for all but `solve`.
+
+    Attributes:
+        solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
+        update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
+    """
+
     solve_dtype: str
+    update: Sequence[str]
+
+    @property
+    def moments_key(self) -> Hashable:
+        """Equal for calibrators that want the same moments and fold them alike."""
+        ...
 
     def check(self, *, has_base: bool) -> None:
         """Refuse settings that make no sense.
@@ -108,8 +146,16 @@ class Calibrator(Protocol):
         """
         ...
 
-    def task_weight(self, gram_norm: Tensor) -> Tensor:
-        """How much a task counts whose Gram matrix has this Frobenius norm."""
+    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
+        """Which moments of a site are wanted."""
+        ...
+
+    def fold(self, grams: GramPool) -> LinearFold:
+        """An empty fold of tasks for one group of linear sites; Gram matrices come from `grams`."""
+        ...
+
+    def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
+        """A norm's moments of one more task folded into those of the tasks before."""
         ...
 
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
@@ -135,9 +181,11 @@ class CalibratedLayer:
         reports: one per site.
         drift_l2_mean: by task, the mean over samples of the norm of the pooled drift that leaves the calibrated layer;
             empty for the last layer walked, which is not run again.
+        seconds: its own work, and an equal share of what it had in common with calibrations beside it.
     """
 
     layer: int
     updates: Mapping[str, Tensor]
     reports: Sequence[SiteReport]
     drift_l2_mean: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0

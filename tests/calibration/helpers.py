@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from driftlens.data.samples import Batch
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer, Calibrator
+from driftlens.engine.problems import CalibratedLayer, ClosedForm
 from driftlens.engine.site_selection import select_sites
 from tests.calibration.worlds import WORLDS, World
 from tests.cases import family
@@ -54,7 +54,7 @@ def subject(name: str = "open_clip_vit", n: int = 4, device: str | torch.device 
     return Subject(world, models.pool, models.modules, models.batches[0].inputs, n)
 
 
-def layers_of(models: Subject, calibrator: Calibrator, **options: Any) -> list[CalibratedLayer]:
+def layers_of(models: Subject, calibrator: ClosedForm, **options: Any) -> list[CalibratedLayer]:
     """Calibrated layers of all default sites; `options` are those of `calibrate` and replace what is said here."""
     update = getattr(calibrator, "update", ("linear", "bias", "norm"))
     arguments: dict[str, Any] = {
@@ -66,7 +66,7 @@ def layers_of(models: Subject, calibrator: Calibrator, **options: Any) -> list[C
     return list(calibrate(pool, arguments.pop("samples"), calibrator, **arguments))
 
 
-def calibrated(models: Subject, calibrator: Calibrator, **options: Any) -> dict[tuple[int, str], Tensor]:
+def calibrated(models: Subject, calibrator: ClosedForm, **options: Any) -> dict[tuple[int, str], Tensor]:
     """New parameters by layer and name."""
     return updates_of(layers_of(models, calibrator, **options))
 

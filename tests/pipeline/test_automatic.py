@@ -16,7 +16,7 @@ import driftlens as dl
 from driftlens.calibration.automatic import Candidate
 from driftlens.calibration.featcal import FeatCal
 from driftlens.data.samples import SampleSet
-from driftlens.engine.lanes import Lane
+from driftlens.engine.forward_order import Lane
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SingularGramError, SpecError
 from driftlens.models.heads import Head

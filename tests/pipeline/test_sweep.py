@@ -13,9 +13,8 @@ import torch
 
 import driftlens as dl
 from driftlens.calibration.featcal import FeatCal
+from driftlens.engine.forward_order import Lane, calibrate_side_by_side
 from driftlens.engine.forward_order import calibrate as calibrate_layers
-from driftlens.engine.lanes import Lane
-from driftlens.engine.side_by_side import calibrate_side_by_side
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
@@ -52,6 +51,20 @@ def rows_of(run: DriftRun, name: str, **wanted: Any) -> pd.DataFrame:
     return rows[keep].sort_values(["point", "seed", "task"]).reset_index(drop=True)
 
 
+def side_by_side(
+    study: Study, parts: Any, lanes: list[Lane], sites: Any, **options: Any
+) -> list[tuple[dict[tuple[int, str], torch.Tensor], float]]:
+    """Updates and seconds of every lane."""
+    layers = list(calibrate_side_by_side(study.pool, parts, lanes, sites=sites, **options))
+    return [
+        (
+            {(layer.layer, name): value for layer in mine for name, value in layer.updates.items()},
+            sum(layer.seconds for layer in mine),
+        )
+        for mine in zip(*layers, strict=True)
+    ]
+
+
 LANES = {
     "preset": (FeatCal(), {0, 1}),
     "ridge": (FeatCal(lam=1.0), {0, 1}),
@@ -72,7 +85,7 @@ def test_lanes_that_walk_together_solve_what_each_solves_alone(
         task: [part_of(drawn, [0]), part_of(drawn, [1, 2, 3])] for task, drawn in samples.items() if drawn
     }
     lanes = [Lane(calibrator, frozenset(read)) for calibrator, read in LANES.values()]
-    together = calibrate_side_by_side(study.pool, parts, lanes, sites=sites)
+    together = side_by_side(study, parts, lanes, sites)
     positions = {0: [0], 1: [1, 2, 3]}
     for found, (calibrator, read) in zip(together, LANES.values(), strict=True):
         chosen = [position for part in sorted(read) for position in positions[part]]
@@ -86,9 +99,10 @@ def test_lanes_that_walk_together_solve_what_each_solves_alone(
             )
             for name, value in layer.updates.items()
         }
-        assert found.updates.keys() == alone.keys() and found.seconds > 0
+        updates, seconds = found
+        assert updates.keys() == alone.keys() and seconds > 0
         for key, value in alone.items():
-            torch.testing.assert_close(found.updates[key], value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(updates[key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_features_beyond_the_budget_go_to_disk_and_change_nothing(
@@ -97,13 +111,11 @@ def test_features_beyond_the_budget_go_to_disk_and_change_nothing(
     sites = select_sites(study.pool.chain)
     parts = {task: [at.calibration] for task, at in study.tasks.items() if at.calibration}
     lanes = [Lane(FeatCal(lam=lam), frozenset({0})) for lam in (0.01, 1.0)]
-    inside = calibrate_side_by_side(study.pool, parts, lanes, sites=sites)
-    outside = calibrate_side_by_side(
-        study.pool, parts, lanes, sites=sites, feature_budget=0, spill=tmp_path / "spill"
-    )
-    for kept, spilled in zip(inside, outside, strict=True):
-        for key, value in kept.updates.items():
-            assert torch.equal(value, spilled.updates[key])
+    inside = side_by_side(study, parts, lanes, sites)
+    outside = side_by_side(study, parts, lanes, sites, feature_budget=0, spill=tmp_path / "spill")
+    for (kept, _), (spilled, _) in zip(inside, outside, strict=True):
+        for key, value in kept.items():
+            assert torch.equal(value, spilled[key])
     assert not list(tmp_path.iterdir())
 
 

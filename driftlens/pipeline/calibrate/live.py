@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.problems import SiteReport
 from driftlens.engine.site_selection import select_sites
 from driftlens.models.chain import ParameterKey
 from driftlens.models.export import fused
 from driftlens.pipeline.analyze.live import live_study
-from driftlens.pipeline.calibrate.request import Configured
 from driftlens.pipeline.calibrate.walk import history_rows
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 
@@ -41,7 +41,7 @@ class FittedModules:
 
 @torch.no_grad()
 def fit_modules(
-    calibrator: Configured,
+    calibrator: Calibrator,
     merged: nn.Module,
     base: nn.Module | None,
     experts: Mapping[str, nn.Module],
@@ -95,7 +95,7 @@ def fit_modules(
     for layer in calibrate(
         study.pool,
         {task: at_hand.diagnosis.batches for task, at_hand in study.tasks.items()},
-        calibrator,
+        closed_form(calibrator),
         base="base" if base is not None else None,
         sites=chosen,
         feature_budget=study.settings.feature_budget,

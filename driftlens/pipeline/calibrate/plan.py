@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.presets import PRESETS
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer
-from driftlens.pipeline.calibrate.request import CalibrationRequest, Configured, calibrator_of, method_of
+from driftlens.pipeline.calibrate.request import CalibrationRequest, calibrator_of, method_of
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.layout import calibration_folder, calibration_weights
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from driftlens.spec import RunSpec
 
 
-def _anything(start: Configured, counts: Mapping[str, int], *, has_base: bool) -> None:
+def _anything(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> None:
     """Nothing is refused."""
 
 
@@ -42,7 +43,7 @@ class Choice:
     """
 
     choose: Callable[
-        [Study, Configured, Mapping[int, Sequence[str]], Reporter], tuple[Configured, Mapping[str, Any]]
+        [Study, Calibrator, Mapping[int, Sequence[str]], Reporter], tuple[Calibrator, Mapping[str, Any]]
     ]
     require: Callable[..., None] = _anything
 
@@ -66,7 +67,7 @@ class CalibrationPlan:
 
     name: str
     method: str
-    calibrator: Configured
+    calibrator: Calibrator
     sites: Mapping[int, Sequence[str]]
     samples: Mapping[str, SampleSet]
     control: str
@@ -75,7 +76,7 @@ class CalibrationPlan:
     patterns: Sequence[str] = ()
     seed: int = 0
 
-    def settled(self, calibrator: Configured, study: Study) -> CalibrationPlan:
+    def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
         control = control_of(self.name) if study.has_base and _anchor_moves(calibrator) else ""
         return dataclasses.replace(self, calibrator=calibrator, control=control)
@@ -218,7 +219,7 @@ def plan_calibration(
     return plan.settled(calibrator, study)
 
 
-def _anchor_moves(calibrator: Configured) -> bool:
+def _anchor_moves(calibrator: Calibrator) -> bool:
     """Whether the anchor is another model than the merged one."""
     parameters = calibrator.get_params()
     return parameters.get("anchor") != "none" and parameters.get("rho", 1) != 1

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
-from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.presets import PRESETS
-from driftlens.engine.problems import Calibrator
-from driftlens.errors import SpecError
+from driftlens.errors import SpecError, did_you_mean
+from driftlens.settings import settings_of
 
 if TYPE_CHECKING:
     from driftlens.spec.sections import Calibration
@@ -19,20 +18,6 @@ if TYPE_CHECKING:
 
 DEFAULT_METHOD = "featcal"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-
-
-class Configured(Calibrator, Protocol):
-    """A calibrator with settings that can be read, in the manner of scikit-learn.
-
-    Attributes:
-        update: kinds of parameters that are solved for.
-    """
-
-    update: Sequence[str]
-
-    def get_params(self) -> dict[str, Any]:
-        """Every hyperparameter and its value."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,14 +67,14 @@ def method_of(request: CalibrationRequest, section: Calibration | None) -> str:
     return section.method if section is not None else DEFAULT_METHOD
 
 
-def method_called(calibrator: Configured) -> str:
+def method_called(calibrator: Calibrator) -> str:
     """The name under which the calibrator's class, or the one it extends, is registered.
 
     Raises:
         SpecError: it is not.
     """
     for known, kind in calibrators.items():
-        if isinstance(kind, type) and isinstance(calibrator, kind):
+        if isinstance(calibrator, kind):
             return known
     raise SpecError(
         f"{type(calibrator).__name__} is no registered calibrator",
@@ -97,7 +82,7 @@ def method_called(calibrator: Configured) -> str:
     )
 
 
-def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> Configured:
+def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> Calibrator:
     """The calibrator with all hyperparameters resolved: parameters over preset over spec over defaults.
 
     Args:
@@ -107,20 +92,20 @@ def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> C
     Raises:
         SpecError: no such method, preset or parameter, or a value out of its range.
     """
-    kind = calibrators[method_of(request, section)]
-    parameters: dict[str, Any] = {}
+    method = method_of(request, section)
+    kind = calibrators[method]
+    given: dict[str, Any] = {}
     if section is not None:
-        parameters |= _preset(section.preset) | _explicit(section)
-    parameters |= _preset(request.preset) | dict(request.parameters)
-    known = cast(Configured, kind()).get_params()
-    for name in parameters:
+        given |= _preset(section.preset) | _explicit(section)
+    given |= _preset(request.preset) | dict(request.parameters)
+    known = [setting.name for setting in settings_of(kind)]
+    for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
             raise SpecError(
-                f"{method_of(request, section)} has no parameter {name!r}; it has {', '.join(known)}",
-                hint=f"Did you mean {near[0]!r}?" if near else "",
+                f"{method} has no parameter {name!r}; it has {', '.join(known)}",
+                hint=did_you_mean(name, known),
             )
-    return cast(Configured, kind(**parameters))
+    return kind(**given)
 
 
 def _explicit(section: Calibration) -> dict[str, Any]:
@@ -133,9 +118,7 @@ def _preset(name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
         raise SpecError(
-            f"no preset is called {name!r}; there are {', '.join(PRESETS)}",
-            hint=f"Did you mean {near[0]!r}?" if near else "",
+            f"no preset is called {name!r}; there are {', '.join(PRESETS)}", hint=did_you_mean(name, PRESETS)
         )
     return dict(PRESETS[name])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from driftlens.calibration.calibrator import closed_form
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.models.chain import ParameterKey
@@ -77,7 +78,7 @@ def solve(
     for layer in calibrate(
         study.pool,
         {task: samples.batches for task, samples in plan.samples.items()},
-        plan.calibrator,
+        closed_form(plan.calibrator),
         base="base" if study.has_base else None,
         sites=plan.sites,
         feature_budget=study.settings.feature_budget,

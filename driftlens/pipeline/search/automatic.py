@@ -33,13 +33,13 @@ from driftlens.calibration.automatic import (
     choose,
     folds_of,
 )
+from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.data.samples import SampleSet
-from driftlens.engine.lanes import Lane
+from driftlens.engine.forward_order import Lane
 from driftlens.errors import DataError, SingularGramError, SpecError
 from driftlens.models.heads import Head
 from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
-from driftlens.pipeline.calibrate.request import Configured
 from driftlens.pipeline.search.lanes import LANE, part_of, solved_lanes
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
@@ -50,8 +50,8 @@ PHASE = "choose"
 
 @torch.no_grad()
 def choose_settings(
-    study: Study, start: Configured, sites: Mapping[int, Sequence[str]], reporter: Reporter
-) -> tuple[Configured, dict[str, Any]]:
+    study: Study, start: Calibrator, sites: Mapping[int, Sequence[str]], reporter: Reporter
+) -> tuple[Calibrator, dict[str, Any]]:
     """A calibrator for a study's calibration samples, and how it was found, as plain values.
 
     Args:
@@ -73,7 +73,7 @@ def choose_settings(
     return trials.calibrator(found.chosen), record
 
 
-def require_choice(start: Configured, counts: Mapping[str, int], *, has_base: bool) -> None:
+def require_choice(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> None:
     """Refuse what nothing can be chosen for; `choose_settings` would too, but later.
 
     Args:
@@ -94,7 +94,7 @@ HELD_OUT = Chooser(choose_settings, require_choice)
 """Hyperparameters chosen by how well calibrations do on samples that they have not seen."""
 
 
-def _free(start: Configured, *, has_base: bool) -> list[str]:
+def _free(start: Calibrator, *, has_base: bool) -> list[str]:
     """The settings that make a difference, in the order in which they are searched.
 
     Raises:
@@ -117,7 +117,7 @@ class _Trials:
     def __init__(
         self,
         study: Study,
-        start: Configured,
+        start: Calibrator,
         sites: Mapping[int, Sequence[str]],
         reporter: Reporter,
         spill: pathlib.Path,
@@ -134,7 +134,7 @@ class _Trials:
             for task, samples in self._samples().items()
         }
 
-    def calibrator(self, candidate: Candidate) -> Configured:
+    def calibrator(self, candidate: Candidate) -> Calibrator:
         """The start with the candidate's settings."""
         if candidate == self.start:
             return self._calibrator
@@ -157,7 +157,7 @@ class _Trials:
 
     def _together(self, candidates: Sequence[Candidate], fold: int) -> list[Scores]:
         others = frozenset(range(NUM_FOLDS)) - {fold}
-        lanes = [Lane(self.calibrator(candidate), others) for candidate in candidates]
+        lanes = [Lane(closed_form(self.calibrator(candidate)), others) for candidate in candidates]
         return [
             Scores({task: self._score(task, fold) for task in self.parts})
             for _ in solved_lanes(

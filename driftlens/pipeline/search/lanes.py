@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from driftlens.data.samples import SampleSet
-from driftlens.engine.lanes import Lane
+from driftlens.engine.forward_order import Lane, Parts, calibrate_side_by_side
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.side_by_side import Parts, calibrate_side_by_side
+from driftlens.models.chain import ParameterKey
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
@@ -55,10 +56,13 @@ def solved_lanes(
     total = num_groups * last + len(lanes)
     for group, first in enumerate(range(0, len(lanes), size)):
         done = group * last + first
-        solutions = calibrate_side_by_side(
+        group_lanes = lanes[first : first + size]
+        updates: list[dict[ParameterKey, Tensor]] = [{} for _ in group_lanes]
+        seconds = [0.0] * len(group_lanes)
+        for layers in calibrate_side_by_side(
             pool,
             parts,
-            lanes[first : first + size],
+            group_lanes,
             sites=sites,
             base=base,
             feature_budget=study.settings.feature_budget,
@@ -66,13 +70,16 @@ def solved_lanes(
             on_step=lambda layer, task, done=done: reporter.step(  # type: ignore[misc]
                 phase, done + max(0, layer - 1), total, f"layer {layer} of {last}, task {task}"
             ),
-        )
-        for index, solution in enumerate(solutions):
+        ):
+            for index, found in enumerate(layers):
+                updates[index] |= {(found.layer, name): value for name, value in found.updates.items()}
+                seconds[index] += found.seconds
+        for index, solution in enumerate(updates):
             lane = first + index
             label = f"calibration {lane + 1} of {len(lanes)}"
             reporter.step(phase, (group + 1) * last + lane, total, label)
-            pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), like, solution.updates))
-            yield lane, solution.seconds
+            pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), like, solution))
+            yield lane, seconds[index]
     reporter.step(phase, total, total)
 
 

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from driftlens.access import Access
+from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.data.samples import SampleSet
-from driftlens.engine.lanes import Lane
+from driftlens.engine.forward_order import Lane
 from driftlens.errors import SingularGramError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
 from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
-from driftlens.pipeline.calibrate.request import CalibrationRequest, Configured
+from driftlens.pipeline.calibrate.request import CalibrationRequest
 from driftlens.pipeline.search.lanes import LANE, part_of, solved_lanes
 from driftlens.pipeline.search.sweep_points import (
     Setting,
@@ -237,7 +238,7 @@ class _Job:
         }
         lanes = [
             Lane(
-                _calibrator(self.opened.plan.calibrator, setting),
+                closed_form(_calibrator(self.opened.plan.calibrator, setting)),
                 frozenset(range(cuts.index(setting.n) + 1)),
             )
             for setting in settings
@@ -284,7 +285,7 @@ class _Job:
         self.writer.append("sweeps", pd.DataFrame(rows), replace=True)
 
 
-def _calibrator(start: Configured, setting: Setting) -> Configured:
+def _calibrator(start: Calibrator, setting: Setting) -> Calibrator:
     values = {"lam": setting.lam, "rho": setting.rho, "alpha": setting.alpha}
     return type(start)(**start.get_params() | values)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from driftlens.errors import SpecError
+from driftlens.errors import SpecError, did_you_mean
 
 T = TypeVar("T")
 
@@ -38,6 +38,16 @@ class Registry(Mapping[str, T], Generic[T]):
 
         return file
 
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """A block at whose end the entries registered inside are taken out again, as tests and plugins want."""
+        before = dict(self)
+        try:
+            yield
+        finally:
+            self._entries.clear()
+            self._entries.update(before)
+
     def __getitem__(self, name: str) -> T:
         """The entry called `name`.
 
@@ -48,10 +58,9 @@ class Registry(Mapping[str, T], Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else ""
             raise SpecError(
-                f"no {self.kind} called {name!r}; there are {', '.join(self)}", hint=hint
+                f"no {self.kind} called {name!r}; there are {', '.join(self)}",
+                hint=did_you_mean(name, self._entries),
             ) from None
 
     def __contains__(self, name: object) -> bool:

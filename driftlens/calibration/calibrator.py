@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,11 +17,12 @@ from torch import Tensor
 
 from driftlens.engine.linear_sums import WeightedFold
 from driftlens.engine.problems import LinearFold, Problem, SiteUpdate, Wanted
+from driftlens.engine.training import BoundaryFeatures, OnEpoch
 from driftlens.engine.variant import Attachment
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.linalg.gram import GramPool
 from driftlens.linalg.norm_moments import NormMoments
-from driftlens.models.chain import Layer, Site
+from driftlens.models.chain import Site
 from driftlens.registry import Registry
 from driftlens.settings import settings_of
 
@@ -112,23 +112,6 @@ class ClosedFormBase(Calibrator, ABC):
         """See `ClosedForm`."""
 
 
-@dataclass(frozen=True)
-class BoundaryFeatures:
-    """What leaves one layer on a task's calibration samples, [n, t, d] or [n, d] each.
-
-    Attributes:
-        layer: which one.
-        task: whose samples these are.
-        merged: of the model that is to be repaired, with what is attached before this boundary.
-        expert: of the task's expert.
-    """
-
-    layer: Layer
-    task: str
-    merged: Tensor
-    expert: Tensor
-
-
 class Trained(Calibrator, ABC):
     """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
 
@@ -143,19 +126,8 @@ class Trained(Calibrator, ABC):
         return (num_layers,)
 
     @abstractmethod
-    def train(
-        self,
-        features: BoundaryFeatures,
-        generator: torch.Generator,
-        on_epoch: Callable[[int, int, float], None],
-    ) -> Attachment:
-        """The map for one task and boundary.
-
-        Args:
-            features: what is to be mapped, and onto what.
-            generator: for whatever is drawn at random.
-            on_epoch: to be told of each epoch: its number from 1, of how many, and the loss.
-        """
+    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> Attachment:
+        """See `driftlens.engine.training.Trainer`."""
 
     @classmethod
     @abstractmethod

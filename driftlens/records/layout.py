@@ -75,6 +75,11 @@ def calibration_weights(name: str, *, control: bool = False) -> str:
     return f"{calibration_folder(name)}/{'anchor' if control else 'weights'}.safetensors"
 
 
+def calibration_attachments(name: str) -> str:
+    """Path of what a trained calibration attaches, relative to the run directory; not there for closed forms."""
+    return f"{calibration_folder(name)}/attachments.safetensors"
+
+
 def begun_calibration(name: str) -> str:
     """Path of a file that is there from a calibration's beginning to its end, relative to the run directory.
 

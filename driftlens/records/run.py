@@ -271,7 +271,7 @@ class DriftRun:
             if column == "layer":
                 value = self.layer_index(value)
             elif column == "name":
-                _check_known("calibration", value, frame["name"].unique())
+                _check_known("calibration", value, [*self.manifest.calibrations, *frame["name"]])
             else:
                 self._check(column, value)
             keep &= (frame[column] == value).to_numpy(dtype=bool)

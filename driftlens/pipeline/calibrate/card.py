@@ -107,6 +107,8 @@ def _sites(run: DriftRun, name: str) -> list[tuple[str, str]]:
     if info.seed is None:
         return []
     solved = run.calibration(name)[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
+    if solved.empty:  # a trained calibrator solves for none
+        return []
     is_linear = solved["kind"] == "linear"
     kinds = [name for name, there in (("linear", is_linear.any()), ("norm", (~is_linear).any())) if there]
     meant = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from driftlens.access import Access
 from driftlens.calibration.automatic import CHOSEN
+from driftlens.calibration.calibrator import Trained
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.phases import all_of, analyze_variants, deterministic_algorithms, run_phase
@@ -22,7 +24,8 @@ from driftlens.pipeline.calibrate.variants import (
     save_variants,
     weights_metadata,
 )
-from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve
+from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve, train
+from driftlens.pipeline.study.attachments import saved_attachments
 from driftlens.pipeline.study.identity import require_same_models, require_same_samples
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.reopening import add_saved, reopened, require_analyzed, require_spec
@@ -190,7 +193,7 @@ def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) 
     return (
         settings.items() <= dict(taken.settings).items()
         and taken.automatic == is_chosen
-        and sorted(plan.sites) == sorted(taken.layers)
+        and plan.layers == sorted(taken.layers)
         and tuple(plan.patterns) == tuple(taken.sites)
         and plan.sample_digests == dict(taken.sample_digests)
     )
@@ -253,14 +256,21 @@ def _calibrate(
     writer.begin_variants(plan.variants)
 
     def work() -> None:
-        solution = solve(writer, study, plan, scratch, solved, reporter)
-        info = calibration_info(plan, scratch.seconds, notices)
-        save_variants(writer, opened.models, study, plan, solution.updates, info)
+        started = time.monotonic()
+        if isinstance(plan.calibrator, Trained):
+            solution, seconds = train(study, plan, scratch, reporter), time.monotonic() - started
+        else:
+            solution, seconds = solve(writer, study, plan, scratch, solved, reporter), scratch.seconds
+        info = calibration_info(plan, seconds, notices)
+        save_variants(writer, opened.models, study, plan, solution, info)
         record_solution(writer, plan, solution.reports, identity, info)
 
     run_phase(writer, plan.phase, work)
     for variant, relative in plan.weights.items():
-        add_saved(study, opened.models, writer.folder, variant, relative)
+        attached = (
+            saved_attachments(writer.folder, plan.name, plan.method) if variant == plan.variant else None
+        )
+        add_saved(study, opened.models, writer.folder, variant, relative, attached)
     analyze_variants(writer, study, plan.variants, reporter, prefix=plan.phase)
     info = calibration_info(plan, scratch.seconds, notices)
     said = [f"{plan.variant}: {text}" for text in notices]

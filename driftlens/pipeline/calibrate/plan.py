@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from driftlens.calibration.calibrator import Calibrator
+from driftlens.calibration.calibrator import Calibrator, Trained
 from driftlens.calibration.presets import PRESETS
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
@@ -63,6 +63,7 @@ class CalibrationPlan:
         selection: how they were chosen, as plain values.
         patterns: that the sites' paths match; none means linear and norm modules inside blocks.
         seed: with which the samples were drawn.
+        boundaries: where a trained calibrator attaches something, which solves for no site.
     """
 
     name: str
@@ -75,6 +76,7 @@ class CalibrationPlan:
     selection: Mapping[str, Any] = field(default_factory=dict)
     patterns: Sequence[str] = ()
     seed: int = 0
+    boundaries: Sequence[int] = ()
 
     def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
@@ -150,6 +152,11 @@ class CalibrationPlan:
         )
 
     @property
+    def layers(self) -> list[int]:
+        """Indices of the layers that are calibrated, or have something attached behind them."""
+        return sorted({*self.sites, *self.boundaries})
+
+    @property
     def counts(self) -> dict[str, int]:
         """Calibration samples by task."""
         return {task: len(samples) for task, samples in self.samples.items()}
@@ -166,6 +173,7 @@ class CalibrationPlan:
             "method": self.method,
             "settings": self.hyperparameters,
             "automatic": self.automatic,
+            "boundaries": list(self.boundaries),
             "sites": {str(layer): list(names) for layer, names in self.sites.items()},
             "samples": self.sample_digests,
             "models": {name: manifest.models[name].digest for name in models},
@@ -198,7 +206,8 @@ def plan_calibration(
     if patterns is None and spec.calibration is not None:
         patterns = spec.calibration.sites
     layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
-    sites = select_sites(study.pool.chain, layers=layers, sites=patterns, update=calibrator.update)
+    chain, is_trained = study.pool.chain, isinstance(calibrator, Trained)
+    sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=calibrator.update)
     control = control_of(request.name)
     if control in map(baseline, spec.baselines):
         raise SpecError(
@@ -215,6 +224,7 @@ def plan_calibration(
         control,
         patterns=tuple(patterns or ()),
         seed=study.seed,
+        boundaries=calibrator.boundaries(len(chain.layers)) if isinstance(calibrator, Trained) else (),
     )
     return plan.settled(calibrator, study)
 

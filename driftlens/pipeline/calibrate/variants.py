@@ -17,8 +17,11 @@ from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import patched
 from driftlens.models.sources import StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
+from driftlens.pipeline.calibrate.walk import Solution
+from driftlens.pipeline.study.attachments import save_attachments
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.study import Study
+from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.writer import RunWriter
 from driftlens.variants import expert_of, task_of
@@ -30,7 +33,7 @@ def save_variants(
     models: OpenModels,
     study: Study,
     plan: CalibrationPlan,
-    updates: Mapping[ParameterKey, Tensor],
+    solution: Solution,
     info: CalibrationInfo,
 ) -> None:
     """Write the calibrated model, and its control where there is one, in the base's key names and dtypes.
@@ -40,7 +43,7 @@ def save_variants(
         models: the run's checkpoints.
         study: with base and merged model in its pool.
         plan: of the calibration.
-        updates: what was solved.
+        solution: what was solved or trained.
         info: what the header of each file repeats.
 
     Raises:
@@ -51,15 +54,19 @@ def save_variants(
     like = pool.source("base") if study.has_base else pool.source(expert_of(next(iter(study.tasks))))
     merged = pool.source("merged")
     for variant, relative in plan.weights.items():
-        parameters: Mapping[ParameterKey, Tensor] = updates
+        parameters: Mapping[ParameterKey, Tensor] = solution.updates
         if variant == plan.control:
             rho = float(plan.hyperparameters["rho"])
-            parameters = anchors(pool.chain, merged, pool.source("base"), rho, updates)
+            parameters = anchors(pool.chain, merged, pool.source("base"), rho, solution.updates)
         source = with_parameters(pool.chain, merged, like, parameters)
         with writer.file(relative) as path:
             save_model(
                 models.architecture, _own_form(models), source, path, metadata=weights_metadata(variant, info)
             )
+
+    if solution.attachments:
+        with writer.file(calibration_attachments(plan.name)) as path:
+            save_attachments(path, solution.attachments)
 
 
 def export_variant(

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import closed_form
+from driftlens.calibration.calibrator import Trained, closed_form
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.problems import CalibratedLayer, SiteReport
+from driftlens.engine.training import train_attachments
+from driftlens.engine.variant import Attachment
 from driftlens.models.chain import ParameterKey
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
@@ -36,10 +38,12 @@ class Solution:
 
     Attributes:
         updates: (layer index, own parameter name) -> calibrated value, in the layer's layout.
+        attachments: (task, boundary) -> what a trained calibrator attaches there.
         reports: one per site, with its layer's index.
     """
 
     updates: dict[ParameterKey, Tensor] = field(default_factory=dict)
+    attachments: dict[tuple[str, int], Attachment] = field(default_factory=dict)
     reports: list[tuple[int, SiteReport]] = field(default_factory=list)
 
     def add(self, layer: int, updates: Mapping[str, Tensor], reports: Sequence[SiteReport]) -> None:
@@ -91,6 +95,40 @@ def solve(
         scratch.keep(layer, time.monotonic() - started)
         solution.add(layer.layer, layer.updates, layer.reports)
         meter.finished(layer)
+    return solution
+
+
+def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter) -> Solution:
+    """What a trained calibrator attaches, task after task.
+
+    Arguments and errors as for `solve`; nothing is kept of a training that was stopped.
+    """
+    assert isinstance(plan.calibrator, Trained)
+    solution, places = (
+        Solution(),
+        [(task, layer) for task in sorted(plan.samples) for layer in plan.boundaries],
+    )
+    label = ""
+
+    def step(layer: int, task: str) -> None:
+        nonlocal label
+        label = f"layer {layer}, task {task}"
+        reporter.step(PHASE, len(solution.attachments), len(places), label)
+
+    for task, boundary, attachment in train_attachments(
+        study.pool,
+        {task: [samples] for task, samples in plan.samples.items()},
+        plan.calibrator,
+        seed=plan.seed,
+        feature_budget=study.settings.feature_budget,
+        spill=scratch.spill,
+        on_step=step,
+        on_epoch=lambda epoch, total, loss: reporter.step(
+            PHASE, len(solution.attachments), len(places), f"{label}: epoch {epoch} of {total}", loss=loss
+        ),
+    ):
+        solution.attachments[task, boundary] = attachment
+    reporter.step(PHASE, len(places), len(places))
     return solution
 
 
@@ -159,7 +197,8 @@ def record_solution(
 
     from driftlens.spec.yaml_text import to_yaml
 
-    writer.append("calibration", pd.DataFrame(history_rows(plan.name, reports)), replace=True)
+    if reports:
+        writer.append("calibration", pd.DataFrame(history_rows(plan.name, reports)), replace=True)
     config = {
         "name": plan.name,
         "variant": plan.variant,
@@ -184,7 +223,7 @@ def calibration_info(plan: CalibrationPlan, seconds: float, notices: Sequence[st
         seconds=seconds,
         samples=plan.counts,
         sample_digests=plan.sample_digests,
-        layers=sorted(plan.sites),
+        layers=plan.layers,
         automatic=plan.automatic,
         notices=tuple(notices),
         preset=plan.preset,

@@ -354,7 +354,7 @@ def calibration_operations(plan: CalibrationPlan, pool: ModelPool, layers: Seque
         layers: what each layer of the chain costs on one sample.
     """
     samples, total = sum(plan.counts.values()), 0
-    for layer, cost in zip(pool.chain.layers[: max(plan.sites)], layers, strict=False):
+    for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False):
         total += FORWARDS * samples * cost.operations
         shapes = list(_shapes(plan, pool, layer))
         tokens = _tokens(shapes, cost, pool) * samples

@@ -70,7 +70,8 @@ def _describe(opened: OpenCalibration, collect: Collector) -> None:
     settings = ", ".join(f"{name} {_shown(value)}" for name, value in plan.hyperparameters.items())
     collect.ok("settings", f"{plan.method}: {settings}")
     count = sum(map(len, plan.sites.values()))
-    collect.ok("sites", f"{count} in {len(plan.sites)} of {len(opened.study.pool.chain.layers)} layers")
+    what = f"{count} sites" if plan.sites else "attachments"
+    collect.ok("sites", f"{what} in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers")
     collect.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
     if plan.control:
         collect.ok("control", f"{plan.control} shows what the anchor does by itself")

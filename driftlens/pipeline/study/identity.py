@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 from driftlens.errors import CheckpointError, DataError
-from driftlens.models.sources import content_digest
+from driftlens.models.sources import TensorsSource, content_digest
+from driftlens.pipeline.study.attachments import attachment_tensors
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.manifest import Manifest, ModelInfo
 
 
 def model_info(study: Study, name: str) -> ModelInfo:
-    """Digest, number of parameters and origin of one model of the study's pool; reads all its tensors once."""
+    """Digest, number of parameters and origin of one model of the study's pool; reads all its tensors once.
+
+    What is attached counts as part of the model.
+    """
     keys = study.pool.chain.parameter_keys()
     source = study.pool.source(name)
     count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
-    return ModelInfo(content_digest(source, keys), count, study.provenance.get(name, source.name))
+    digest = content_digest(source, keys)
+    attached = attachment_tensors(study.pool.variant(name).attachments)
+    if attached:
+        digest = hashlib.sha256(
+            f"{digest} {content_digest(TensorsSource(name, attached))}".encode()
+        ).hexdigest()
+        count += sum(value.numel() for value in attached.values())
+    return ModelInfo(digest, count, study.provenance.get(name, source.name))
 
 
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:

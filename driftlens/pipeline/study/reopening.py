@@ -6,9 +6,11 @@ import dataclasses
 import pathlib
 
 from driftlens.access import Access
+from driftlens.engine.variant import Attachments
 from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
+from driftlens.pipeline.study.attachments import saved_attachments
 from driftlens.pipeline.study.opening import OpenModels, open_study
 from driftlens.pipeline.study.study import Study
 from driftlens.records import layout
@@ -49,20 +51,29 @@ def reopened(
     if "merged" not in study.pool:
         study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
     for name, info in manifest.calibrations.items() if with_calibrations else ():
-        add_saved(study, models, folder, calibrated(name), layout.calibration_weights(name))
+        attached = saved_attachments(folder, name, info.method)
+        weights = layout.calibration_weights(name)
+        add_saved(study, models, folder, calibrated(name), weights, attached)
         if info.control:
             add_saved(study, models, folder, info.control, layout.calibration_weights(name, control=True))
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
     return dataclasses.replace(study, variants=(*study.variants, *later)), models
 
 
-def add_saved(study: Study, models: OpenModels, folder: pathlib.Path, variant: str, relative: str) -> None:
+def add_saved(
+    study: Study,
+    models: OpenModels,
+    folder: pathlib.Path,
+    variant: str,
+    relative: str,
+    attachments: Attachments | None = None,
+) -> None:
     """Put a variant whose weights the run keeps into the study's pool.
 
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)))
+    study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)), attachments)
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:

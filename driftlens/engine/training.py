@@ -1,0 +1,144 @@
+"""The walk that trains attachments: features of the merged model and of the expert meet at chosen boundaries."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from driftlens.engine.forward_order import Parts
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.variant import Attachment, LayerMap
+from driftlens.engine.waiting import FeatureStore, WaitingBatch
+from driftlens.engine.walk import on_device
+from driftlens.models.chain import Layer
+from driftlens.variants import expert_of
+
+OnEpoch = Callable[[int, int, float], None]
+"""Told of each epoch: its number from 1, of how many, and the loss."""
+
+_EXPERT, _MERGED = "expert", "merged"
+
+
+@dataclass(frozen=True)
+class BoundaryFeatures:
+    """What leaves one layer on a task's calibration samples, [n, t, d] or [n, d] each.
+
+    Attributes:
+        layer: which one.
+        task: whose samples these are.
+        merged: of the model that is to be repaired, with what is attached before this boundary.
+        expert: of the task's expert.
+    """
+
+    layer: Layer
+    task: str
+    merged: Tensor
+    expert: Tensor
+
+
+class Trainer(Protocol):
+    """What learns the attachments."""
+
+    def boundaries(self, num_layers: int) -> Sequence[int]:
+        """Where something is attached; boundary l is what leaves layer l."""
+        ...
+
+    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> Attachment:
+        """The map for one task and boundary.
+
+        Args:
+            features: what is to be mapped, and onto what.
+            generator: for whatever is drawn at random.
+            on_epoch: to be told of each epoch.
+        """
+        ...
+
+
+def train_attachments(
+    pool: ModelPool,
+    parts: Parts,
+    trainer: Trainer,
+    *,
+    merged: str = "merged",
+    seed: int = 0,
+    feature_budget: int = 2 * 2**30,
+    spill: Path | None = None,
+    on_step: Callable[[int, str], None],
+    on_epoch: OnEpoch,
+) -> Iterator[tuple[str, int, Attachment]]:
+    """Task, boundary and what is attached there, task after task, in forward order.
+
+    Nothing of the pool is modified. A later boundary's features have passed what was attached before it.
+
+    Args:
+        pool: merged model and one expert per task.
+        parts: calibration samples by task.
+        trainer: learns each map.
+        merged: the pool's name of the model to repair.
+        seed: every task and boundary draws from a generator of its own.
+        feature_budget: bytes of waiting features of one task that may stay in memory.
+        spill: folder for features beyond the budget; None keeps all in memory.
+        on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
+        on_epoch: told of each epoch.
+
+    Raises:
+        NumericsError: weights are NaN or infinite.
+    """
+    wanted = frozenset(trainer.boundaries(len(pool.chain.layers)))
+    for task in sorted(parts):
+        with FeatureStore(feature_budget, spill) as store:
+            waiting = list(_read(pool, parts, task, store))
+            for layer in pool.chain.layers[: max(wanted)]:
+                maps = {
+                    _EXPERT: pool.layer_map(expert_of(task), layer, task),
+                    _MERGED: pool.layer_map(merged, layer, task),
+                }
+                _advance(waiting, maps, lambda layer=layer, task=task: on_step(layer.index, task))  # type: ignore[misc]
+                if layer.index in wanted:
+                    features = BoundaryFeatures(
+                        layer, task, *(_stream(waiting, model, layer) for model in (_MERGED, _EXPERT))
+                    )
+                    generator = torch.Generator().manual_seed(
+                        seed + zlib.crc32(f"{layer.index} {task}".encode())
+                    )
+                    with torch.enable_grad():
+                        attachment = trainer.train(features, generator, on_epoch)
+                    _attach(waiting, layer, attachment)
+                    yield task, layer.index, attachment
+
+
+def _read(pool: ModelPool, parts: Parts, task: str, store: FeatureStore) -> Iterator[WaitingBatch]:
+    batches = (batch for part in parts[task] for batch in part.batches())
+    for number, batch in enumerate(batches):
+        state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
+        waiting = WaitingBatch(store, f"{number}", side)
+        for model in (_EXPERT, _MERGED):
+            waiting.put(model, state)
+        yield waiting
+
+
+@torch.no_grad()
+def _advance(
+    waiting: Sequence[WaitingBatch], maps: dict[str, LayerMap], on_batch: Callable[[], None]
+) -> None:
+    for batch in waiting:
+        on_batch()
+        for model, layer_map in maps.items():
+            batch.put(model, layer_map(batch.get(model), batch.side))
+
+
+def _stream(waiting: Sequence[WaitingBatch], model: str, layer: Layer) -> Tensor:
+    return torch.cat([batch.get(model)[layer.stream] for batch in waiting])
+
+
+@torch.no_grad()
+def _attach(waiting: Sequence[WaitingBatch], layer: Layer, attachment: Attachment) -> None:
+    for batch in waiting:
+        state = batch.get(_MERGED)
+        batch.put(_MERGED, {**state, layer.stream: attachment(state[layer.stream])})

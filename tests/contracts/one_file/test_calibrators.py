@@ -1,0 +1,240 @@
+"""One file adds a calibrator: one of each kind, written into a module of its own, is found wherever calibrators are."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from driftlens.calibration.calibrator import calibrators
+from driftlens.cli.main import app
+from driftlens.diagnostics.attribution import Contributions, JacobianSettings
+from driftlens.engine.walk import decompose, walk
+from driftlens.errors import SpecError
+from driftlens.linalg.state import norm, subtract
+from driftlens.pipeline.analyze.job import evaluate
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.preflight.rehearsal import rehearse
+from driftlens.pipeline.study.reopening import reopened
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.verify import verify
+from tests.pipeline.calibrating import copied, request
+from tests.pipeline.fixtures import finished, light, world
+from tests.pipeline.world import TASKS
+
+__all__ = ["finished", "light", "world"]
+
+CLOSED = '''
+"""Weights that reproduce the experts' outputs as well as a diagonal change can."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+
+from driftlens.calibration.calibrator import ClosedFormBase, calibrators
+from driftlens.calibration.linear_solve import relative_change
+from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
+from driftlens.settings import Bounds
+
+
+@calibrators.register("toy-scale")
+class ToyScale(ClosedFormBase):
+    """Every output of a linear site scaled by one number: <y, W x> / |W x|^2, pulled towards 1."""
+
+    title = "Toy scale"
+    update = ("linear",)
+
+    def __init__(self, pull: Annotated[float, Bounds(low=0), "how strongly towards 1"] = 0.5) -> None:
+        self.pull = pull
+
+    def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
+        assert isinstance(problem, LinearProblem)
+        found, start = [], 0
+        for site in problem.sites:
+            name = f"{site.name}.weight"
+            weight = problem.merged[name].to(problem.moments.gram)
+            rows = slice(start, start + len(weight))
+            start += len(weight)
+            with_wanted = (problem.moments.output_cross[rows] * weight).sum(dim=1)
+            energy = ((weight @ problem.moments.gram) * weight).sum(dim=1)
+            new = weight * ((with_wanted + self.pull) / (energy + self.pull))[:, None]
+            change = relative_change(new, problem.merged[name])
+            report = SiteReport(site.name, site.kind, self.pull, None, None, change)
+            found.append(SiteUpdate({name: new}, report))
+        return found
+'''
+
+TRAINED = '''
+"""An affine map of the features behind the second layer and behind the last."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.settings import Bounds
+
+
+@dataclass(frozen=True)
+class Affine:
+    matrix: Tensor
+    shift: Tensor
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        return stream + torch.tanh(stream @ self.matrix.to(stream)) + self.shift.to(stream)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"matrix": self.matrix, "shift": self.shift}
+
+
+@calibrators.register("toy-map")
+class ToyMap(Trained):
+    """Gradient descent on the mean squared distance to the expert's features."""
+
+    title = "Toy map"
+
+    def __init__(self, epochs: Annotated[int, Bounds(low=1), "steps of descent"] = 20) -> None:
+        self.epochs = epochs
+
+    def boundaries(self, num_layers: int) -> Sequence[int]:
+        return (1, 2, num_layers)
+
+    def train(self, features, generator, on_epoch):
+        width = features.merged.shape[-1]
+        start = 1e-2 * torch.randn(width, width, generator=generator)
+        matrix, shift = start.requires_grad_(), torch.zeros(width, requires_grad=True)
+        descent = torch.optim.Adam([matrix, shift], lr=3e-3)
+        for epoch in range(1, self.epochs + 1):
+            descent.zero_grad()
+            loss = (Affine(matrix, shift)(features.merged) - features.expert).square().mean()
+            loss.backward()
+            descent.step()
+            on_epoch(epoch, self.epochs, float(loss.detach()))
+        return Affine(matrix.detach(), shift.detach())
+
+    @classmethod
+    def attachment(cls, tensors):
+        return Affine(tensors["matrix"], tensors["shift"])
+'''
+
+
+@pytest.fixture
+def toys(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both toys registered, each from a module of its own."""
+    (tmp_path / "toy_closed_form.py").write_text(CLOSED)
+    (tmp_path / "toy_trained.py").write_text(TRAINED)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("toy_closed_form", "toy_trained")
+    with calibrators.temporary():
+        for name in names:
+            importlib.import_module(name)
+        yield
+    for name in names:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def folder(light: DriftRun, tmp_path: pathlib.Path, toys: None) -> pathlib.Path:
+    return copied(light, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("method", "setting"), [("toy-scale", "pull"), ("toy-map", "epochs")])
+def test_a_calibrator_is_found_on_the_command_line_and_rehearsed(
+    folder: pathlib.Path, method: str, setting: str
+) -> None:
+    command = [
+        "calibrate",
+        str(folder),
+        "--name",
+        "toy",
+        "--method",
+        method,
+        "--dry-run",
+        "--set",
+        f"{setting}=3",
+    ]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    assert f"{method}: {setting} 3" in shown.output
+    refused = rehearse(folder, request("toy", method=method, parameters={setting: -1}))
+    assert any(setting in finding.text for finding in refused.problems)
+    with pytest.raises(SpecError, match=f"Did you mean '{setting}'"):
+        calibrate(folder, request("toy", method=method, parameters={f"{setting}x": 1}))
+
+
+def test_a_closed_form_of_ones_own_calibrates_a_run(folder: pathlib.Path, light: DriftRun) -> None:
+    run = calibrate(folder, request("toy", method="toy-scale", parameters={"pull": 0.01}))
+    info = run.manifest.calibrations["toy"]
+    assert info.method == "toy-scale" and dict(info.settings) == {"pull": 0.01} and not info.control
+    assert len(run.calibration("toy")) == 3 * 6 and verify(folder).ok
+    final = {
+        variant: run.layers(variant=variant, layer="final")["drift_l2_mean"].mean()
+        for variant in ("merged", "calibrated:toy")
+    }
+    assert final["calibrated:toy"] != final["merged"]
+
+
+def test_identities_hold_with_what_a_trained_calibrator_attaches(
+    finished: DriftRun, tmp_path: pathlib.Path, toys: None
+) -> None:
+    folder = copied(finished, tmp_path / "run")
+    before = open_run(folder)
+    run = calibrate(folder, request("toy", method="toy-map"))
+    rows = run.layers(variant="calibrated:toy")
+    assert set(rows["task"]) == set(TASKS)
+    assert rows["closure_error"].max() < 1e-5, (
+        "the library's own forward, attachments hooked into it, says the same"
+    )
+    shares = rows.groupby("task")["final_share"].sum() + rows.groupby("task")["remainder_share"].sum()
+    np.testing.assert_allclose(shares, 1, atol=1e-6)
+    np.testing.assert_allclose(rows.groupby("task")["prefix_share"].sum(), 1, atol=1e-5)
+    assert rows["jacobian_error"].max() < 1e-2
+    assert run.manifest.models["calibrated:toy"].digest != run.manifest.models["merged"].digest
+    for task in TASKS:
+        final = rows[(rows["task"] == task) & (rows["role"] == "head")]["drift_l2_mean"].item()
+        merged = before.layers(task=task, variant="merged", layer="final")["drift_l2_mean"].item()
+        assert final != merged
+
+    # Reopened from its files, everything is what it was: features, accuracy, identities in float64.
+    accuracy = run.accuracy()
+    again = evaluate(folder, again=True).accuracy()
+    assert (
+        accuracy.sort_values(["task", "variant"])["value"].tolist()
+        == again.sort_values(["task", "variant"])["value"].tolist()
+    )
+    study, _ = reopened(folder)
+    pool, task = study.pool, TASKS[0]
+    assert {boundary for _, boundary in pool.variant("calibrated:toy").attachments} == {1, 2, 5}
+    pool.dtype = torch.float64
+    samples = study.tasks[task].diagnosis
+    contributions = Contributions(JacobianSettings(nodes=16, max_nodes=32, tolerance=1e-10))
+    finals = None
+    with torch.no_grad():
+        for view in walk(pool, task, ["calibrated:toy"], samples.batches(0, 3)):
+            split = decompose(view)
+            rest = subtract(subtract(split.drift, split.local_mismatch), split.propagation)
+            assert float(norm(rest).max()) <= 1e-12 * float(norm(split.drift).max())
+            contributions.add(view)
+            finals = view.merged_out
+    for found in contributions.sensitivities.values():
+        assert float(found.error.sum() / found.size.sum()) < 1e-6, "p = A e with the attachment inside A"
+    stored = np.asarray(run.features(task, "calibrated:toy", layer="final")[:3], dtype=np.float64)
+    assert finals is not None
+    np.testing.assert_allclose(finals["hidden"].numpy(), stored, rtol=2e-3, atol=2e-3)
+
+
+def test_what_is_attached_brings_features_nearer_to_the_experts(folder: pathlib.Path) -> None:
+    """Trained on the samples that the run diagnoses its drift on, long enough, it must."""
+    run = calibrate(folder, request("toy", method="toy-map", parameters={"epochs": 300}))
+    final = run.layers(layer="final").groupby("variant")["drift_l2_mean"].mean()
+    assert final["calibrated:toy"] < final["merged"]

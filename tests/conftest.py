@@ -19,12 +19,24 @@ settings.load_profile("driftlens")
 
 torch.set_num_threads(1)
 
+MOST_WORKERS = 8
+"""Every worker imports all libraries and takes a gigabyte of memory before it computes anything."""
+
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device on which tests compute (cpu, cuda)")
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker for every core that this process may use; none for tests named one by one, which run here at once."""
+    if config.args and all("::" in argument for argument in config.args):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,14 +7,28 @@ a model (Jacobians, gains) is made up within its range. Nothing here needs torch
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import functools
 import pathlib
+import secrets
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from driftlens.records.manifest import CalibrationInfo, LayerInfo, ModelInfo, ids_digest
+from driftlens.records.lock import utc_now
+from driftlens.records.manifest import (
+    CalibrationInfo,
+    LayerInfo,
+    ModelInfo,
+    ids_digest,
+    read_manifest,
+    write_manifest,
+)
 from driftlens.records.schema import TABLES
 from driftlens.records.writer import RunWriter
 from driftlens.variants import control_of
@@ -57,8 +71,41 @@ def write_full_run(
     synthetic: bool = False,
     seed: int = 0,
 ) -> pathlib.Path:
-    """Write a finished run; without labels there are no labels, accuracies and losses."""
-    made = _Made(variants, size or Size(), class_names, has_labels, seed)
+    """Write a finished run; without labels there are no labels, accuracies and losses.
+
+    Most tests want the same few runs: each is computed once per process, then copied under an id and a time of its own.
+    """
+    names = tuple(class_names) if class_names else None
+    computed = _computed(
+        name, tuple(tasks), tuple(variants), names, size or Size(), has_labels, synthetic, seed
+    )
+    shutil.copytree(computed, path)
+    manifest = read_manifest(path)
+    own = f"{manifest.id.rpartition('-')[0]}-{secrets.token_hex(4)}"
+    write_manifest(path, dataclasses.replace(manifest, id=own, created=utc_now()))
+    return path
+
+
+@functools.cache
+def _folder() -> pathlib.Path:
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="driftlens-full-runs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def _computed(
+    name: str,
+    tasks: tuple[str, ...],
+    variants: tuple[str, ...],
+    class_names: tuple[str, ...] | None,
+    size: Size,
+    has_labels: bool,
+    synthetic: bool,
+    seed: int,
+) -> pathlib.Path:
+    path = pathlib.Path(tempfile.mkdtemp(dir=_folder())) / "run"
+    made = _Made(variants, size, class_names, has_labels, seed)
     with RunWriter.create(path, spec_yaml=f"name: {name!r}\n", spec_digest="0" * 64, name=name) as writer:
         writer.describe(
             tasks=tasks,

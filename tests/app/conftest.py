@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import streamlit as st
+from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Expander
 
@@ -21,6 +23,18 @@ from tests.records.full_run import write_full_run
 
 MAIN = Path(processes.__file__).parents[1] / "main.py"
 Open = Callable[..., AppTest]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scanned_once() -> Iterator[None]:
+    """Streamlit reads the metadata of every installed package anew for each app, which takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            manifest_scanner,
+            "scan_component_manifests",
+            functools.cache(manifest_scanner.scan_component_manifests),
+        )
+        yield
 
 
 @pytest.fixture
@@ -41,7 +55,7 @@ def open_app(monkeypatch: pytest.MonkeyPatch) -> Open:
             monkeypatch.setenv(name, value)
         st.cache_data.clear()
         st.cache_resource.clear()
-        app = AppTest.from_file(str(MAIN), default_timeout=30)
+        app = AppTest.from_file(str(MAIN), default_timeout=120)
         for name, value in query.items():
             app.query_params[name] = value
         app.run()

@@ -9,7 +9,7 @@ help:            ## print the targets
 install:         ## install everything a developer needs into the current environment
 	$(PYTHON) -m pip install -e ".[dev]"
 
-check:           ## format, lint, types, import contracts and fast tests: what CI runs
+check:           ## format, lint, types, import contracts and fast tests
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy

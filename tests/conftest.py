@@ -59,6 +59,15 @@ def rounding(device: torch.device) -> float:
 
 
 @pytest.fixture(scope="session")
+def common(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder that all processes of these tests share; who makes something in it takes a lock."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "common"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def real() -> pathlib.Path:
     """The folder of real images and checkpoints, where it exists."""
     if not REAL.is_dir():

@@ -25,8 +25,9 @@ TINY = Recipe(
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("cache")
+def cache(common: pathlib.Path) -> pathlib.Path:
+    """One for all processes: the suite has a lock of its own, so that only the first of them builds it."""
+    return common / "suites"
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,9 @@ from tests.records.full_run import write_full_run
 
 __all__ = ["app_url", "browser", "light", "page", "runs_folder", "world"]
 
+PATIENCE = 60_000
+"""Milliseconds that a page may take to show something while other tests compute."""
+
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
@@ -28,8 +31,9 @@ def browser() -> Iterator[Any]:
         if os.environ.get("DRIFTLENS_REQUIRE_BROWSER") == "1":
             pytest.fail(f"DRIFTLENS_REQUIRE_BROWSER=1, but {reason}")
         pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         started = launch(playwright)
         yield started
@@ -57,6 +61,7 @@ def app_url(browser: Any, runs_folder: Path, tmp_path_factory: pytest.TempPathFa
 def page(browser: Any) -> Iterator[Any]:
     """A fresh browser page in the light theme."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000}, color_scheme="light")
+    context.set_default_timeout(PATIENCE)
     yield context.new_page()
     context.close()
 

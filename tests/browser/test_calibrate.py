@@ -54,6 +54,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     assert Path(taken.value.path()).read_bytes() == weights.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_console_stays_empty(
     page: Any, writable: tuple[str, Path]
 ) -> None:

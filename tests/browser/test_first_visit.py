@@ -33,6 +33,7 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_one_button_makes_the_demo_run_and_leads_to_its_overview(
     page: Any, browser: Any, user_cache: Path, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def test_every_drawing_says_what_it_shows(light: str, standard: Report) -> None:
     assert labels and set(labels) <= alts
 
 
+@pytest.mark.slow
 def test_a_large_light_page_stays_below_a_megabyte(tmp_path: pathlib.Path) -> None:
     folder = write_full_run(
         tmp_path / "run",

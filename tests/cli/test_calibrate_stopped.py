@@ -26,6 +26,9 @@ def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
     return copied(light, tmp_path / "run")
 
 
+PHASES = pytest.mark.parametrize("phase", ["calibrate", pytest.param("analyze", marks=pytest.mark.slow)])
+
+
 @contextmanager
 def calibrating(folder: pathlib.Path, phase: str) -> Iterator[subprocess.Popen[str]]:
     """A process that calibrates, frozen (SIGSTOP) in the middle of a phase; killed at the end of the block."""
@@ -43,7 +46,7 @@ def calibrating(folder: pathlib.Path, phase: str) -> Iterator[subprocess.Popen[s
             process.kill()
 
 
-@pytest.mark.parametrize("phase", ["calibrate", "analyze"])
+@PHASES
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
 def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     folder: pathlib.Path, light: DriftRun, run_cli: Cli, sent: signal.Signals, phase: str
@@ -82,7 +85,7 @@ def test_a_flipped_byte_is_found_beside_an_unfinished_calibration(folder: pathli
     assert found.code == 4 and "changed: tables/layers.parquet" in found.out
 
 
-@pytest.mark.parametrize("phase", ["calibrate", "analyze"])
+@PHASES
 def test_a_run_that_is_removed_ends_its_calibration_and_stays_removed(
     folder: pathlib.Path, phase: str
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_suite_of_another_recipe_is_not_taken_for_this_one(suite: Suite):
     assert what_is_wrong(suite.folder, TINY.digest(1))
 
 
+@pytest.mark.slow
 def test_a_half_written_suite_is_built_again_and_comes_out_the_same(suite: Suite, copy: Suite):
     (copy.folder / RECORD).unlink()
     (copy.folder / "left over").touch()
@@ -130,6 +131,7 @@ def test_a_half_written_suite_is_built_again_and_comes_out_the_same(suite: Suite
     }
 
 
+@pytest.mark.slow
 def test_rebuilding_replaces_a_suite_that_is_whole(copy: Suite):
     before = (copy.folder / RECORD).stat().st_ino
     embedded_suite(cache=copy.folder.parent, recipe=TINY, rebuild=True)
@@ -137,7 +139,10 @@ def test_rebuilding_replaces_a_suite_that_is_whole(copy: Suite):
     assert what_is_wrong(copy.folder, copy.digest) is None
 
 
-@pytest.mark.parametrize("phase", ["draw", "train base", "train experts"])
+@pytest.mark.parametrize(
+    "phase",
+    ["draw", *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("train base", "train experts"))],
+)
 def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: pathlib.Path):
     token = CancelToken()
 
@@ -150,6 +155,7 @@ def test_cancelling_leaves_nothing_half_built(phase: str, tmp_path: pathlib.Path
     assert all(path.suffix == ".lock" for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_progress_counts_every_phase_to_its_end(tmp_path: pathlib.Path):
     events: list[ProgressEvent] = []
     embedded_suite(cache=tmp_path, recipe=TINY, reporter=Reporter(events.append))

@@ -137,6 +137,7 @@ assert len(drawn) >= 11, len(drawn)
 """
 
 
+@pytest.mark.slow
 def test_no_chart_needs_torch(full: DriftRun) -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, str(full.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

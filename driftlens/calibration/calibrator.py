@@ -33,11 +33,13 @@ class Calibrator:
     Attributes:
         title: what reports print.
         source: the paper.
+        presets: published settings by name; what one leaves out keeps its default.
         update: kinds of parameters that it changes; none where it only attaches.
     """
 
     title: ClassVar[str] = ""
     source: ClassVar[str] = ""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.linear_solve import solve_linear
 from driftlens.calibration.norm_solve import solve_norm
+from driftlens.calibration.presets import PRESETS
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate, Wanted
 from driftlens.errors import SpecError
 from driftlens.models.chain import Parameters, Site
@@ -42,6 +43,7 @@ class FeatCal(ClosedFormBase):
 
     title = "FeatCal"
     source = "arXiv:2605.13030"
+    presets = PRESETS
 
     def __init__(
         self,

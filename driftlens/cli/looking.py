@@ -96,3 +96,12 @@ def doctor(as_json: JsonFlag = False) -> None:
     else:
         width = max(map(len, found))
         say("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+
+
+@app.command()
+def methods(as_json: JsonFlag = False) -> None:
+    """List calibrators and merge methods with their settings, defaults and presets."""
+    from driftlens.catalog import as_text, catalog
+
+    found = catalog()
+    say_json(found) if as_json else say(as_text(found))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from driftlens.calibration.calibrator import Calibrator, Trained
-from driftlens.calibration.presets import PRESETS
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
@@ -101,9 +100,10 @@ class CalibrationPlan:
     def preset(self) -> str:
         """The published setting whose values all hyperparameters have; empty without."""
         settings, kind = self.calibrator.get_params(), type(self.calibrator)
-        fitting = [name for name, values in PRESETS.items() if values.items() <= settings.items()]
         # What a preset leaves out has to be the calibrator's default, too.
-        return next((name for name in fitting if kind(**PRESETS[name]).get_params() == settings), "")
+        return next(
+            (name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), ""
+        )
 
     @property
     def variant(self) -> str:

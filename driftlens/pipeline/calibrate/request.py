@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.calibration.presets import PRESETS
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.settings import settings_of
 
@@ -96,8 +95,8 @@ def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> C
     kind = calibrators[method]
     given: dict[str, Any] = {}
     if section is not None:
-        given |= _preset(section.preset) | _explicit(section)
-    given |= _preset(request.preset) | dict(request.parameters)
+        given |= _preset(kind, section.preset) | _explicit(section)
+    given |= _preset(kind, request.preset) | dict(request.parameters)
     known = [setting.name for setting in settings_of(kind)]
     for name in given:
         if name not in known:
@@ -114,11 +113,12 @@ def _explicit(section: Calibration) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _preset(name: str | None) -> dict[str, Any]:
+def _preset(kind: type[Calibrator], name: str | None) -> dict[str, Any]:
     if name is None:
         return {}
-    if name not in PRESETS:
+    if name not in kind.presets:
         raise SpecError(
-            f"no preset is called {name!r}; there are {', '.join(PRESETS)}", hint=did_you_mean(name, PRESETS)
+            f"no preset is called {name!r}; there are {', '.join(kind.presets) or 'none'}",
+            hint=did_you_mean(name, kind.presets),
         )
-    return dict(PRESETS[name])
+    return dict(kind.presets[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.presets import PRESETS
 from driftlens.cli.main import app
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
@@ -170,6 +172,17 @@ def test_a_calibrator_is_found_on_the_command_line_and_rehearsed(
     assert any(setting in finding.text for finding in refused.problems)
     with pytest.raises(SpecError, match=f"Did you mean '{setting}'"):
         calibrate(folder, request("toy", method=method, parameters={f"{setting}x": 1}))
+
+
+def test_both_are_in_the_catalogue_with_their_settings(toys: None) -> None:
+    shown = CliRunner().invoke(app, ["methods", "--json"])
+    found = json.loads(shown.output)["calibrators"]
+    assert found["toy-scale"]["kind"] == "closed form" and found["toy-map"]["kind"] == "trained"
+    (pull,) = found["toy-scale"]["settings"]
+    assert (pull["name"], pull["default"], pull["low"]) == ("pull", 0.5, 0)
+    assert set(found["featcal"]["presets"]) == set(PRESETS)
+    text = CliRunner().invoke(app, ["methods"]).output
+    assert "toy-map: Toy map" in text and "epochs  steps of descent (default 20)" in text
 
 
 def test_a_closed_form_of_ones_own_calibrates_a_run(folder: pathlib.Path, light: DriftRun) -> None:

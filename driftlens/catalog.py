@@ -1,0 +1,66 @@
+"""What there is to choose from, as plain values: calibrators and merge methods with their settings and presets.
+
+The dashboard, which never imports torch, asks the command line for it: `driftlens methods --json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.merging.method import merge_methods
+from driftlens.settings import settings_of
+
+
+def catalog() -> dict[str, dict[str, Any]]:
+    """Calibrators and merge methods by name, each with title, source and settings, of calibrators the presets too."""
+    return {
+        "calibrators": {
+            name: {
+                "title": kind.title or name,
+                "source": kind.source,
+                "kind": "trained" if issubclass(kind, Trained) else "closed form",
+                "settings": _settings(kind),
+                "presets": {preset: dict(values) for preset, values in kind.presets.items()},
+            }
+            for name, kind in calibrators.items()
+        },
+        "merge_methods": {
+            name: {
+                "title": method.title,
+                "source": method.source,
+                "settings": _settings(method.function),
+            }
+            for name, method in merge_methods.items()
+        },
+    }
+
+
+def _settings(owner: Callable[..., object]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(setting) for setting in settings_of(owner)]
+
+
+def as_text(found: dict[str, dict[str, Any]]) -> str:
+    """The catalogue for a person: a paragraph per method, a line per setting."""
+    lines = []
+    for kind, methods in found.items():
+        lines.append(kind.replace("_", " ").capitalize())
+        for name, method in methods.items():
+            source = f", {method['source']}" if method["source"] else ""
+            lines.append(f"  {name}: {method['title']}{source}")
+            for setting in method["settings"]:
+                unit = f" {setting['unit']}" if setting["unit"] else ""
+                default = "required" if setting["required"] else f"default {_shown(setting['default'])}{unit}"
+                lines.append(f"    {setting['name']}  {setting['help'] or setting['kind']} ({default})")
+            for preset, values in method.get("presets", {}).items():
+                given = ", ".join(f"{key} {_shown(value)}" for key, value in values.items())
+                lines.append(f"    preset {preset}: {given}")
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

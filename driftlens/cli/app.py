@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import logging
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from driftlens.access import Access
 from driftlens.errors import SpecError
 from driftlens.progress import CancelToken, ProgressSink
 
@@ -62,6 +66,7 @@ class _JsonLines(logging.Formatter):
         )
 
 
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
 Offline = Annotated[
     bool, typer.Option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing.")
@@ -74,20 +79,75 @@ Device = Annotated[
     str | None,
     typer.Option("--device", envvar="DRIFTLENS_DEVICE", help="auto, cpu or cuda; over the spec's."),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        envvar="DRIFTLENS_THREADS",
+        min=1,
+        help="Threads to compute with; measured when a phase begins if left out.",
+    ),
+]
 ProgressMode = Annotated[
     str, typer.Option("--progress", envvar="DRIFTLENS_PROGRESS", help="auto, rich, jsonl or none.")
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
-]
 
 
-def chosen_progress(mode: str) -> Any:
-    """The progress mode after `--quiet` and `--log-json` had their say."""
-    if manner.quiet:
-        return "none"
-    return "jsonl" if manner.log_json and mode == "auto" else mode
+@dataclass(frozen=True)
+class Job:
+    """What a command that computes may use, and how it is watched."""
+
+    access: Access = field(default_factory=Access)
+    threads: int | None = None
+    progress: str = "auto"
+
+    @contextmanager
+    def watched(self) -> Iterator[tuple[ProgressSink, CancelToken]]:
+        """A sink that shows progress as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
+        from driftlens.progress_sinks import sink_for
+
+        mode: Any = "none" if manner.quiet else self.progress
+        if manner.log_json and mode == "auto":
+            mode = "jsonl"
+        with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
+            yield sink, cancel
+
+
+def limited_threads(number: int | None) -> AbstractContextManager[None]:
+    """A block in which torch computes as `--threads` says; torch isn't imported for nothing."""
+    if number is None:
+        return nullcontext()
+    from driftlens.threads import using_threads
+
+    return using_threads(number)
+
+
+def computing(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of all that compute; it takes them together, as `job`."""
+
+    def run(
+        *,
+        device: Device = None,
+        offline: Offline = False,
+        trust: Trust = False,
+        threads: Threads = None,
+        progress: ProgressMode = "auto",
+        **own: Any,
+    ) -> None:
+        command(**own, job=Job(Access(device, offline, trust), threads, progress))
+
+    mine = inspect.signature(command, eval_str=True).parameters.values()
+    common = inspect.signature(run, eval_str=True).parameters.values()
+    taken = [
+        *(each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD),
+        *(each.replace(kind=each.POSITIONAL_OR_KEYWORD) for each in common if each.name != "own"),
+        *(each for each in mine if each.kind is each.KEYWORD_ONLY and each.name != "job"),
+    ]
+    functools.update_wrapper(run, command)
+    # What typer reads: the signature, then annotations by name.
+    vars(run)["__signature__"] = inspect.Signature(taken)
+    run.__annotations__ = {each.name: each.annotation for each in taken}
+    return run
 
 
 def say(text: str) -> None:
@@ -102,8 +162,23 @@ def note(text: str) -> None:
 
 
 def say_json(value: object) -> None:
-    """One JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    """One JSON document on stdout; tables are lists of rows, and what is missing or not finite is null."""
+    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """A result as JSON knows it."""
+    from driftlens.records.rows import plain, plain_rows
+
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return plain_rows(value) if hasattr(value, "columns") else plain(value)
 
 
 @contextmanager
@@ -126,13 +201,10 @@ def cancelling() -> Iterator[CancelToken]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def watched(progress: str) -> Iterator[tuple[ProgressSink, CancelToken]]:
-    """What a long job is given: a sink that shows progress as `--progress` says, and a token that Ctrl-C sets."""
-    from driftlens.progress_sinks import sink_for
-
-    with cancelling() as cancel, sink_for(chosen_progress(progress)) as sink:
-        yield sink, cancel
+def parts(given: str | list[str]) -> list[str]:
+    """The names in comma-separated text; repeated options and comma-separated ones are the same."""
+    joined = given if isinstance(given, str) else ",".join(given)
+    return [part.strip() for part in joined.split(",") if part.strip()]
 
 
 def assignments(given: list[str] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command that repairs: calibrate."""
+"""Commands that repair, once or with many settings: calibrate, sweep."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.access import Access
 from driftlens.cli.app import (
-    Device,
+    Job,
     JsonFlag,
-    Offline,
-    ProgressMode,
-    Trust,
+    RunFolder,
     app,
     assignments,
+    computing,
     note,
+    parts,
     say,
     say_json,
-    watched,
 )
-from driftlens.cli.running import RunFolder
+from driftlens.errors import SpecError
 
 if TYPE_CHECKING:
     from driftlens.records.run import DriftRun
@@ -40,9 +38,16 @@ Sites = Annotated[
     list[str] | None,
     typer.Option(help="Modules to calibrate, patterns on their paths: linear and norm modules if left out."),
 ]
+Parameters = Annotated[
+    list[str],
+    typer.Option(
+        "--param", metavar="name=values", help="lam, rho, alpha or n, and values: lam=0.01,0.05. Repeatable."
+    ),
+]
 
 
 @app.command()
+@computing
 def calibrate(
     run: RunFolder,
     name: Annotated[str, typer.Option(help="Its variant will be called calibrated:NAME.")],
@@ -81,11 +86,9 @@ def calibrate(
         bool,
         typer.Option("--dry-run", help="Check everything but digests, estimate the cost, write nothing."),
     ] = False,
-    device: Device = None,
-    offline: Offline = False,
-    trust: Trust = False,
-    progress: ProgressMode = "auto",
+    *,
     as_json: JsonFlag = False,
+    job: Job,
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.pipeline.calibrate.job import calibrate as run_calibration
@@ -101,8 +104,8 @@ def calibrate(
         parameters=assignments(parameters)
         | {key: value for key, value in given.items() if value is not None},
         samples=samples,
-        layers=None if layers is None else [_layer(part) for part in _parts(layers)],
-        sites=None if sites is None else _parts(sites),
+        layers=None if layers is None else [int(part) if part.isdigit() else part for part in parts(layers)],
+        sites=None if sites is None else parts(sites),
         top_layers=top_layers,
     )
     if dry_run:
@@ -114,11 +117,11 @@ def calibrate(
             resume=resume,
             replace=replace,
             save_weights=save_weights,
-            access=Access(device, offline, trust),
+            access=job.access,
         )
         say_json(found.as_dict()) if as_json else say(found.text())
         raise typer.Exit(found.exit_code)
-    with watched(progress) as (sink, cancel):
+    with job.watched() as (sink, cancel):
         finished = run_calibration(
             run,
             request,
@@ -126,7 +129,7 @@ def calibrate(
             replace=replace,
             save_weights=save_weights,
             choose=HELD_OUT if auto else None,
-            access=Access(device, offline, trust),
+            access=job.access,
             on_progress=sink,
             cancel=cancel,
         )
@@ -147,34 +150,107 @@ def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> Non
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from driftlens.records.before_after import accuracy_changes, credits_of
-    from driftlens.records.rows import plain, plain_rows
     from driftlens.variants import calibrated
     from driftlens_reports.before_after import before_after
 
     return {
         "name": name,
         "variant": calibrated(name),
-        **asdict(run.manifest.calibrations[name]),
-        "before_after": plain_rows(before_after(run, name)),
-        "accuracy_changes": [
-            {key: plain(value) for key, value in vars(entry).items()}
-            | {"paired": entry.paired and asdict(entry.paired)}
-            for entry in accuracy_changes(run, name)
-        ],
+        **vars(run.manifest.calibrations[name]),
+        "before_after": before_after(run, name),
+        "accuracy_changes": accuracy_changes(run, name),
         "gains": [
-            asdict(credit) | {"rescaling": credit.rescaling, "calibration": credit.calibration}
+            {**vars(credit), "rescaling": credit.rescaling, "calibration": credit.calibration}
             for credit in credits_of(run, name)
         ],
     }
 
 
-def _parts(given: Sequence[str]) -> list[str]:
-    """Repeated options and comma-separated ones are the same."""
-    return [part.strip() for text in given for part in text.split(",") if part.strip()]
+@app.command()
+@computing
+def sweep(
+    run: RunFolder,
+    param: Parameters,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Draws of the calibration samples; the first is the run's own.")
+    ] = 1,
+    grid: Annotated[
+        bool,
+        typer.Option(
+            "--grid/--one-factor", help="All combinations, or one factor at a time around the preset."
+        ),
+    ] = False,
+    method: Method = None,
+    preset: Annotated[str | None, typer.Option(help="Published settings for what is not varied.")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Calibration samples per task where n is not varied.", show_default="the spec's"
+        ),
+    ] = None,
+    no_accuracy: Annotated[
+        bool, typer.Option("--no-accuracy", help="Drift only; the test samples are not read.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out points that are there.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take earlier sweeps of the same factors out first.")
+    ] = False,
+    *,
+    as_json: JsonFlag = False,
+    job: Job,
+) -> None:
+    """Calibrate a run with many settings side by side; drift and accuracy of each become rows of its sweep table."""
+    from driftlens.pipeline.search.sweep import SweepRequest
+    from driftlens.pipeline.search.sweep import sweep as run_sweep
+    from driftlens_reports.sweep_text import sweep_text
+
+    values = _values(param)
+    request = SweepRequest(
+        values,
+        grid=grid,
+        seeds=seeds,
+        method=method,
+        preset=preset,
+        samples=samples,
+        accuracy=not no_accuracy,
+    )
+    with job.watched() as (sink, cancel):
+        finished = run_sweep(
+            run,
+            request,
+            resume=resume,
+            replace=replace,
+            access=job.access,
+            on_progress=sink,
+            cancel=cancel,
+        )
+    sweeps = ["+".join(values)] if grid else list(values)
+    say_json(_rows(finished, sweeps)) if as_json else say(
+        "\n\n".join(sweep_text(finished, name) for name in sweeps)
+    )
 
 
-def _layer(text: str) -> str | int:
-    return int(text) if text.isdigit() else text
+def _values(given: Sequence[str]) -> dict[str, list[float]]:
+    """The values of `--param name=1,2`; the same name twice adds to its values.
+
+    Raises:
+        SpecError: one is not of this form.
+    """
+    found: dict[str, list[float]] = {}
+    for text in given:
+        name, _, values = text.partition("=")
+        try:
+            numbers = [float(value) for value in values.split(",")]
+        except ValueError:
+            raise SpecError(
+                f"--param {text}: expected name=number,number,...", hint="For example --param lam=0.01,0.05."
+            ) from None
+        found.setdefault(name.strip(), []).extend(numbers)
+    return found
+
+
+def _rows(run: DriftRun, sweeps: Sequence[str]) -> dict[str, Any]:
+    rows = run.sweeps()
+    ordered = rows[rows["sweep"].isin(sweeps)].sort_values(["sweep", "point", "seed", "task"], kind="stable")
+    return {"run": run.id, "sweeps": sweeps, "rows": ordered}

@@ -1,21 +1,26 @@
-"""Commands that only look: show, ls, verify, doctor."""
+"""Commands that only look: show, ls, verify, doctor, check, compare, ui."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import JsonFlag, app, note, say, say_json
+from driftlens.cli.app import JsonFlag, RunFolder, app, note, say, say_json
+from driftlens.errors import ChecksFailedError, RunError
 
 if TYPE_CHECKING:
+    from driftlens.records.checks import CheckReport
+    from driftlens.records.compare import Comparison
+    from driftlens.records.equality import Equality
     from driftlens.records.run import DriftRun
 
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
     """Print a run's summary, or its final rows as JSON."""
-    from driftlens.records.rows import plain_rows
     from driftlens_reports.summary import summary
 
     if as_json:
@@ -23,14 +28,14 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
             {
                 "id": run.id,
                 "name": run.name,
-                "path": str(run.path),
+                "path": run.path,
                 "synthetic": run.manifest.synthetic,
-                "tasks": list(run.tasks),
-                "variants": list(run.variants),
-                "final": plain_rows(run.layers(layer="final")),
-                "accuracy": plain_rows(run.accuracy()),
-                "warnings": list(run.manifest.warnings),
-                "notices": list(run.manifest.notices),
+                "tasks": run.tasks,
+                "variants": run.variants,
+                "final": run.layers(layer="final"),
+                "accuracy": run.accuracy(),
+                "warnings": run.manifest.warnings,
+                "notices": run.manifest.notices,
             }
         )
         return
@@ -38,9 +43,7 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
 
 
 @app.command()
-def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonFlag = False
-) -> None:
+def show(run: RunFolder, as_json: JsonFlag = False) -> None:
     """Tell what a run found: drift, where it comes from, accuracy, self-checks."""
     from driftlens.records.run import open_run
 
@@ -53,32 +56,26 @@ def list_runs(
     as_json: JsonFlag = False,
 ) -> None:
     """List the runs below a folder."""
-    from dataclasses import asdict
-
     from driftlens.records.listing import find_runs
     from driftlens_reports.summary import listing_text
 
     found = find_runs(root)
     if as_json:
-        say_json([{**asdict(run), "path": str(run.path)} for run in found])
+        say_json(found)
     else:
         say(listing_text(found) if found else f"no runs below {root}; `driftlens demo` makes one")
 
 
 @app.command()
-def verify(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonFlag = False
-) -> None:
+def verify(run: RunFolder, as_json: JsonFlag = False) -> None:
     """Hash every file of a run again and compare with its manifest."""
-    from dataclasses import asdict
-
     from driftlens.records.listing import left_undone
     from driftlens.records.run import open_run
     from driftlens.records.verify import verify as rehash
     from driftlens_reports.summary import verification_text
 
     found = rehash(run)
-    say_json({"ok": found.ok, **asdict(found)}) if as_json else say(verification_text(found))
+    say_json({"ok": found.ok, **vars(found)}) if as_json else say(verification_text(found))
     for text in left_undone(open_run(run)) if found.unlisted else ():
         note(text)  # whose the files are that are not listed
     if not found.ok:
@@ -105,3 +102,138 @@ def methods(as_json: JsonFlag = False) -> None:
 
     found = catalog()
     say_json(found) if as_json else say(as_text(found))
+
+
+def check(
+    run: RunFolder,
+    tests: Annotated[
+        Path | None,
+        typer.Option(
+            "--tests", metavar="FILE", help="YAML file of checks; the built-in self-checks if left out."
+        ),
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write the results as JUnit XML.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Hold a run's numbers against bounds; exit code 3 if one fails. What was not measured is skipped."""
+    from driftlens.checking import check as judge
+    from driftlens.files import write_text_atomic
+    from driftlens.records.junit import junit_xml
+    from driftlens_reports.verdicts import checks_text
+
+    report = judge(run, tests)
+    if junit is not None:
+        write_text_atomic(junit, junit_xml(report))
+    say_json(_report_document(report)) if as_json else say(checks_text(report))
+    if report.failed:
+        raise typer.Exit(ChecksFailedError.exit_code)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The run before.")],
+    second: Annotated[
+        Path | None,
+        typer.Argument(metavar="[B]", help="The run after; left out, two variants of A are compared."),
+    ] = None,
+    before: Annotated[
+        str | None, typer.Option(help="Variant of A; merged, or with B every variant both have.")
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Variant of B; like --before, or without B the calibration added last.")
+    ] = None,
+    allow_mismatch: Annotated[
+        bool, typer.Option("--allow-mismatch", help="Compare also where samples, tasks or experts differ.")
+    ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Demand equal numbers within this relative tolerance; exit code 3 if not."
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what changes between two runs or two variants: drift, flips, accuracy with intervals."""
+    from driftlens.records.compare import compare as compared
+    from driftlens.records.equality import TOLERANCE, equality
+    from driftlens_reports.verdicts import comparison_text, equality_text
+
+    found = compared(first, second, before=before, after=after, allow_mismatch=allow_mismatch)
+    if second is None and tolerance is not None:
+        raise typer.BadParameter("--tolerance compares two runs; give the second one")
+    limit = TOLERANCE if tolerance is None else tolerance
+    equal = None if second is None else equality(found.before, found.after)
+    if as_json:
+        say_json(_comparison_document(found, equal, limit))
+    else:
+        say("\n\n".join([comparison_text(found), *([] if equal is None else [equality_text(equal, limit)])]))
+    if tolerance is not None and equal is not None and not equal.within(limit):
+        raise typer.Exit(ChecksFailedError.exit_code)
+
+
+def _report_document(report: CheckReport) -> dict[str, Any]:
+    return {
+        "run": report.run.id,
+        "ok": not report.failed,
+        "executed": report.executed,
+        **{status: report.count(status) for status in ("pass", "warn", "fail", "skip")},
+        "results": report.results,
+    }
+
+
+def _comparison_document(found: Comparison, equal: Equality | None, tolerance: float) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "before": {"id": found.before.id, "name": found.before.name},
+        "after": {"id": found.after.id, "name": found.after.name},
+        **{name: getattr(found, name) for name in ("pairs", "mismatches", "tasks", "layers", "gains")},
+        "equality": None,
+    }
+    if equal is not None:
+        document["equality"] = {**vars(equal), "tolerance": tolerance, "within": equal.within(tolerance)}
+    return document
+
+
+@app.command()
+def ui(
+    root: Annotated[
+        Path, typer.Argument(metavar="[RUN or FOLDER]", help="A run, or a folder of runs.", show_default=".")
+    ] = Path(),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port to listen on; the first free one from 8501 if left out."),
+    ] = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only start the server.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Look only: start no jobs.")] = False,
+    allow_remote_jobs: Annotated[
+        bool,
+        typer.Option(
+            "--allow-remote-jobs",
+            allow_from_autoenv=False,
+            help="With another --host: whoever reaches it may start jobs.",
+        ),
+    ] = False,
+) -> None:
+    """Open the dashboard on a run or a folder of runs, for this machine only."""
+    from driftlens_app import launch
+    from driftlens_app.settings import Settings
+
+    if not root.is_dir():
+        raise RunError(
+            f"{root} is not a folder", hint="Give a run, or a folder of runs; `driftlens demo` makes one."
+        )
+    is_remote = not launch.is_local(host)
+    if is_remote:
+        note(
+            f"warning: the dashboard has no login; whoever reaches {host} sees every run in {root.resolve()}"
+        )
+    if is_remote and not allow_remote_jobs:
+        note("jobs can't be started from other machines (--allow-remote-jobs lets them)")
+        read_only = True
+    settings = Settings(root=root.resolve(), read_only=read_only)
+    arguments = launch.command(host=host, port=port, browser=not no_browser)
+    sys.stdout.flush()
+    # The server takes this process's place: signals reach it, and its exit code is the command's.
+    os.execve(arguments[0], arguments, launch.environment(settings))

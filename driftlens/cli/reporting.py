@@ -1,18 +1,26 @@
-"""The command that reads a run out: report."""
+"""Commands that read runs out: report, export, project."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import JsonFlag, app, say, say_json
+from driftlens.cli.app import Job, JsonFlag, ProgressMode, RunFolder, app, note, parts, say, say_json
+from driftlens.errors import DataError, SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from driftlens.projection import Projection
+    from driftlens_reports.paper.export import Exported
 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunFolder,
     formats: Annotated[
         str,
         typer.Option("--format", help="html, html-light, json, md, csv, latex; several joined by commas."),
@@ -36,7 +44,7 @@ def report(
     from driftlens_reports.build import Report
     from driftlens_reports.sections.outline import PRESETS
 
-    chosen = _parts(sections)
+    chosen = parts(sections)
     is_preset = len(chosen) == 1 and chosen[0] in PRESETS
     made = Report(
         run,
@@ -45,17 +53,13 @@ def report(
         raw=raw,
         checks=checks,
     )
-    wanted = _parts(formats)
+    wanted = parts(formats)
     paths = made.attach(wanted) if out is None else made.save(out, wanted)
     if as_json:
-        say_json([str(path) for path in paths])
+        say_json(paths)
         return
     for path in _beginnings(paths):
         say(f"wrote {path}")
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _beginnings(paths: list[Path]) -> list[str]:
@@ -64,3 +68,144 @@ def _beginnings(paths: list[Path]) -> list[str]:
     files = [str(path) for path in paths if path.parent not in folders]
     counts = [(folder, sum(path.parent == folder for path in paths)) for folder in folders]
     return [*files, *(f"{count} files in {folder}" for folder, count in counts)]
+
+
+@app.command()
+def export(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    figures: Annotated[
+        list[str] | None, typer.Option("--figure", metavar="ID", help="A figure; repeatable.")
+    ] = None,
+    tables: Annotated[
+        list[str] | None, typer.Option("--table", metavar="ID", help="A table; repeatable.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every figure and table.")] = False,
+    style: Annotated[
+        str, typer.Option(help="Width of the venue: neurips, icml-column or slide.")
+    ] = "neurips",
+    formats: Annotated[
+        str, typer.Option("--format", help="Of figures and tables; csv, json and txt are always written.")
+    ] = "pdf,svg,png,tex,csv",
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("exhibits"),
+    task: Annotated[
+        str | None, typer.Option(help="Task of exhibits about one; the one that drifts most if left out.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Variant to compare with; the anchor-only control if left out.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Projection of features: pca, umap or tsne.")] = "pca",
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Figures also show the paper's printed numbers, set apart.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 if a part is missing.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write figures and tables for a paper, with their numbers, provenance and a caption draft."""
+    from driftlens.records.run import open_run
+    from driftlens_reports.paper.exhibit import ExhibitOptions
+    from driftlens_reports.paper.export import export as write
+    from driftlens_reports.paper.export import width_of
+
+    options = ExhibitOptions(width=width_of(style), task=task, baseline=baseline, method=method, paper=paper)
+    written = write(
+        [open_run(run) for run in runs],
+        out,
+        names=None if everything else _named(figures or [], tables or []),
+        formats=parts(formats),
+        options=options,
+    )
+    _tell(written, out, as_json)
+    if strict and any(entry.missing for entry in written):
+        raise typer.Exit(DataError.exit_code)
+
+
+def _named(figures: Sequence[str], tables: Sequence[str]) -> list[str]:
+    from driftlens_reports.paper.exhibit import exhibits
+    from driftlens_reports.paper.export import check_kind
+
+    chosen = [check_kind(name, "figure") for name in figures] + [check_kind(name, "table") for name in tables]
+    if not chosen:
+        raise SpecError(
+            "nothing to export",
+            hint=f"Give --figure ID, --table ID or --all; there are {', '.join(exhibits)}.",
+        )
+    return chosen
+
+
+def _tell(written: Sequence[Exported], out: Path, as_json: bool) -> None:
+    """What was written, on stdout; what is missing of it, on stderr."""
+    if as_json:
+        say_json(
+            [
+                {
+                    "exhibit": entry.name,
+                    "files": entry.files,
+                    "missing": [{"name": panel.name, "missing": panel.missing} for panel in entry.missing],
+                }
+                for entry in written
+            ]
+        )
+        return
+    for entry in written:
+        say(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
+        for panel in entry.missing:
+            note(f"  {entry.name} lacks {panel.name}: {panel.missing}")
+    say(f"{sum(len(entry.files) for entry in written)} files in {out}")
+
+
+@app.command()
+def project(
+    run: RunFolder,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", help="Only this task; repeatable. All if left out.")
+    ] = None,
+    layer: Annotated[str, typer.Option(help="Layer index, final, or module path.")] = "final",
+    method: Annotated[str, typer.Option(help="pca, umap, tsne; several separated by commas.")] = "pca",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the method's random numbers.")] = 0,
+    fit_on: Annotated[
+        str, typer.Option(help="all, or expert for a layout that variants added later don't move.")
+    ] = "all",
+    max_points: Annotated[int, typer.Option(help="Most points of one layout, all variants together.")] = 2000,
+    progress: ProgressMode = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Lay the final features of expert and variants out on a plane, and keep the layout in the run."""
+    from driftlens.projection import project as lay_out
+    from driftlens.records.run import open_run
+    from driftlens_reports.columns import printable
+    from driftlens_reports.verdicts import projections_text
+
+    opened = open_run(run)
+    methods = dict.fromkeys(part.strip() for part in method.split(","))
+    found = []
+    with Job(progress=progress).watched() as (sink, cancel):
+        for name, chosen in itertools.product(task or opened.tasks, methods):
+            note(printable(f"{name}: {chosen}"))
+            found.append(
+                lay_out(
+                    opened,
+                    name,
+                    layer=int(layer) if layer.isdecimal() else layer,
+                    method=chosen,
+                    seed=seed,
+                    fit_on=fit_on,
+                    max_points=max_points,
+                    on_progress=sink,
+                    cancel=cancel,
+                )
+            )
+    say_json([_document(entry) for entry in found]) if as_json else say(projections_text(found))
+
+
+def _document(projection: Projection) -> dict[str, Any]:
+    return {
+        **vars(projection.settings),
+        "used": projection.method,
+        "digest": projection.digest,
+        "file": f"projections/{projection.digest}.parquet",
+        "points": len(projection.frame),
+        **{
+            name: getattr(projection, name)
+            for name in ("explained_variance", "parameters", "quality", "notes")
+        },
+    }

@@ -10,24 +10,30 @@ import typer
 from driftlens.access import Access
 from driftlens.cli.app import (
     Device,
+    Job,
     JsonFlag,
     Offline,
-    Overrides,
     ProgressMode,
+    RunFolder,
+    Threads,
     Trust,
     app,
     assignments,
+    computing,
+    limited_threads,
     note,
     say,
     say_json,
-    watched,
 )
 from driftlens.cli.looking import show_run
 
 SpecFile = Annotated[
     Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
+]
 
 
 @app.command()
@@ -36,6 +42,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the embedded suite.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     device: Device = None,
+    threads: Threads = None,
     progress: ProgressMode = "auto",
 ) -> None:
     """Run everything on an embedded suite: a small CLIP and eight experts, trained here, without network.
@@ -53,19 +60,20 @@ def demo(
     from driftlens_reports.build import Report
 
     refuse_occupied(out, force=force)
-    with watched(progress) as (sink, cancel):
+    job = Job(Access(device), threads, progress)
+    with job.watched() as (sink, cancel):
         suite = embedded_suite(seed=seed, reporter=Reporter(sink, cancel))
         analyze(
             suite.spec(),
             out=out,
             force=force,
-            access=Access(device),
+            access=job.access,
             synthetic=True,
             on_progress=sink,
             cancel=cancel,
         )
         request = CalibrationRequest("featcal", preset="paper-clip")
-        run = calibrate(out, request, access=Access(device), on_progress=sink, cancel=cancel)
+        run = calibrate(out, request, access=job.access, on_progress=sink, cancel=cancel)
     (page,) = Report(run).attach(["html"])
     show_run(run)
     say(f"\nBefore and after calibration\n\n{before_after_text(run, request.name)}")
@@ -101,19 +109,24 @@ def validate(
     device: Device = None,
     offline: Offline = False,
     trust: Trust = False,
+    threads: Threads = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
     from driftlens.pipeline.preflight.job import preflight
     from driftlens.spec import load_spec
 
-    found = preflight(load_spec(spec, overrides or ()), deep=deep, access=Access(device, offline, trust))
+    with limited_threads(threads):
+        found = preflight(
+            load_spec(spec, overrides or ()), deep=deep, access=Access(device, offline, trust)
+        )
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
         raise typer.Exit(found.exit_code)
 
 
 @app.command()
+@computing
 def analyze(
     spec: SpecFile,
     out: Annotated[Path | None, typer.Option(help="The run directory; runs/<name> if left out.")] = None,
@@ -121,11 +134,9 @@ def analyze(
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     seed: Annotated[int | None, typer.Option(help="Over data.defaults.seed.")] = None,
     overrides: Overrides = None,
-    device: Device = None,
-    offline: Offline = False,
-    trust: Trust = False,
-    progress: ProgressMode = "auto",
+    *,
     as_json: JsonFlag = False,
+    job: Job,
 ) -> None:
     """Measure the drift of every variant in a spec and write a run directory."""
     from driftlens.pipeline.analyze.job import analyze as run_analysis
@@ -133,13 +144,13 @@ def analyze(
 
     seeds = [] if seed is None else [f"data.defaults.seed={seed}"]
     resolved = load_spec(spec, [*(overrides or ()), *seeds])
-    with watched(progress) as (sink, cancel):
+    with job.watched() as (sink, cancel):
         run = run_analysis(
             resolved,
             out=out if out is not None else Path("runs") / resolved.name,
             resume=resume,
             force=force,
-            access=Access(device, offline, trust),
+            access=job.access,
             on_progress=sink,
             cancel=cancel,
         )
@@ -171,22 +182,18 @@ def merge(
 
 
 @app.command()
+@computing
 def evaluate(
     run: RunFolder,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what is there already.")] = False,
-    device: Device = None,
-    offline: Offline = False,
-    trust: Trust = False,
-    progress: ProgressMode = "auto",
+    *,
     as_json: JsonFlag = False,
+    job: Job,
 ) -> None:
     """Accuracy of every variant on the test split, with Wilson intervals."""
     from driftlens.pipeline.analyze.job import evaluate as run_evaluation
-    from driftlens.records.rows import plain_rows
     from driftlens_reports.summary import accuracy_text
 
-    with watched(progress) as (sink, cancel):
-        found = run_evaluation(
-            run, again=again, access=Access(device, offline, trust), on_progress=sink, cancel=cancel
-        )
-    say_json(plain_rows(found.accuracy())) if as_json else say(accuracy_text(found))
+    with job.watched() as (sink, cancel):
+        found = run_evaluation(run, again=again, access=job.access, on_progress=sink, cancel=cancel)
+    say_json(found.accuracy()) if as_json else say(accuracy_text(found))

@@ -6,7 +6,7 @@ plane are indicative only; every quality number comes from the features themselv
 """
 
 from driftlens.projection.projecting import project, stored_projection
-from driftlens.projection.result import Projection
 from driftlens.projection.settings import METHODS, FitOn, Method
+from driftlens.projection.store import Projection
 
 __all__ = ["METHODS", "FitOn", "Method", "Projection", "project", "stored_projection"]

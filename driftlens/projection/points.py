@@ -1,12 +1,14 @@
-"""Features of the expert and of variants, ready to be laid out: finite, thinned alike, brought to norm 1."""
+"""Features of expert and variants, ready to be laid out: finite, thinned, of norm 1; and how a layout fits them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.errors import NumericsError, RunError
@@ -18,6 +20,8 @@ Stored = NDArray[np.floating[Any]]
 
 _CHUNK = 4096
 """Samples in memory at once, in double precision."""
+NEIGHBOURS = 15
+"""Nearest samples that are compared, where there are enough: fewer than half of the others."""
 
 
 @dataclass(frozen=True)
@@ -141,3 +145,50 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
         num_zero = int((~rows.any(axis=1)).sum())
         if num_zero:
             yield f"{num_zero} features of {role} are zero and have no direction; they are drawn where zero is"
+
+
+def quality(points: Points, coordinates: dict[str, Array]) -> pd.DataFrame:
+    """One row per role; columns as in `Projection.quality`."""
+    k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
+    expert = _nearest(points.directions["expert"], k)
+    rows = [
+        {
+            "variant": role,
+            "n": points.n,
+            "n_shown": len(points.sample_ids),
+            "mean_cosine": points.cosine[role],
+            "mean_drift": points.drift[role],
+            "neighbours": k,
+            "knn_overlap": _overlap(expert, _nearest(directions, k)),
+            "trustworthiness": _trustworthiness(directions, coordinates[role], k),
+        }
+        for role, directions in points.directions.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def _nearest(directions: Array, k: int) -> NDArray[np.intp]:
+    """Positions of each row's `k` nearest others, [n, k]."""
+    if k < 1:
+        return np.empty((len(directions), 0), dtype=np.intp)
+    from sklearn.neighbors import NearestNeighbors
+
+    found: NDArray[np.intp] = (
+        NearestNeighbors(n_neighbors=k).fit(directions).kneighbors(return_distance=False)
+    )
+    return found
+
+
+def _overlap(one: NDArray[np.intp], other: NDArray[np.intp]) -> float:
+    if not one.size:
+        return math.nan
+    shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(one, other, strict=True)]
+    return float(np.mean(shared))
+
+
+def _trustworthiness(directions: Array, coordinates: Array, k: int) -> float:
+    if k < 1:
+        return math.nan
+    from sklearn.manifold import trustworthiness
+
+    return float(trustworthiness(directions, coordinates, n_neighbors=k))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Unpack
 
 import numpy as np
 import pandas as pd
@@ -11,16 +12,16 @@ from driftlens.files import PathLike
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.projection import store
 from driftlens.projection.layouts import lay_out
-from driftlens.projection.points import Array, Points, load_points
-from driftlens.projection.quality import quality
-from driftlens.projection.result import Projection
+from driftlens.projection.points import Points, load_points, quality
 from driftlens.projection.settings import (
+    Choices,
     Settings,
     content_key,
     feature_digests,
     library_versions,
     settings_of,
 )
+from driftlens.projection.store import Projection
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.tables import conform
 
@@ -34,15 +35,10 @@ def project(
     run: DriftRun | PathLike,
     task: str,
     *,
-    layer: int | str = "final",
-    method: str = "pca",
-    seed: int = 0,
-    variants: Sequence[str] | None = None,
-    fit_on: str = "all",
-    max_points: int = 2000,
     store_it: bool = True,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
+    **choices: Unpack[Choices],
 ) -> Projection:
     """One joint layout of the expert's and the variants' features; coordinates that the run has are read, not redone.
 
@@ -53,16 +49,10 @@ def project(
     Args:
         run: a run, or its folder.
         task: the task.
-        layer: index, "final" or module path.
-        method: "pca", "umap" or "tsne".
-        seed: of the method's random numbers. With one, a layout repeats on one machine with the same libraries;
-            elsewhere only the stored coordinates do.
-        variants: whose features to draw beside the expert's; None is every variant but the base.
-        fit_on: "all", or "expert" for a layout that variants added later don't move.
-        max_points: most points, over expert and variants together; samples beyond are left out, evenly over classes.
         store_it: whether to keep a new layout in the run; a viewer that may not write says no.
         on_progress: told of every step; most time goes into one of them, which can't say how far it has come.
         cancel: polled between the steps.
+        **choices: layer="final", method="pca", seed=0, variants=None, fit_on="all" and max_points=2000; see `Choices`.
 
     Raises:
         Cancelled: somebody asked to stop.
@@ -74,16 +64,7 @@ def project(
         RunLockedError: a new layout can't be kept, for another process is writing to the run.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
-    settings = settings_of(
-        opened,
-        task,
-        layer=layer,
-        method=method,
-        seed=seed,
-        variants=variants,
-        fit_on=fit_on,
-        max_points=max_points,
-    )
+    settings = settings_of(opened, task, **choices)
     features, versions = feature_digests(opened, settings), library_versions(settings.method)
     digest = content_key(settings, features, versions)
     enter = _steps(Reporter(on_progress, cancel), settings)
@@ -97,33 +78,14 @@ def project(
     return found
 
 
-def stored_projection(
-    run: DriftRun | PathLike,
-    task: str,
-    *,
-    layer: int | str = "final",
-    method: str = "pca",
-    seed: int = 0,
-    variants: Sequence[str] | None = None,
-    fit_on: str = "all",
-    max_points: int = 2000,
-) -> Projection | None:
+def stored_projection(run: DriftRun | PathLike, task: str, **choices: Unpack[Choices]) -> Projection | None:
     """The layout that `project` stored, for viewers that must not compute; None where there is none.
 
     One made by other versions of the libraries is as good: its coordinates are what was stored. Arguments and errors as
     for `project`; nothing is computed, imported for computing, or written.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
-    settings = settings_of(
-        opened,
-        task,
-        layer=layer,
-        method=method,
-        seed=seed,
-        variants=variants,
-        fit_on=fit_on,
-        max_points=max_points,
-    )
+    settings = settings_of(opened, task, **choices)
     features = feature_digests(opened, settings)
     digest = content_key(settings, features, library_versions(settings.method))
     return store.read(opened, digest) or store.read_like(opened, settings, features)
@@ -152,7 +114,19 @@ def _computed(
     return Projection(
         settings=settings,
         method=layout.method,
-        frame=_frame(points, settings, layout.coordinates),
+        frame=conform(
+            pd.DataFrame(
+                {
+                    "task": settings.task,
+                    "variant": np.repeat(settings.roles, len(points.sample_ids)),
+                    "sample_id": [*points.sample_ids] * len(settings.roles),
+                    "label": [*points.labels] * len(settings.roles),
+                    "x": layout.coordinates[:, 0],
+                    "y": layout.coordinates[:, 1],
+                }
+            ),
+            store.POINTS,
+        ),
         quality=measured,
         explained_variance=layout.explained_variance,
         parameters=layout.parameters,
@@ -160,18 +134,3 @@ def _computed(
         notes=(*points.notes, *layout.notes),
         digest=digest,
     )
-
-
-def _frame(points: Points, settings: Settings, coordinates: Array) -> pd.DataFrame:
-    count = len(settings.roles)
-    rows = pd.DataFrame(
-        {
-            "task": settings.task,
-            "variant": np.repeat(settings.roles, len(points.sample_ids)),
-            "sample_id": list(points.sample_ids) * count,
-            "label": list(points.labels) * count,
-            "x": coordinates[:, 0],
-            "y": coordinates[:, 1],
-        }
-    )
-    return conform(rows, store.POINTS)

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from driftlens.errors import SpecError
 from driftlens.files import sha256_of
@@ -69,18 +69,40 @@ class Settings:
         return {**asdict(self), "variants": list(self.variants)}
 
 
+class Choices(TypedDict, total=False):
+    """What may be asked of a projection beside run and task; what is left out is as `settings_of` has it.
+
+    Attributes:
+        layer: index, "final" or module path; the final one.
+        method: "pca", "umap" or "tsne"; PCA.
+        seed: of the method's random numbers; 0. With one, a layout repeats on one machine with the same libraries;
+            elsewhere only the stored coordinates do.
+        variants: whose features to draw beside the expert's; None, which is every variant but the base.
+        fit_on: "all", or "expert" for a layout that variants added later don't move; "all".
+        max_points: most points, over expert and variants together; 2000. Samples beyond are left out, evenly over
+            classes.
+    """
+
+    layer: int | str
+    method: str
+    seed: int
+    variants: Sequence[str] | None
+    fit_on: str
+    max_points: int
+
+
 def settings_of(
     run: DriftRun,
     task: str,
     *,
-    layer: int | str,
-    method: str,
-    seed: int,
-    variants: Sequence[str] | None,
-    fit_on: str,
-    max_points: int,
+    layer: int | str = "final",
+    method: str = "pca",
+    seed: int = 0,
+    variants: Sequence[str] | None = None,
+    fit_on: str = "all",
+    max_points: int = 2000,
 ) -> Settings:
-    """The settings, checked. Arguments as for `project`.
+    """The settings, checked; arguments as in `Choices`.
 
     Raises:
         SpecError: no such method or reference, t-SNE asked to place rows it was not fitted on, or a bad count.

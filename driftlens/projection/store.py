@@ -1,19 +1,18 @@
-"""Projections in a run directory: coordinates as Parquet, the rest as JSON beside them."""
+"""What a projection is, and how a run keeps it: coordinates as Parquet, the rest as JSON beside them."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from driftlens.errors import RunError
 from driftlens.files import write_json_atomic
-from driftlens.projection.result import Projection
-from driftlens.projection.settings import Settings
+from driftlens.projection.settings import Method, Settings
 from driftlens.records.attach import attach
 from driftlens.records.rows import plain_rows
 from driftlens.records.run import DriftRun
@@ -37,6 +36,38 @@ POINTS = Table(
 _VERIFY = "Remove the file: the projection is then computed anew. `driftlens verify` lists damaged files."
 
 
+@dataclass(frozen=True)
+class Projection:
+    """One layout of a task's features at one layer.
+
+    Attributes:
+        settings: what was asked for.
+        method: what was used; PCA where there are too few points for another, with a note that says so.
+        frame: one row per point: task, variant ("expert" for the task's own), sample_id, label, x, y. A sample has one
+            row per variant, in the same order.
+        quality: one row per variant, taken from the features themselves: `mean_cosine` and `mean_drift` to the expert
+            over all `n` samples; over the `n_shown` drawn ones `knn_overlap`, the mean share of a sample's
+            `neighbours` nearest among the expert's features that are nearest among the variant's too, and
+            `trustworthiness`, how few neighbours on the plane are none in feature space (1 is best). NaN with fewer
+            than three samples.
+        explained_variance: shares of variance along x and y, for PCA; None for the others, or without any variance.
+        parameters: what the library was called with.
+        versions: of the packages behind it.
+        notes: what a reader must know: points left out, a method replaced, what a library warned of.
+        digest: the content key; `projections/<digest>.parquet` in the run, once stored.
+    """
+
+    settings: Settings
+    method: Method
+    frame: pd.DataFrame
+    quality: pd.DataFrame
+    explained_variance: tuple[float, float] | None
+    parameters: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+    notes: tuple[str, ...]
+    digest: str
+
+
 def write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -> None:
     """Add a projection to its run.
 
@@ -54,11 +85,7 @@ def write(run: DriftRun, projection: Projection, features: Mapping[str, str]) ->
         "format": _FORMAT,
         "settings": projection.settings.as_dict(),
         "features": dict(features),
-        "method": projection.method,
-        "parameters": dict(projection.parameters),
-        "versions": dict(projection.versions),
-        "explained_variance": projection.explained_variance,
-        "notes": list(projection.notes),
+        **{name: getattr(projection, name) for name in _AS_THEY_ARE},
         "quality": plain_rows(projection.quality),
     }
     with attach(run.path, f"{base}.parquet") as path:
@@ -86,20 +113,12 @@ def read_like(run: DriftRun, settings: Settings, features: Mapping[str, str]) ->
         RunError: a file is damaged.
         SchemaTooNewError: a newer DriftLens wrote it.
     """
-    alike = [
-        (path.stat().st_mtime_ns, path, record)
-        for path, record in _records(run)
-        if record.get("settings") == settings.as_dict() and record.get("features") == dict(features)
-    ]
-    if not alike:
-        return None
-    _, path, record = max(alike, key=lambda entry: (entry[0], entry[1].name))
-    return _read(path, record)
-
-
-def _records(run: DriftRun) -> Iterator[tuple[pathlib.Path, dict[str, Any]]]:
-    for path in sorted((run.path / _FOLDER).glob("*.json")):
-        yield path, _record(path)
+    paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    wanted = {"settings": settings.as_dict(), "features": dict(features)}
+    for path, record in [(path, _record(path)) for path in reversed(paths)]:
+        if {name: record.get(name) for name in wanted} == wanted:
+            return _read(path, record)
+    return None
 
 
 def _record(path: pathlib.Path) -> dict[str, Any]:
@@ -115,23 +134,19 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 def _read(path: pathlib.Path, record: dict[str, Any]) -> Projection:
     try:
         settings = Settings(**{**record["settings"], "variants": tuple(record["settings"]["variants"])})
-        variance = record["explained_variance"]
-        projection = Projection(
-            settings=settings,
-            method=record["method"],
-            frame=pd.DataFrame(),
-            quality=pd.DataFrame(record["quality"]).astype(_QUALITY),
-            explained_variance=None if variance is None else (float(variance[0]), float(variance[1])),
-            parameters=record["parameters"],
-            versions=record["versions"],
-            notes=tuple(record["notes"]),
-            digest=path.stem,
-        )
+        x_and_y = record["explained_variance"]
+        values = {name: record[name] for name in _AS_THEY_ARE} | {
+            "explained_variance": None if x_and_y is None else (float(x_and_y[0]), float(x_and_y[1])),
+            "notes": tuple(record["notes"]),
+            "quality": pd.DataFrame(record["quality"]).astype(_QUALITY),
+        }
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise RunError(f"{path} is damaged: {error}", hint=_VERIFY) from error
-    return dataclasses.replace(projection, frame=read_table(path.with_suffix(".parquet"), POINTS))
+    frame = read_table(path.with_suffix(".parquet"), POINTS)
+    return Projection(settings=settings, frame=frame, digest=path.stem, **values)
 
 
+_AS_THEY_ARE = ("method", "parameters", "versions", "explained_variance", "notes")
 _QUALITY = {
     **dict.fromkeys(("n", "n_shown", "neighbours"), "int64"),
     **dict.fromkeys(("mean_cosine", "mean_drift", "knn_overlap", "trustworthiness"), "float64"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import pathlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,7 @@ from driftlens.variants import calibrated
 
 if TYPE_CHECKING:
     from driftlens.projection import Projection
+    from driftlens.projection.settings import Choices
 
 
 def open_run(path: PathLike) -> DriftRun:
@@ -205,33 +206,14 @@ class DriftRun:
             )
         return tuple(self.manifest.sample_ids[split][task])
 
-    def project(
-        self,
-        task: str,
-        *,
-        layer: int | str = "final",
-        method: str = "pca",
-        seed: int = 0,
-        variants: Sequence[str] | None = None,
-        fit_on: str = "all",
-        max_points: int = 2000,
-    ) -> Projection:
+    def project(self, task: str, **choices: Unpack[Choices]) -> Projection:
         """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
 
         Arguments and errors as for `driftlens.projection.project`.
         """
         from driftlens.projection import project
 
-        return project(
-            self,
-            task,
-            layer=layer,
-            method=method,
-            seed=seed,
-            variants=variants,
-            fit_on=fit_on,
-            max_points=max_points,
-        )
+        return project(self, task, **choices)
 
     def layer_index(self, layer: int | str) -> int:
         """Index of the layer that `layer` names: an index, "final" for the last one, or a module path.

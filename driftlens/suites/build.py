@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -13,14 +14,19 @@ from torch import Tensor
 
 from driftlens.files import write_json_atomic
 from driftlens.progress import Reporter
-from driftlens.suites.drawing.task import tasks
-from driftlens.suites.folder import BASE, CONFIG, FORMAT, RECORD, data_file, expert_file, file_digests
-from driftlens.suites.pictures import TaskPictures, draw_all
-from driftlens.suites.recipe import Recipe
-from driftlens.suites.seeds import stream
-from driftlens.suites.training import build_clip, train_base, train_expert
+from driftlens.suites.drawing.task import Purpose, tasks
+from driftlens.suites.embedded import BASE, CONFIG, FORMAT, RECORD, data_file, expert_file, file_digests
+from driftlens.suites.pictures import Pictures, TaskPictures, draw
+from driftlens.suites.recipe import Recipe, stream
+from driftlens.suites.training import (
+    accuracy,
+    build_clip,
+    class_embeddings,
+    tokenizer,
+    train_base,
+    train_expert,
+)
 from driftlens.suites.workers import NUM_WORKERS, Share, Workers, tell
-from driftlens.suites.zero_shot import accuracy, class_embeddings, tokenizer
 
 
 @dataclass
@@ -59,33 +65,42 @@ def build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -
             logit_scale = _train_base(work, pictures)
         with work.phase("train experts"):
             measured = _train_experts(work, pictures)
-    _write_config(work)
-    _write_record(work, logit_scale, measured)
+    _describe(work, logit_scale, measured)
 
 
 def _draw(work: _Work) -> list[TaskPictures]:
+    """Draw the pictures of every task, by task name, and save those that aren't the base's alone."""
+    recipe = work.recipe
+    counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
+    jobs = [(name, purpose, count, work.seed) for name in tasks for purpose, count in counts.items()]
+    done = itertools.count(1)
+
+    def report(name: str, purpose: Purpose) -> None:
+        work.reporter.step("draw", next(done), len(jobs), f"{name}, {purpose}")
+
+    work.reporter.step("draw", 0, len(jobs))
+    drawn = dict(zip([job[:2] for job in jobs], work.workers.run(_draw_some, jobs, report), strict=True))
+    pictures = [
+        TaskPictures(task, **{purpose: drawn[name, purpose] for purpose in counts})
+        for name, task in tasks.items()
+    ]
     (work.folder / "data").mkdir()
-    pictures = draw_all(work.recipe, work.seed, work.reporter, work.workers)
     for one in pictures:
         one.save(work.folder / data_file(one.task.name))
     return pictures
 
 
-@dataclass(frozen=True)
-class _BaseJob:
-    """One worker's share of the base's training."""
-
-    rank: int
-    folder: pathlib.Path
-    recipe: Recipe
-    seed: int
-    pictures: list[TaskPictures]
+def _draw_some(name: str, purpose: Purpose, count: int, seed: int) -> Pictures:
+    """In a worker: the pictures of one task for one purpose."""
+    pictures = draw(tasks[name], purpose, count, seed)
+    tell(name, purpose)
+    return pictures
 
 
-def _train_base(work: _Work, pictures: list[TaskPictures]) -> float:
+def _train_base(work: _Work, pictures: Sequence[TaskPictures]) -> float:
     """Train and save the base; its logit scale."""
     steps = work.recipe.base.steps
-    jobs = [_BaseJob(rank, work.folder, work.recipe, work.seed, pictures) for rank in range(NUM_WORKERS)]
+    jobs = [(rank, work.folder, work.recipe, work.seed, pictures) for rank in range(NUM_WORKERS)]
 
     def report(done: int, loss: float) -> None:
         work.reporter.step("train base", done, steps, loss=loss)
@@ -95,40 +110,33 @@ def _train_base(work: _Work, pictures: list[TaskPictures]) -> float:
     return work.workers.run(_train_base_share, jobs, report)[0]
 
 
-def _train_base_share(job: _BaseJob) -> float:
+def _train_base_share(
+    rank: int, folder: pathlib.Path, recipe: Recipe, seed: int, pictures: Sequence[TaskPictures]
+) -> float:
     """In a worker: train the base together with the others; its logit scale."""
-    clip = build_clip(job.recipe.model_config(), stream(job.seed, "weights"))
-    share = Share(job.rank, NUM_WORKERS)
+    clip = build_clip(recipe.model_config(), stream(seed, "weights"))
+    share = Share(rank, NUM_WORKERS)
 
     def report(done: int, loss: float) -> None:
-        if job.rank == 0:
+        if rank == 0:
             tell(done, loss)
 
     try:
-        tokenize = tokenizer(job.recipe.context_length)
-        train_base(clip, tokenize, job.pictures, job.recipe, stream(job.seed, "base"), report, share)
+        train_base(
+            clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), report, share
+        )
     except BaseException:
         share.leave()
         raise
-    if job.rank == 0:
-        _save(clip.state_dict(), job.folder / BASE)
+    if rank == 0:
+        _save(clip.state_dict(), folder / BASE)
     return clip.logit_scale.exp().item()
 
 
-@dataclass(frozen=True)
-class _ExpertJob:
-    """One expert's training."""
-
-    folder: pathlib.Path
-    recipe: Recipe
-    seed: int
-    pictures: TaskPictures
-
-
-def _train_experts(work: _Work, pictures: list[TaskPictures]) -> dict[str, dict[str, float]]:
+def _train_experts(work: _Work, pictures: Sequence[TaskPictures]) -> dict[str, dict[str, float]]:
     """Train and save one expert per task, and give base's and expert's accuracies on the task's test pictures."""
     (work.folder / "experts").mkdir()
-    jobs = [_ExpertJob(work.folder, work.recipe, work.seed, one) for one in pictures]
+    jobs = [(work.folder, work.recipe, work.seed, one) for one in pictures]
     steps, done = work.recipe.expert.steps, dict.fromkeys((one.task.name for one in pictures), 0)
 
     def report(name: str, step: int, loss: float) -> None:
@@ -138,32 +146,33 @@ def _train_experts(work: _Work, pictures: list[TaskPictures]) -> dict[str, dict[
         work.reporter.step("train experts", sum(done.values()), len(jobs) * steps, label, loss=loss)
 
     work.reporter.step("train experts", 0, len(jobs) * steps)
-    measured = work.workers.run(_train_expert, jobs, report)
-    return {job.pictures.task.name: values for job, values in zip(jobs, measured, strict=True)}
+    return dict(zip(done, work.workers.run(_train_expert, jobs, report), strict=True))
 
 
-def _train_expert(job: _ExpertJob) -> dict[str, float]:
+def _train_expert(
+    folder: pathlib.Path, recipe: Recipe, seed: int, pictures: TaskPictures
+) -> dict[str, float]:
     """In a worker: train and save one expert; accuracies of base and expert."""
     from safetensors.torch import load_file
 
-    one, name = job.pictures, job.pictures.task.name
-    clip = build_clip(job.recipe.model_config(), 0)
-    clip.load_state_dict(load_file(job.folder / BASE))
+    name = pictures.task.name
+    clip = build_clip(recipe.model_config(), 0)
+    clip.load_state_dict(load_file(folder / BASE))
     clip.eval()
-    embeddings = class_embeddings(clip, tokenizer(job.recipe.context_length), one.task)
-    test, test_labels = one.test.pixels(), torch.from_numpy(one.test.labels)
+    embeddings = class_embeddings(clip, tokenizer(recipe.context_length), pictures.task)
+    test, test_labels = pictures.test.pixels(), torch.from_numpy(pictures.test.labels)
     of_base = accuracy(clip.visual, test, test_labels, embeddings)
     train_expert(
         clip.visual,
-        one.train.pixels(),
-        torch.from_numpy(one.train.labels),
+        pictures.train.pixels(),
+        torch.from_numpy(pictures.train.labels),
         clip.logit_scale.exp().item() * embeddings,
-        job.recipe.expert,
-        stream(job.seed, f"expert/{name}"),
+        recipe.expert,
+        stream(seed, f"expert/{name}"),
         lambda step, loss: tell(name, step, loss),
     )
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
-    _save(tower, job.folder / expert_file(name))
+    _save(tower, folder / expert_file(name))
     return {"base": of_base, "expert": accuracy(clip.visual, test, test_labels, embeddings)}
 
 
@@ -173,15 +182,13 @@ def _save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
     save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, path)
 
 
-def _write_config(work: _Work) -> None:
+def _describe(work: _Work, logit_scale: float, measured: dict[str, dict[str, float]]) -> None:
+    """Write what open_clip needs to open the base, and at last the record."""
     from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
     preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
     config = {"model_cfg": work.recipe.model_config(), "preprocess_cfg": preprocess}
     write_json_atomic(work.folder / CONFIG, config)
-
-
-def _write_record(work: _Work, logit_scale: float, measured: dict[str, dict[str, float]]) -> None:
     heads = {
         name: {"classes": list(task.class_names), "templates": list(task.templates)}
         for name, task in tasks.items()

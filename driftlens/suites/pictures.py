@@ -10,11 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.progress import Reporter
 from driftlens.suites.drawing.canvas import Pixels
-from driftlens.suites.drawing.task import DrawnTask, Purpose, tasks
-from driftlens.suites.recipe import Recipe
-from driftlens.suites.workers import Workers, tell
+from driftlens.suites.drawing.task import DrawnTask, Purpose
 
 
 @dataclass(frozen=True)
@@ -52,41 +49,6 @@ class TaskPictures:
             y_test=self.test.labels,
             class_names=np.array(self.task.class_names),
         )
-
-
-def draw_all(recipe: Recipe, seed: int, reporter: Reporter, workers: Workers) -> list[TaskPictures]:
-    """The pictures of every task, by task name.
-
-    Raises:
-        Cancelled: somebody asked to stop.
-    """
-    counts: dict[Purpose, int] = {
-        "base": recipe.num_base,
-        "train": recipe.num_train,
-        "test": recipe.num_test,
-    }
-    jobs = [(name, purpose, count, seed) for name in tasks for purpose, count in counts.items()]
-    done = 0
-
-    def report(name: str, purpose: Purpose) -> None:
-        nonlocal done
-        done += 1
-        reporter.step("draw", done, len(jobs), f"{name}, {purpose}")
-
-    reporter.step("draw", 0, len(jobs))
-    drawn = dict(zip([job[:2] for job in jobs], workers.run(_draw_job, jobs, report), strict=True))
-    return [
-        TaskPictures(task, **{purpose: drawn[name, purpose] for purpose in counts})
-        for name, task in tasks.items()
-    ]
-
-
-def _draw_job(job: tuple[str, Purpose, int, int]) -> Pictures:
-    """In a worker: the pictures of one task for one purpose."""
-    name, purpose, count, seed = job
-    pictures = draw(tasks[name], purpose, count, seed)
-    tell(name, purpose)
-    return pictures
 
 
 def draw(task: DrawnTask, purpose: Purpose, count: int, seed: int) -> Pictures:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from driftlens.suites.drawing.canvas import SIZE
 from driftlens.suites.drawing.task import tasks
@@ -98,3 +101,10 @@ class Recipe:
         everything = {"version": VERSION, "seed": seed, "settings": asdict(self), "tasks": words}
         canonical = json.dumps(everything, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def stream(seed: int, purpose: str) -> int:
+    """A seed for one purpose; purposes never share random numbers, and adding one leaves the others as they are."""
+    sequence = np.random.SeedSequence([seed, zlib.crc32(purpose.encode())])
+    # 63 bits, because torch takes signed seeds.
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,4 +1,4 @@
-"""A small CLIP trained on captioned pictures, and image towers fine-tuned from it through frozen zero-shot heads."""
+"""A small CLIP trained on captioned pictures, and image towers fine-tuned and scored through frozen zero-shot heads."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.suites.descent import Descent
+from driftlens.suites.drawing.task import DrawnTask
 from driftlens.suites.pictures import TaskPictures
 from driftlens.suites.recipe import Recipe, Schedule
 from driftlens.suites.workers import Share
-from driftlens.suites.zero_shot import Tokenizer
 
 SHIFT = 2
 """Training pictures are moved by at most this many pixels, a whole batch at a time."""
 LARGEST_SCALE = 100.0
 """CLIP's own limit on the factor between cosines and logits."""
+CHUNK = 256
+"""Pictures per forward pass where no gradient is wanted."""
 
-StateDict = dict[str, Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
 OnStep = Callable[[int, float], None]
 """Called with the number of steps done and the loss."""
 
@@ -164,3 +166,30 @@ def shifted(pixels: Tensor, generator: torch.Generator) -> Tensor:
     height, width = pixels.shape[-2:]
     padded = F.pad(pixels, (SHIFT,) * 4, mode="replicate")
     return padded[..., down : down + height, right : right + width]
+
+
+def tokenizer(context_length: int) -> Tokenizer:
+    """open_clip's own tokenizer: captions -> token ids [n, context_length]."""
+    from open_clip import SimpleTokenizer
+
+    own: Tokenizer = SimpleTokenizer(context_length=context_length)
+    return own
+
+
+@torch.no_grad()
+def class_embeddings(clip: nn.Module, tokenize: Tokenizer, task: DrawnTask) -> Tensor:
+    """One unit vector per class, [classes, d]: the mean over templates of the captions' unit vectors."""
+    captions = [template.replace("{}", name) for name in task.class_names for template in task.templates]
+    texts = clip.encode_text(tokenize(captions), normalize=True)  # type: ignore[operator]
+    mean = texts.unflatten(0, (len(task.class_names), len(task.templates))).mean(dim=1)
+    return F.normalize(mean, dim=-1)
+
+
+@torch.no_grad()
+def accuracy(tower: nn.Module, pixels: Tensor, labels: Tensor, embeddings: Tensor) -> float:
+    """Share of pictures whose feature is nearest, by cosine, to the embedding of their own class."""
+    training = tower.training
+    tower.eval()
+    scores = torch.cat([tower(chunk) @ embeddings.mT for chunk in torch.split(pixels, CHUNK)])
+    tower.train(training)
+    return (scores.argmax(dim=1) == labels).double().mean().item()

@@ -10,12 +10,11 @@ import ctypes
 import multiprocessing
 import queue
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier, Event
 from threading import BrokenBarrierError
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -26,21 +25,17 @@ from driftlens.errors import Cancelled, RunError
 NUM_WORKERS = 2
 _POLL_SECONDS = 0.2
 
-Job = TypeVar("Job")
 Result = TypeVar("Result")
-News = tuple[Any, ...]
-"""What a worker says while it works; the caller of `Workers.run` knows what it means."""
 
 
 @dataclass
 class _Team:
     """What a worker shares with the others and with the process that started them."""
 
-    news: multiprocessing.Queue[News]
+    messages: multiprocessing.Queue[tuple[int | None, Any]]
     stop: Event
     barrier: Barrier
     gradients: Tensor
-    told: int = 0
 
 
 _teams: list[_Team] = []
@@ -56,80 +51,70 @@ class Workers:
 
     def __init__(self, num_values: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork of a process that runs threads may hang
-        self._news: multiprocessing.Queue[News] = context.Queue()
+        self._messages: multiprocessing.Queue[tuple[int | None, Any]] = context.Queue()
         self._stop = context.Event()
         shared = context.RawArray(ctypes.c_float, 2 * NUM_WORKERS * num_values)
         self._pool = ProcessPoolExecutor(
             NUM_WORKERS,
             mp_context=context,
             initializer=_join_team,
-            initargs=(self._news, self._stop, context.Barrier(NUM_WORKERS), shared),
+            initargs=(self._messages, self._stop, context.Barrier(NUM_WORKERS), shared),
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
     def run(
-        self, function: Callable[[Job], Result], jobs: Sequence[Job], on_news: Callable[..., None]
+        self,
+        function: Callable[..., Result],
+        jobs: Sequence[tuple[Any, ...]],
+        on_news: Callable[..., None],
     ) -> list[Result]:
-        """What `function` gives for each job, in order; `on_news` hears what the workers `tell`.
+        """What `function` gives for the arguments of each job, in order; `on_news` hears what the workers `tell`.
 
         Raises:
             RunError: a worker died.
             Exception: what a job or `on_news` raised.
         """
-        futures = [self._pool.submit(_counting, function, job) for job in jobs]
-        heard = 0
+        futures = [self._pool.submit(_do, at, function, job) for at, job in enumerate(jobs)]
+        results: dict[int, Result] = {}
         try:
-            while not _settled(futures):
-                heard += self._listen(on_news, _POLL_SECONDS)
-            results = [future.result() for future in futures]
-            # News travel apart from results and may come later than these.
-            while heard < sum(told for _, told in results):
-                heard += self._listen(on_news, _POLL_SECONDS)
-            return [result for result, _ in results]
+            while len(results) < len(jobs):
+                for future in futures:
+                    if future.done():
+                        future.result()  # raises where a job has failed, which the others may be waiting for
+                try:
+                    job, content = self._messages.get(timeout=_POLL_SECONDS)
+                except queue.Empty:
+                    continue
+                if job is None:
+                    on_news(*content)
+                else:
+                    results[job] = content
         except BrokenProcessPool as error:
             raise RunError(
                 "a process that was building the embedded suite ended unexpectedly",
                 hint="It may have run out of memory; the same command begins anew.",
             ) from error
-
-    def _listen(self, on_news: Callable[..., None], seconds: float) -> int:
-        """Hand on all news and count them; wait at most `seconds` for the first."""
-        heard = 0
-        while True:
-            try:
-                news = self._news.get(timeout=0.0 if heard else seconds)
-            except queue.Empty:
-                return heard
-            on_news(*news)
-            heard += 1
+        return [results[at] for at in range(len(jobs))]
 
 
-def _settled(futures: Sequence[Future[Any]]) -> bool:
-    """Whether all are done, or one has failed, which the others may be waiting for."""
-    failed = any(future.done() and future.exception() is not None for future in futures)
-    return failed or all(future.done() for future in futures)
+def _do(at: int, function: Callable[..., Any], job: tuple[Any, ...]) -> None:
+    """In a worker: do one job. Its result takes the way that news take, so that none of them comes later."""
+    _teams[0].messages.put((at, function(*job)))
 
 
-def _counting(function: Callable[[Job], Result], job: Job) -> tuple[Result, int]:
-    """In a worker: do one job, and count what it tells."""
-    team = _teams[0]
-    before = team.told
-    result = function(job)
-    return result, team.told - before
-
-
-def _join_team(news: multiprocessing.Queue[News], stop: Event, barrier: Barrier, shared: Any) -> None:
+def _join_team(
+    messages: multiprocessing.Queue[tuple[int | None, Any]], stop: Event, barrier: Barrier, shared: Any
+) -> None:
     torch.set_num_threads(1)
+    messages.cancel_join_thread()  # whoever has stopped reading needn't be waited for at the end
     gradients = torch.frombuffer(shared, dtype=torch.float32).view(2, NUM_WORKERS, -1)
-    _teams.append(_Team(news, stop, barrier, gradients))
+    _teams.append(_Team(messages, stop, barrier, gradients))
 
 
 def tell(*news: Any) -> None:
@@ -138,23 +123,20 @@ def tell(*news: Any) -> None:
     Raises:
         Cancelled: the work was called off.
     """
-    team = _teams[0]
-    if team.stop.is_set():
+    if _teams[0].stop.is_set():
         raise Cancelled("cancelled")
-    team.news.put(news)
-    team.told += 1
+    _teams[0].messages.put((None, news))
 
 
-@dataclass
 class Share:
     """One worker's share in training a model together: a part of every batch, and the mean of all gradients.
 
     `Share()` is all of it: one process that trains alone.
     """
 
-    rank: int = 0
-    size: int = 1
-    _step: int = field(default=0, init=False)
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._step = 0
 
     def rows(self, batch: Tensor) -> Tensor:
         """This worker's part of a batch of row numbers."""
@@ -168,20 +150,18 @@ class Share:
         """
         if self.size == 1:
             return
-        team = _teams[0]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        # Two buffers take turns: who is a step ahead must not write where another still reads.
-        buffer = team.gradients[self._step % 2]
-        self._step += 1
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        buffer[self.rank, : len(flat)] = flat
+        # Two buffers take turns: who is a step ahead must not write where another still reads.
+        buffer = _teams[0].gradients[self._step % 2, : self.size, : len(flat)]
+        self._step += 1
+        buffer[self.rank] = flat
         try:
-            team.barrier.wait()
+            _teams[0].barrier.wait()
         except BrokenBarrierError:
             raise Cancelled("another worker stopped") from None
-        mean = buffer[: self.size, : len(flat)].mean(dim=0)
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, part in zip(gradients, torch.split(mean, sizes), strict=True):
+        parts = torch.split(buffer.mean(dim=0), [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
     def leave(self) -> None:

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from driftlens.records.run import open_run
 from driftlens.suites.embedded import embedded_suite
-from driftlens.suites.folder import RECORD
+from driftlens.suites.embedded import RECORD
 from driftlens.suites.recipe import Recipe
 from driftlens_reports.wording import number
 from tests.browser.reading import metric, settled

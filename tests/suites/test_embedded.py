@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 from driftlens.errors import Cancelled, SpecError
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.suites import embedded
-from driftlens.suites.embedded import Suite, embedded_suite
-from driftlens.suites.folder import BASE, CONFIG, RECORD, what_is_wrong
+from driftlens.suites.embedded import BASE, CONFIG, RECORD, Suite, embedded_suite, what_is_wrong
 from driftlens.suites.recipe import Recipe, Schedule
-from driftlens.suites.training import build_clip
-from driftlens.suites.zero_shot import accuracy, class_embeddings, tokenizer
+from driftlens.suites.training import accuracy, build_clip, class_embeddings, tokenizer
 from tests.suites.conftest import TINY
 
 Damage = Callable[[pathlib.Path], object]

@@ -14,13 +14,15 @@ from driftlens.suites.recipe import Schedule
 from driftlens.suites.training import (
     SHIFT,
     Captions,
+    accuracy,
     batches,
     build_clip,
+    class_embeddings,
     contrastive_loss,
     shifted,
+    tokenizer,
     train_expert,
 )
-from driftlens.suites.zero_shot import accuracy, class_embeddings, tokenizer
 from tests.suites.conftest import TINY
 
 

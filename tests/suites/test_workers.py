@@ -59,7 +59,7 @@ def die(_: int) -> None:
 
 def test_results_come_in_the_order_of_the_jobs_and_news_arrive(workers: Workers):
     heard: list[tuple[object, ...]] = []
-    assert workers.run(double, [3, 1, 2], lambda *news: heard.append(news)) == [6, 2, 4]
+    assert workers.run(double, [(3,), (1,), (2,)], lambda *news: heard.append(news)) == [6, 2, 4]
     assert sorted(heard) == [("doubling", 1), ("doubling", 2), ("doubling", 3)]
 
 
@@ -69,7 +69,7 @@ def test_training_together_equals_training_alone_on_all_data(workers: Workers):
     for _ in range(3):
         (gradient,) = torch.autograd.grad((data @ weight).square().mean(), weight)
         weight = (weight - 0.1 * gradient).detach().requires_grad_()
-    both = workers.run(descend, range(NUM_WORKERS), ignore)
+    both = workers.run(descend, [(rank,) for rank in range(NUM_WORKERS)], ignore)
     assert both[0] == both[1] == pytest.approx(weight.tolist(), rel=1e-6)
 
 
@@ -83,12 +83,12 @@ def test_alone_a_share_is_everything():
 
 def test_one_worker_that_gives_up_stops_the_other():
     with Workers(num_values=8) as team, pytest.raises(ValueError, match="gave up"):
-        team.run(give_up_or_wait, range(NUM_WORKERS), ignore)
+        team.run(give_up_or_wait, [(rank,) for rank in range(NUM_WORKERS)], ignore)
 
 
 def test_a_worker_that_dies_is_an_error():
     with Workers(num_values=8) as team, pytest.raises(RunError, match="ended unexpectedly"):
-        team.run(die, [0], ignore)
+        team.run(die, [(0,)], ignore)
 
 
 def test_what_the_listener_raises_stops_the_work():
@@ -96,4 +96,4 @@ def test_what_the_listener_raises_stops_the_work():
         raise Cancelled("cancelled")
 
     with pytest.raises(Cancelled), Workers(num_values=8) as team:
-        team.run(double, range(10_000), cancel)
+        team.run(double, [(number,) for number in range(10_000)], cancel)

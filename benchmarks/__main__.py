@@ -7,7 +7,16 @@ import importlib
 
 import torch
 
-NAMES = ("decomposition", "attribution", "memory", "calibration", "calibration_memory", "report", "pages")
+NAMES = (
+    "decomposition",
+    "attribution",
+    "memory",
+    "calibration",
+    "calibration_memory",
+    "report",
+    "pages",
+    "busy",
+)
 
 
 def main() -> None:

@@ -117,9 +117,7 @@ def validate(
     from driftlens.spec import load_spec
 
     with limited_threads(threads):
-        found = preflight(
-            load_spec(spec, overrides or ()), deep=deep, access=Access(device, offline, trust)
-        )
+        found = preflight(load_spec(spec, overrides or ()), deep=deep, access=Access(device, offline, trust))
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
         raise typer.Exit(found.exit_code)

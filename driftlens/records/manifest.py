@@ -113,7 +113,7 @@ class Manifest:
         environment: environment variables that may change numbers.
         device: where tensors were computed.
         dtype: in which type.
-        threads: thread counts, by library.
+        threads: thread counts by library, and by phase where another number of torch's suited it better.
         seeds: every seed, by what it draws.
         deterministic: whether deterministic algorithms were asked for.
         tasks: in the order of the spec.

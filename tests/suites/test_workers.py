@@ -53,6 +53,11 @@ def give_up_or_wait(rank: int) -> None:
     share.average_gradients([weight])
 
 
+def fill(size: int) -> bytes:
+    tell(size)
+    return bytes(size)
+
+
 def die(_: int) -> None:
     os._exit(9)
 
@@ -97,3 +102,13 @@ def test_what_the_listener_raises_stops_the_work():
 
     with pytest.raises(Cancelled), Workers(num_values=8) as team:
         team.run(double, [(number,) for number in range(10_000)], cancel)
+
+
+def test_results_that_nobody_reads_any_more_are_not_waited_for():
+    """They are larger than what a pipe between processes holds."""
+
+    def cancel(*_: object) -> None:
+        raise Cancelled("cancelled")
+
+    with pytest.raises(Cancelled), Workers(num_values=8) as team:
+        team.run(fill, [(1 << 22,)] * 8, cancel)

@@ -20,6 +20,7 @@ from driftlens.progress import ProgressEvent, ProgressSink, Reporter
 from driftlens.records.manifest import LayerInfo
 from driftlens.records.thumbs import MOST, SIDE, Pictures, save_thumbs, thumbs_file
 from driftlens.records.writer import RunWriter
+from driftlens.threads import settled_threads
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +41,7 @@ def run_phases(writer: RunWriter, study: Study, reporter: Reporter) -> None:
         for task in study.tasks:
             diagnose_task(writer, study, task, reporter)
         if study.has_base:
-            run_phase(writer, "params", lambda: compare_parameters(writer, study, reporter))
+            run_phase(writer, "params", lambda: compare_parameters(writer, study, reporter), study=study)
         for task in study.tasks:
             evaluate_task(writer, study, task, reporter)
 
@@ -56,7 +57,7 @@ def diagnose_task(writer: RunWriter, study: Study, task: str, reporter: Reporter
         store_diagnosis(writer, task, diagnose(study, task, reporter))
         store_thumbs(writer, task, study.tasks[task])
 
-    run_phase(writer, f"analyze:{task}", measure)
+    run_phase(writer, f"analyze:{task}", measure, study=study)
 
 
 def evaluate_task(
@@ -72,20 +73,64 @@ def evaluate_task(
         writer,
         f"evaluate:{task}",
         lambda: measure_accuracy(writer, study, task, variants, reporter),
+        study=study,
         again=again,
     )
 
 
-def run_phase(writer: RunWriter, name: str, work: Callable[[], None], *, again: bool = False) -> None:
-    """Do one phase unless it is done already, and record what it used; `again` does it in any case."""
+def run_phase(
+    writer: RunWriter,
+    name: str,
+    work: Callable[[], None],
+    *,
+    study: Study | None = None,
+    again: bool = False,
+) -> None:
+    """Do one phase unless it is done already, and record what it used; `again` does it in any case.
+
+    With the study whose models it runs, it computes with as many threads as suit these just then.
+    """
     if writer.done(name) and not again:
         return
-    with writer.phase(name) as usage:
+    with writer.phase(name) as usage, suitable_threads(writer, name, study):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         work()
         if torch.cuda.is_available():
             usage.peak_gpu_bytes = torch.cuda.max_memory_allocated()
+
+
+@contextmanager
+def suitable_threads(writer: RunWriter | None, name: str, study: Study | None) -> Iterator[None]:
+    """A block with as many threads as suit the study's models just then; another number than torch's is recorded."""
+    if study is None or study.pool.device.type != "cpu":
+        yield
+        return
+    given = torch.get_num_threads()
+    with settled_threads(*_layer_size(study), phase=name) as number:
+        if writer is not None and number != given:
+            writer.describe(threads={**writer.manifest.threads, name: number})
+        yield
+
+
+def _layer_size(study: Study) -> tuple[int, int]:
+    """About how many rows of which width most operations of a layer have; the narrowest map is as wide as features."""
+    source = study.pool.source(study.pool.names[0])
+    maps = [
+        layer.parameters[f"{site.name}.weight"].key
+        for layer in study.pool.chain.blocks
+        for site in layer.sites
+        if site.kind == "linear"
+    ]
+    width = min((min(source.headers[key].shape) for key in maps), default=_USUAL_WIDTH)
+    batch = min((at_hand.diagnosis.batch_size for at_hand in study.tasks.values()), default=1)
+    return batch * _FEW_TOKENS, width
+
+
+_FEW_TOKENS = 16
+"""Tokens per sample, which no shape of a weight tells: few, so that where it matters fewer threads are taken."""
+_USUAL_WIDTH = 256
+"""Of models without a linear map that can be calibrated."""
 
 
 @contextmanager
@@ -211,12 +256,12 @@ def analyze_variants(
     run_phase(writer, f"{prefix}:digests", lambda: digest_models(writer, new, variants))
     for task in new.tasks:
         work = partial(_diagnose, writer, new, variants, task, reporter)
-        run_phase(writer, f"{prefix}:analyze:{task}", work)
+        run_phase(writer, f"{prefix}:analyze:{task}", work, study=new)
     if new.has_base:
-        run_phase(writer, f"{prefix}:params", lambda: compare_parameters(writer, new, reporter))
+        run_phase(writer, f"{prefix}:params", lambda: compare_parameters(writer, new, reporter), study=new)
     for task in new.tasks:
         work = partial(measure_accuracy, writer, new, task, variants, reporter)
-        run_phase(writer, f"{prefix}:evaluate:{task}", work)
+        run_phase(writer, f"{prefix}:evaluate:{task}", work, study=new)
 
 
 def _diagnose(

@@ -13,7 +13,13 @@ from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import Trained
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
-from driftlens.pipeline.analyze.phases import all_of, analyze_variants, deterministic_algorithms, run_phase
+from driftlens.pipeline.analyze.phases import (
+    all_of,
+    analyze_variants,
+    deterministic_algorithms,
+    run_phase,
+    suitable_threads,
+)
 from driftlens.pipeline.calibrate.card import model_card
 from driftlens.pipeline.calibrate.plan import CalibrationPlan, Choice, plan_calibration, untouched_but_moved
 from driftlens.pipeline.calibrate.request import CalibrationRequest
@@ -246,7 +252,8 @@ def _calibrate(
         if not replaces:
             writer.remove_calibration(plan.name)  # what one that was stopped has left
     if choose is not None:
-        with writer.phase(f"{plan.phase}:choose"):
+        choosing = f"{plan.phase}:choose"
+        with writer.phase(choosing), suitable_threads(writer, choosing, study):
             plan = plan.chosen(choose, study, reporter)
     identity = plan.identity(opened.manifest, study)
     solved = scratch.begin(identity, resume=resume)
@@ -265,7 +272,7 @@ def _calibrate(
         save_variants(writer, opened.models, study, plan, solution, info)
         record_solution(writer, plan, solution.reports, identity, info)
 
-    run_phase(writer, plan.phase, work)
+    run_phase(writer, plan.phase, work, study=study)
     for variant, relative in plan.weights.items():
         attached = (
             saved_attachments(writer.folder, plan.name, plan.method) if variant == plan.variant else None

@@ -11,6 +11,7 @@ from driftlens.data.task_data import TaskData
 from driftlens.layers import select_layers
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.pipeline.analyze.phases import suitable_threads
 from driftlens.pipeline.preflight.costs import Cost, LayerCost, estimate, layer_costs, workload
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
@@ -139,4 +140,5 @@ def _score(spec: RunSpec, collect: Collector, *, access: Access) -> None:
         return
     opened = collect.attempt("experts", lambda: open_study(spec, access=access))
     if opened is not None:
-        score_experts(opened[0], collect)
+        with suitable_threads(None, "validate", opened[0]):
+            score_experts(opened[0], collect)

@@ -18,7 +18,7 @@ from driftlens.engine.forward_order import Lane
 from driftlens.errors import SingularGramError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
-from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms
+from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
 from driftlens.pipeline.calibrate.request import CalibrationRequest
 from driftlens.pipeline.search.lanes import LANE, part_of, solved_lanes
@@ -129,7 +129,8 @@ def sweep(
         job = _Job(writer, study, opened, request, points, kept, set(rows["sweep"][outdated]))
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
-                with writer.phase(f"{PHASE}:{seed}"):
+                phase = f"{PHASE}:{seed}"
+                with writer.phase(phase), suitable_threads(writer, phase, study):
                     job.run(seed, drawn, reporter)
     job.require_all()
     return open_run(folder)

@@ -1,0 +1,77 @@
+"""What an analysis and a calibration of the embedded suite's models take beside a busy process, on two cores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from benchmarks.timing import seconds_of
+from driftlens.spec import load_spec
+from driftlens.suites.embedded import embedded_suite
+from driftlens.suites.recipe import Recipe, Schedule
+
+CORES = 2
+WANTED = 2.5
+_BRIEF = Schedule(steps=2, batch=16, rate=2e-3)
+# The sizes of the models are the demo's; how well they are trained makes no difference to the time they take.
+_RECIPE = Recipe(num_base=16, num_train=128, num_test=128, base=_BRIEF, expert=_BRIEF)
+
+
+def run(device: str) -> str:
+    """Seconds of both commands idle and beside one busy process; both share the same two cores."""
+    del device
+    with tempfile.TemporaryDirectory() as scratch, _few_cores():
+        folder = pathlib.Path(scratch)
+        spec = folder / "run.yaml"
+        spec.write_text(load_spec(embedded_suite(cache=folder, recipe=_RECIPE).spec()).dump())
+        found = {}
+        for name, busy in {"idle": 0, "busy": 1}.items():
+            out = str(folder / name)
+            with _beside(busy):
+                found[name] = [
+                    seconds_of(lambda place=out: _driftlens("analyze", str(spec), "--out", place)),
+                    seconds_of(lambda place=out: _driftlens("calibrate", place, "--name", "featcal")),
+                ]
+    ratios = [
+        f"{what} {idle:.1f} s idle, {busy:.1f} s busy, ratio {busy / idle:.2f}"
+        for what, idle, busy in zip(("analysis", "calibration"), found["idle"], found["busy"], strict=True)
+    ]
+    return f"beside one busy process on {CORES} cores: {'; '.join(ratios)} (wanted: at most {WANTED})"
+
+
+@contextlib.contextmanager
+def _few_cores() -> Iterator[None]:
+    """This process and those it starts on two cores, where the system can do that."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:CORES])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _beside(busy: int) -> Iterator[None]:
+    """So many processes that do nothing but compute."""
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    try:
+        yield
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+
+
+def _driftlens(*arguments: str) -> None:
+    """One command with the threads that it settles on by itself."""
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("_THREADS")}
+    command = [sys.executable, "-m", "driftlens", *arguments]
+    subprocess.run(command, check=True, capture_output=True, env=variables)

@@ -11,8 +11,7 @@ from torch import Tensor
 from driftlens.engine.linear_sums import stacked
 from driftlens.engine.problems import LinearProblem, SiteReport, SiteUpdate
 from driftlens.linalg.cholesky import Factor
-from driftlens.linalg.ridge import solve_bias
-from driftlens.linalg.ridge_solution import solve_ridge
+from driftlens.linalg.ridge import solve_bias, solve_ridge
 from driftlens.models.chain import Site
 
 

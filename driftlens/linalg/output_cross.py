@@ -11,9 +11,9 @@ Products are taken in the dtype of the rows, sums in a dtype of choice.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from driftlens.linalg.gram import GramSum
 from driftlens.linalg.sums import grown
 
 
-@dataclass(frozen=True)
-class OutputSums:
+class OutputSums(NamedTuple):
     """Sums over rows: of (W t) x', [O, k], of W t, [O], and of (W t)^2, [O], or None where nobody asked for it."""
 
     cross: Tensor
@@ -32,8 +31,26 @@ class OutputSums:
     energy: Tensor | None
 
 
-class OutputCross(Protocol):
-    """Growing sums of wanted outputs with inputs."""
+class OutputCross(ABC):
+    """Growing sums of wanted outputs with inputs.
+
+    Args:
+        weight: W, [O, k].
+        bias: b, [O].
+        alpha: share of the expert in what is wanted.
+        dtype: of the sums.
+        energies: whether (W t)^2 is wanted.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor, *, alpha: float, dtype: torch.dtype, energies: bool
+    ) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._alpha = alpha
+        self._dtype = dtype
+        self._energies = energies
+        self._sums: OutputSums | None = None
 
     def add(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
@@ -49,51 +66,6 @@ class OutputCross(Protocol):
         Raises:
             ShapeError: they are not of that shape.
         """
-        ...
-
-    def sums(self, gram: GramSum) -> OutputSums:
-        """What the rows add up to; `gram` is the sum of x x' over the same rows."""
-        ...
-
-
-def output_cross(
-    weight: Tensor, bias: Tensor, *, alpha: float, num_rows: int, dtype: torch.dtype, energies: bool
-) -> OutputCross:
-    """Sums that start at zero, grown in the way that takes fewer operations.
-
-    Args:
-        weight: W, [O, k].
-        bias: b, [O].
-        alpha: share of the expert in what is wanted.
-        num_rows: about how many rows there will be.
-        dtype: of the sums.
-        energies: whether (W t)^2 is wanted.
-    """
-    outputs, k = weight.shape
-    by_rows = 2 * num_rows * outputs * k
-    by_inputs = num_rows * k**2 + outputs * k**2
-    if energies:
-        by_inputs += outputs * k**2 // 2
-    way = ByRows if by_rows <= by_inputs else ByInputs
-    return way(weight, bias, alpha=alpha, dtype=dtype, energies=energies)
-
-
-class _Way:
-    def __init__(
-        self, weight: Tensor, bias: Tensor, *, alpha: float, dtype: torch.dtype, energies: bool
-    ) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._alpha = alpha
-        self._dtype = dtype
-        self._energies = energies
-        self._cross: Tensor | None = None
-        self._target: Tensor | None = None
-        self._energy: Tensor | None = None
-
-    def _check(
-        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
-    ) -> None:
         outputs, k = self._weight.shape
         counted = rows.shape[:1] if weights is None else weights.shape
         width = sum(part.shape[-1] for part in expert_outputs)
@@ -109,37 +81,57 @@ class _Way:
                 f"{list(rows.shape)}, {list(expert_rows.shape)}, {[list(part.shape) for part in expert_outputs]} "
                 f"and {list(counted)}"
             )
+        more = self._of(rows, expert_rows, expert_outputs, weights)
+        if self._sums is not None:
+            held = self._sums
+            more = OutputSums(
+                grown(held.cross, more.cross, self._dtype),
+                grown(held.target, more.target, self._dtype),
+                None if more.energy is None else grown(held.energy, more.energy, self._dtype),
+            )
+        self._sums = more
 
-    def _grow(self, cross: Tensor, target: Tensor, energy: Tensor | None) -> None:
-        self._cross = grown(self._cross, cross, self._dtype)
-        self._target = grown(self._target, target, self._dtype)
-        if energy is not None:
-            self._energy = grown(self._energy, energy, self._dtype)
+    @abstractmethod
+    def _of(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> OutputSums:
+        """What is kept of these rows, ready to be added up."""
+
+    def sums(self, gram: GramSum) -> OutputSums:
+        """What the rows add up to; `gram` is the sum of x x' over the same rows."""
+        assert self._sums is not None
+        return self._sums
 
 
-class ByRows(_Way):
+def output_cross(
+    weight: Tensor, bias: Tensor, *, alpha: float, num_rows: int, dtype: torch.dtype, energies: bool
+) -> OutputCross:
+    """Sums that start at zero, grown in the way that takes fewer operations for about so many rows."""
+    outputs, k = weight.shape
+    by_rows = 2 * num_rows * outputs * k
+    by_inputs = num_rows * k**2 + outputs * k**2
+    if energies:
+        by_inputs += outputs * k**2 // 2
+    way = ByRows if by_rows <= by_inputs else ByInputs
+    return way(weight, bias, alpha=alpha, dtype=dtype, energies=energies)
+
+
+class ByRows(OutputCross):
     """Every row's wanted output, one after the other."""
 
-    def add(
+    def _of(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
-    ) -> None:
-        """See `OutputCross`."""
-        self._check(rows, expert_rows, expert_outputs, weights)
+    ) -> OutputSums:
         wanted = rows @ self._weight.mT
         for mine, theirs in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
             mine.lerp_(theirs, self._alpha)
         wanted.sub_(self._bias, alpha=self._alpha)
         energy = _total(wanted.square(), weights) if self._energies else None
         counted = wanted if weights is None else wanted * weights[:, None]
-        self._grow(counted.mT @ rows, counted.sum(dim=0), energy)
-
-    def sums(self, gram: GramSum) -> OutputSums:
-        """See `OutputCross`."""
-        assert self._cross is not None and self._target is not None
-        return OutputSums(self._cross, self._target, self._energy)
+        return OutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
 
 
-class ByInputs(_Way):
+class ByInputs(OutputCross):
     """C, the sum of t x', and W once at the end.
 
     For the energies the expert's outputs make up for a Gram matrix of t: row by row w of W, with G the sum of x x',
@@ -147,11 +139,9 @@ class ByInputs(_Way):
         sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
     """
 
-    def add(
+    def _of(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
-    ) -> None:
-        """See `OutputCross`."""
-        self._check(rows, expert_rows, expert_outputs, weights)
+    ) -> OutputSums:
         targets = torch.lerp(rows, expert_rows, self._alpha)
         if weights is not None:
             targets *= weights[:, None]
@@ -159,16 +149,16 @@ class ByInputs(_Way):
         if self._energies:
             parts = zip(expert_outputs, _split(self._bias, expert_outputs), strict=True)
             energy = torch.cat([_total((outputs - bias).square_(), weights) for outputs, bias in parts])
-        self._grow(targets.mT @ rows, targets.sum(dim=0), energy)
+        return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
 
     def sums(self, gram: GramSum) -> OutputSums:
         """See `OutputCross`."""
-        assert self._cross is not None and self._target is not None
-        weight, rest, energy = self._weight, 1 - self._alpha, self._energy
-        cross = self._cross.to(weight)
+        cross, target, energy = super().sums(gram)
+        weight, rest = self._weight, 1 - self._alpha
+        cross = cross.to(weight)
         if energy is not None:
             energy = self._alpha**2 * energy + rest * gram.quadratic(weight, scale=-rest, more=cross)
-        return OutputSums(weight @ cross, weight @ self._target.to(weight), energy)
+        return OutputSums(weight @ cross, weight @ target.to(weight), energy)
 
 
 def _split(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -15,8 +15,7 @@ from driftlens.linalg.cholesky import factorize
 from driftlens.linalg.moments import Moments
 from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
 from driftlens.linalg.norm_moments import NormMoments
-from driftlens.linalg.ridge import ridge_factor, solve_bias, solve_weight
-from driftlens.linalg.ridge_solution import solve_ridge
+from driftlens.linalg.ridge import ridge_factor, solve_bias, solve_ridge, solve_weight
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -61,7 +61,7 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
 
     Args:
         rows: tokens of one batch, over all samples.
-        width: of the widest input of a linear map.
+        width: of the features.
         phase: for the log, which names each choice once.
 
     Raises:
@@ -94,10 +94,11 @@ def fewest_threads(
         for number in candidates:
             with _computing_with(number):
                 work()  # threads that had to be started, and caches that had to be filled, are nobody's merit
-                started = clock()
-                while (passed := clock() - started) < _TURN_SECONDS:
+                started, passed = clock(), 0.0
+                while passed < _TURN_SECONDS:
                     work()
                     calls[number] += 1
+                    passed = clock() - started
             spent[number] += passed
     seconds = {number: spent[number] / calls[number] for number in candidates}
     return min(number for number in candidates if seconds[number] <= GAIN * min(seconds.values()))

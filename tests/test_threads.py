@@ -78,6 +78,17 @@ def test_one_slow_moment_of_one_thread_does_not_decide():
     assert chosen({1: [*[1e-3] * 50, 5e-3], 2: [1e-3]}) == 1
 
 
+def test_a_machine_that_stands_still_between_two_calls_is_no_division_by_zero():
+    """The clock jumps by a second whenever it is read."""
+    machine = Machine({1: [1e-3], 2: [1e-3]})
+
+    def clock() -> float:
+        machine.now += 1.0
+        return machine.now
+
+    assert fewest_threads(machine.work, [1, 2], clock) == 1
+
+
 def test_candidates_take_turns():
     machine = Machine({1: [4e-3], 2: [4e-3]})
     fewest_threads(machine.work, [1, 2], machine.clock)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import pathlib
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from driftlens.files import write_json_atomic
 from driftlens.progress import Reporter
-from driftlens.suites.drawing.task import Purpose, tasks
+from driftlens.suites.drawing.task import PURPOSES, tasks
 from driftlens.suites.embedded import BASE, CONFIG, FORMAT, RECORD, data_file, expert_file, file_digests
-from driftlens.suites.pictures import Pictures, TaskPictures, draw
+from driftlens.suites.pictures import TaskPictures, draw
 from driftlens.suites.recipe import Recipe, stream
 from driftlens.suites.training import (
     accuracy,
@@ -26,26 +26,10 @@ from driftlens.suites.training import (
     train_base,
     train_expert,
 )
-from driftlens.suites.workers import NUM_WORKERS, Share, Workers, tell
+from driftlens.suites.workers import Worker, work_together
 
-
-@dataclass
-class _Work:
-    """What the steps of `build` share; `seconds` fills up as they pass."""
-
-    folder: pathlib.Path
-    recipe: Recipe
-    seed: int
-    reporter: Reporter
-    workers: Workers
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Note how long the block takes."""
-        start = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - start, 1)
+_DRAWN = "drawn"
+"""Folder for pictures as they come, until all is built."""
 
 
 def build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -> None:
@@ -56,103 +40,97 @@ def build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -
         RunError: a process that helps with it ended unexpectedly.
     """
     reporter.step("draw", 0, None, "starting two processes")
+    for name in (_DRAWN, "data", "experts"):
+        (folder / name).mkdir()
     untrained = build_clip(recipe.model_config(), stream(seed, "weights"))
-    with Workers(sum(parameter.numel() for parameter in untrained.parameters())) as workers:
-        work = _Work(folder, recipe, seed, reporter, workers)
-        with work.phase("draw"):
-            pictures = _draw(work)
-        with work.phase("train base"):
-            logit_scale = _train_base(work, pictures)
-        with work.phase("train experts"):
-            measured = _train_experts(work, pictures)
-    _describe(work, logit_scale, measured)
+    heard = _Heard(recipe, reporter)
+    num_values = sum(parameter.numel() for parameter in untrained.parameters())
+    work_together(_work, (folder, recipe, seed), heard, num_values)
+    shutil.rmtree(folder / _DRAWN)
+    _describe(folder, recipe, seed, heard)
 
 
-def _draw(work: _Work) -> list[TaskPictures]:
-    """Draw the pictures of every task, by task name, and save those that aren't the base's alone."""
-    recipe = work.recipe
-    counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
-    jobs = [(name, purpose, count, work.seed) for name in tasks for purpose, count in counts.items()]
-    done = itertools.count(1)
+class _Heard:
+    """What the workers have told: progress, which is passed on, and what they have measured.
 
-    def report(name: str, purpose: Purpose) -> None:
-        work.reporter.step("draw", next(done), len(jobs), f"{name}, {purpose}")
+    Attributes:
+        measured: by name of a task, or "logit_scale".
+        seconds: by phase.
+    """
 
-    work.reporter.step("draw", 0, len(jobs))
-    drawn = dict(zip([job[:2] for job in jobs], work.workers.run(_draw_some, jobs, report), strict=True))
-    pictures = [
-        TaskPictures(task, **{purpose: drawn[name, purpose] for purpose in counts})
-        for name, task in tasks.items()
-    ]
-    (work.folder / "data").mkdir()
-    for one in pictures:
-        one.save(work.folder / data_file(one.task.name))
-    return pictures
+    def __init__(self, recipe: Recipe, reporter: Reporter) -> None:
+        self.measured: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self._reporter = reporter
+        # By phase: how many things are made in it, and the steps that each takes.
+        self._sizes = {
+            "draw": (len(tasks) * len(PURPOSES), 1),
+            "train base": (1, recipe.base.steps),
+            "train experts": (len(tasks), recipe.expert.steps),
+        }
+        self._done: dict[str, dict[str, int]] = {phase: {} for phase in self._sizes}
+        self._began = time.monotonic()
 
-
-def _draw_some(name: str, purpose: Purpose, count: int, seed: int) -> Pictures:
-    """In a worker: the pictures of one task for one purpose."""
-    pictures = draw(tasks[name], purpose, count, seed)
-    tell(name, purpose)
-    return pictures
-
-
-def _train_base(work: _Work, pictures: Sequence[TaskPictures]) -> float:
-    """Train and save the base; its logit scale."""
-    steps = work.recipe.base.steps
-    jobs = [(rank, work.folder, work.recipe, work.seed, pictures) for rank in range(NUM_WORKERS)]
-
-    def report(done: int, loss: float) -> None:
-        work.reporter.step("train base", done, steps, loss=loss)
-
-    work.reporter.step("train base", 0, steps)
-    # All workers end with the same weights; the first one saves them.
-    return work.workers.run(_train_base_share, jobs, report)[0]
-
-
-def _train_base_share(
-    rank: int, folder: pathlib.Path, recipe: Recipe, seed: int, pictures: Sequence[TaskPictures]
-) -> float:
-    """In a worker: train the base together with the others; its logit scale."""
-    clip = build_clip(recipe.model_config(), stream(seed, "weights"))
-    share = Share(rank, NUM_WORKERS)
-
-    def report(done: int, loss: float) -> None:
-        if rank == 0:
-            tell(done, loss)
-
-    try:
-        train_base(
-            clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), report, share
-        )
-    except BaseException:
-        share.leave()
-        raise
-    if rank == 0:
-        _save(clip.state_dict(), folder / BASE)
-    return clip.logit_scale.exp().item()
-
-
-def _train_experts(work: _Work, pictures: Sequence[TaskPictures]) -> dict[str, dict[str, float]]:
-    """Train and save one expert per task, and give base's and expert's accuracies on the task's test pictures."""
-    (work.folder / "experts").mkdir()
-    jobs = [(work.folder, work.recipe, work.seed, one) for one in pictures]
-    steps, done = work.recipe.expert.steps, dict.fromkeys((one.task.name for one in pictures), 0)
-
-    def report(name: str, step: int, loss: float) -> None:
+    def __call__(self, phase: str, name: str, step: int, value: Any = None) -> None:
+        """So many steps of the thing called `name` are done; `value` is the loss, or in no phase what was measured."""
+        if not phase:
+            self.measured[name] = value
+            return
+        things, steps = self._sizes[phase]
+        done = self._done[phase]
+        if not done:
+            self._reporter.step(phase, 0, things * steps)
         done[name] = step
-        finished = sum(steps <= each for each in done.values())
-        label = f"{name} ({finished} of {len(jobs)} done)"
-        work.reporter.step("train experts", sum(done.values()), len(jobs) * steps, label, loss=loss)
+        finished = sum(each == steps for each in done.values())
+        label = f"{name} ({finished} of {things} done)" if things > 1 and steps > 1 else name
+        metrics = {} if value is None else {"loss": value}
+        self._reporter.step(phase, sum(done.values()), things * steps, label, **metrics)
+        if finished == things:
+            self.seconds[phase] = round(time.monotonic() - self._began, 1)
+            self._began = time.monotonic()
 
-    work.reporter.step("train experts", 0, len(jobs) * steps)
-    return dict(zip(done, work.workers.run(_train_expert, jobs, report), strict=True))
+
+def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
+    """In every worker: its share of all the work."""
+    _draw(worker, folder, recipe, seed)
+    worker.meet()
+    pictures = [TaskPictures.load(task, folder / _DRAWN) for task in tasks.values()]
+    for one in worker.jobs(pictures):
+        one.save(folder / data_file(one.task.name))
+    _train_base(worker, folder, recipe, seed, pictures)
+    worker.meet()
+    for one in worker.jobs(pictures):
+        _train_expert(worker, folder, recipe, seed, one)
+
+
+def _draw(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
+    counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
+    for name, purpose in worker.jobs([(name, purpose) for name in tasks for purpose in PURPOSES]):
+        draw(tasks[name], purpose, counts[purpose], seed).save(folder / _DRAWN, name, purpose)
+        worker.tell("draw", f"{name}, {purpose}", 1)
+
+
+def _train_base(
+    worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int, pictures: list[TaskPictures]
+) -> None:
+    """Train the base together with the others; all end with the same weights, and the first one saves them."""
+
+    def report(done: int, loss: float) -> None:
+        if worker.rank == 0:
+            worker.tell("train base", "", done, loss)
+
+    clip = build_clip(recipe.model_config(), stream(seed, "weights"))
+    tokenize = tokenizer(recipe.context_length)
+    train_base(clip, tokenize, pictures, recipe, stream(seed, "base"), report, worker)
+    if worker.rank == 0:
+        _save(clip.state_dict(), folder / BASE)
+        worker.tell("", "logit_scale", 0, clip.logit_scale.exp().item())
 
 
 def _train_expert(
-    folder: pathlib.Path, recipe: Recipe, seed: int, pictures: TaskPictures
-) -> dict[str, float]:
-    """In a worker: train and save one expert; accuracies of base and expert."""
+    worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int, pictures: TaskPictures
+) -> None:
+    """Train and save one expert; tell accuracies of base and expert."""
     from safetensors.torch import load_file
 
     name = pictures.task.name
@@ -169,11 +147,12 @@ def _train_expert(
         clip.logit_scale.exp().item() * embeddings,
         recipe.expert,
         stream(seed, f"expert/{name}"),
-        lambda step, loss: tell(name, step, loss),
+        lambda step, loss: worker.tell("train experts", name, step, loss),
     )
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
     _save(tower, folder / expert_file(name))
-    return {"base": of_base, "expert": accuracy(clip.visual, test, test_labels, embeddings)}
+    of_expert = accuracy(clip.visual, test, test_labels, embeddings)
+    worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
 
 
 def _save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
@@ -182,26 +161,25 @@ def _save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
     save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, path)
 
 
-def _describe(work: _Work, logit_scale: float, measured: dict[str, dict[str, float]]) -> None:
+def _describe(folder: pathlib.Path, recipe: Recipe, seed: int, heard: _Heard) -> None:
     """Write what open_clip needs to open the base, and at last the record."""
     from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
     preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
-    config = {"model_cfg": work.recipe.model_config(), "preprocess_cfg": preprocess}
-    write_json_atomic(work.folder / CONFIG, config)
-    heads = {
-        name: {"classes": list(task.class_names), "templates": list(task.templates)}
-        for name, task in tasks.items()
-    }
+    config = {"model_cfg": recipe.model_config(), "preprocess_cfg": preprocess}
+    write_json_atomic(folder / CONFIG, config)
     record = {
         "format": FORMAT,
-        "digest": work.recipe.digest(work.seed),
-        "seed": work.seed,
-        "recipe": asdict(work.recipe),
-        "logit_scale": logit_scale,
-        "heads": heads,
-        "test_accuracy": measured,
-        "seconds": work.seconds,
-        "files": file_digests(work.folder),
+        "digest": recipe.digest(seed),
+        "seed": seed,
+        "recipe": asdict(recipe),
+        "logit_scale": heard.measured["logit_scale"],
+        "heads": {
+            name: {"classes": list(task.class_names), "templates": list(task.templates)}
+            for name, task in tasks.items()
+        },
+        "test_accuracy": {name: heard.measured[name] for name in tasks},
+        "seconds": heard.seconds,
+        "files": file_digests(folder),
     }
-    write_json_atomic(work.folder / RECORD, record)
+    write_json_atomic(folder / RECORD, record)

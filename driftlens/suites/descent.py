@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.suites.recipe import Schedule
-from driftlens.suites.workers import Share
+from driftlens.suites.workers import Worker
 
 MOMENTUM = 0.95
 MOMENTUM_SGD = 0.9
@@ -98,10 +98,10 @@ class Descent:
             ),
         ]
 
-    def step(self, loss: Tensor, index: int, share: Share | None = None) -> None:
+    def step(self, loss: Tensor, index: int, worker: Worker | None = None) -> None:
         """Move all parameters against the gradient of `loss`; `index` counts the steps from 0.
 
-        With a `share` the gradient is the mean over the workers that train together.
+        With a `worker` the gradient is the mean over the workers that train together.
         """
         rate = self._schedule.share_at(index)
         for optimizer, peak in self._rated:
@@ -109,8 +109,8 @@ class Descent:
             for group in optimizer.param_groups:
                 group["lr"] = peak * rate
         loss.backward()  # type: ignore[no-untyped-call]
-        if share is not None:
-            share.average_gradients(self._parameters)
+        if worker is not None:
+            worker.average_gradients(self._parameters)
         if self._schedule.matrix_rate is None:
             torch.nn.utils.clip_grad_norm_(self._parameters, LARGEST_GRADIENT)
         for optimizer, _ in self._rated:

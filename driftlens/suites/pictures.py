@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.suites.drawing.canvas import Pixels
-from driftlens.suites.drawing.task import DrawnTask, Purpose
+from driftlens.suites.drawing.task import PURPOSES, DrawnTask, Purpose
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Pictures:
         scaled = (torch.from_numpy(self.images).float() / 255 - mean) / std
         return scaled.permute(0, 3, 1, 2).contiguous()
 
+    def save(self, folder: pathlib.Path, task: str, purpose: Purpose) -> None:
+        """Write them where `TaskPictures.load` finds them."""
+        np.savez(folder / f"{task}-{purpose}.npz", images=self.images, labels=self.labels)
+
 
 @dataclass(frozen=True)
 class TaskPictures:
@@ -38,6 +42,15 @@ class TaskPictures:
     base: Pictures
     train: Pictures
     test: Pictures
+
+    @classmethod
+    def load(cls, task: DrawnTask, folder: pathlib.Path) -> TaskPictures:
+        """Those that `Pictures.save` wrote, for every purpose."""
+        found = {}
+        for purpose in PURPOSES:
+            with np.load(folder / f"{task.name}-{purpose}.npz") as file:
+                found[purpose] = Pictures(**file)
+        return cls(task, **found)
 
     def save(self, path: pathlib.Path) -> None:
         """Write train and test pictures as the `.npz` file that data sources of kind `npz` read."""

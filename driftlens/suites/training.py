@@ -13,7 +13,7 @@ from driftlens.suites.descent import Descent
 from driftlens.suites.drawing.task import DrawnTask
 from driftlens.suites.pictures import TaskPictures
 from driftlens.suites.recipe import Recipe, Schedule
-from driftlens.suites.workers import Share
+from driftlens.suites.workers import Worker
 
 SHIFT = 2
 """Training pictures are moved by at most this many pixels, a whole batch at a time."""
@@ -79,7 +79,7 @@ def train_base(
     recipe: Recipe,
     seed: int,
     on_step: OnStep,
-    share: Share | None = None,
+    worker: Worker,
 ) -> None:
     """Train `clip` in place: pictures and captions that belong together are drawn together, others apart.
 
@@ -87,7 +87,6 @@ def train_base(
     caption's weight is spread evenly over the pictures that carry it. Workers that train together each compare what
     is in their own part of the batch.
     """
-    share = share or Share()
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.cat([one.base.pixels() for one in pictures])
     captions = Captions(pictures, recipe.numbered, generator)
@@ -98,11 +97,11 @@ def train_base(
     clip.train()
     for step, rows in enumerate(batches(len(pixels), recipe.base, generator)):
         drawn = captions.drawn(rows, generator)
-        present, position = torch.unique(share.rows(drawn), return_inverse=True)
-        images = clip.encode_image(shifted(pixels[share.rows(rows)], generator), normalize=True)
+        present, position = torch.unique(worker.rows(drawn), return_inverse=True)
+        images = clip.encode_image(shifted(pixels[worker.rows(rows)], generator), normalize=True)
         texts = clip.encode_text(tokens[present], normalize=True)
         loss = contrastive_loss(clip.logit_scale.exp().clamp(max=LARGEST_SCALE) * images @ texts.mT, position)
-        descent.step(loss, step, share)
+        descent.step(loss, step, worker)
         on_step(step + 1, loss.item())
     clip.eval()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,7 @@ from driftlens.suites.drawing.canvas import Pixels
 
 Split = Literal["train", "test"]
 Purpose = Literal["base", "train", "test"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 Draw = Callable[[np.random.Generator, int, Split], Image.Image]
 """(random numbers, class, split) -> one scene. What is not random (a photograph's regions, collected handwriting)
 is divided between the splits."""

@@ -11,8 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.records.run import open_run
-from driftlens.suites.embedded import embedded_suite
-from driftlens.suites.embedded import RECORD
+from driftlens.suites.embedded import RECORD, embedded_suite
 from driftlens.suites.recipe import Recipe
 from driftlens_reports.wording import number
 from tests.browser.reading import metric, settled

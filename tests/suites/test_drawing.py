@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from driftlens.suites.drawing.camera import Camera
 from driftlens.suites.drawing.canvas import CANVAS, SIZE, dark_and_light, luminance
 from driftlens.suites.drawing.glyphs import placed
-from driftlens.suites.drawing.task import DrawnTask, tasks
+from driftlens.suites.drawing.task import Camera, DrawnTask, tasks
 from driftlens.suites.pictures import draw
 from driftlens.suites.tasks import photos
 from driftlens.suites.tasks.digits import handwriting

@@ -1,4 +1,4 @@
-"""A drawn task: class names, words for them, and a function that draws one picture of a class."""
+"""A drawn task: class names, words for them, a function that draws one scene of a class, and the camera."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from driftlens.registry import Registry
-from driftlens.suites.drawing.camera import CAMERA
-from driftlens.suites.drawing.canvas import Pixels
+from driftlens.suites.drawing.canvas import SIZE, Pixels
 
 Split = Literal["train", "test"]
 Purpose = Literal["base", "train", "test"]
@@ -20,6 +19,40 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 Draw = Callable[[np.random.Generator, int, Split], Image.Image]
 """(random numbers, class, split) -> one scene. What is not random (a photograph's regions, collected handwriting)
 is divided between the splits."""
+
+
+@dataclass(frozen=True)
+class Camera:
+    """How light becomes pixels.
+
+    Attributes:
+        light: smallest and largest brightness, relative to the scene.
+        contrast: smallest and largest contrast, relative to the scene.
+        blur: largest radius, in final pixels.
+        noise: smallest and largest standard deviation of the grain, of 255.
+    """
+
+    light: tuple[float, float]
+    contrast: tuple[float, float]
+    blur: float
+    noise: tuple[float, float]
+
+    def shot(self, scene: Image.Image, rng: np.random.Generator) -> Pixels:
+        """A photograph [SIZE, SIZE, 3] of `scene`, which is an RGB picture with a multiple of its side."""
+        picture = scene.reduce(scene.width // SIZE) if scene.width != SIZE else scene
+        radius = rng.uniform(0, self.blur)
+        if radius > 0.3:  # less than that changes nothing that can be seen
+            picture = picture.filter(ImageFilter.GaussianBlur(radius))
+        light = np.asarray(picture, dtype=np.float32)
+        middle = light.mean(axis=(0, 1))
+        light = (middle + (light - middle) * rng.uniform(*self.contrast)) * rng.uniform(*self.light)
+        grain = rng.standard_normal(light.shape, dtype=np.float32) * rng.uniform(*self.noise)
+        pixels: Pixels = (light + grain).clip(0, 255).astype(np.uint8)
+        return pixels
+
+
+CAMERA = Camera(light=(0.85, 1.15), contrast=(0.85, 1.1), blur=0.5, noise=(1.0, 5.0))
+"""The one all pictures are taken with."""
 
 
 @dataclass(frozen=True)

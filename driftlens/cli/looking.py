@@ -104,6 +104,7 @@ def methods(as_json: JsonFlag = False) -> None:
     say_json(found) if as_json else say(as_text(found))
 
 
+@app.command()
 def check(
     run: RunFolder,
     tests: Annotated[

@@ -32,8 +32,8 @@ class FeatCal(ClosedFormBase):
         lam: ridge lambda >= 0, relative to a Gram matrix of Frobenius norm 1 (Eq. 15).
         rho: the anchor is rho * merged + (1 - rho) * base (Eq. 11); above 1 it extrapolates away from the base.
         alpha: share in [0, 1] of the expert's features in the target (Eq. 10).
-        eps: least Gram norm (Eq. 14) and least LayerNorm determinant. The authors' code also adds it to the matrix
-            that is inverted; here it isn't, so that Eq. 16 holds exactly.
+        eps: least Gram norm (Eq. 14). The authors' code also adds it to the matrix that is inverted and keeps LayerNorm
+            determinants above it; here it doesn't, so that Eq. 16 and 59 hold exactly.
         update: what is solved for: `linear` weights, `bias` of linear modules, `norm` scale and shift.
         anchor: `merged` for Eq. 11, `none` to drop the pull towards the anchor.
         last_block_tokens: token-weight rule of the last block's sites, keys and values excepted, instead of the
@@ -114,4 +114,4 @@ class FeatCal(ClosedFormBase):
         anchor = self.anchor_of(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
             return solve_linear(problem, anchor, lam=self.lam, update=self.update)
-        return [solve_norm(problem, anchor, lam=self.lam, eps=self.eps)]
+        return [solve_norm(problem, anchor, lam=self.lam)]

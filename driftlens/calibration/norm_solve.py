@@ -12,9 +12,7 @@ from driftlens.engine.problems import NormProblem, SiteReport, SiteUpdate
 from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
 
 
-def solve_norm(
-    problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float
-) -> SiteUpdate:
+def solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
     """New scale and, where the norm has one, shift (Eq. 59).
 
     Args:

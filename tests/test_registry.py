@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pathlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +18,7 @@ ENTRY = "from {package} import registry\nregistry.register('{name}')({value!r})\
 @pytest.fixture
 def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """A package of one file per entry, called differently in every test: modules stay imported."""
-    name = "rooms_of_" + request.node.name.replace("[", "_").replace("]", "").replace(" ", "_")
+    name = "rooms_of_" + re.sub(r"\W", "_", request.node.name)
     folder = tmp_path / name
     folder.mkdir()
     (folder / "__init__.py").write_text(

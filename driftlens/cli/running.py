@@ -75,7 +75,7 @@ def demo(
 @app.command()
 def init(
     out: Annotated[Path, typer.Option(help="Where to write; `-` is stdout.")] = Path("run.yaml"),
-    template: Annotated[str, typer.Option(help="generic, clip-ta, flan-t5 or llama.")] = "generic",
+    template: Annotated[str, typer.Option(help="generic or clip-ta.")] = "generic",
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> None:
     """Write a commented run spec to start from."""

@@ -28,7 +28,6 @@ from driftlens.spec.sections import (
     Layers,
     Merge,
     Metrics,
-    Projection,
     Weights,
 )
 
@@ -49,7 +48,6 @@ __all__ = [
     "Metrics",
     "NpzArrays",
     "NpzData",
-    "Projection",
     "PythonData",
     "RunSpec",
     "TaskData",

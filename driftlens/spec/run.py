@@ -19,7 +19,6 @@ from driftlens.spec.sections import (
     Layers,
     Merge,
     Metrics,
-    Projection,
     Weights,
 )
 from driftlens.spec.types import Name, Part, Text, problem
@@ -60,7 +59,6 @@ class RunSpec(Part):
     data: Data = Data()
     layers: Layers = Layers()
     metrics: Metrics = Metrics()
-    projection: Projection = Projection()
     calibration: Calibration | None = None
     compute: Compute = Compute()
 

@@ -21,10 +21,8 @@ from driftlens.spec.types import (
     Bytes,
     Count,
     Flag,
-    LayerRef,
     Number,
     Part,
-    Seed,
     Selection,
     Source,
     Text,
@@ -32,7 +30,7 @@ from driftlens.spec.types import (
     problem,
 )
 
-LOADERS = ("hf-clip", "open-clip", "t5", "llama")
+LOADERS = ("hf-clip", "open-clip")
 
 
 def _known_loader(loader: str) -> str:
@@ -154,15 +152,6 @@ class Metrics(Part):
     adjoint: Flag = False
 
 
-class Projection(Part):
-    """Two-dimensional pictures of the features; `layer` is `final`, a layer number or a module path."""
-
-    methods: Annotated[tuple[Literal["pca", "umap", "tsne"], ...], Field(min_length=1)] = ("pca",)
-    layer: LayerRef = "final"
-    max_points: Count = 2000
-    seed: Seed = 0
-
-
 class Calibration(Part):
     """Settings of the calibrator; what is left out comes from the preset.
 
@@ -196,6 +185,5 @@ class Compute(Part):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
-    solve_dtype: Literal["float32", "float64"] = "float64"
     deterministic: Flag = True
     feature_budget: Bytes = 2 * 2**30

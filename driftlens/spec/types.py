@@ -111,21 +111,12 @@ def _is_layer(given: Any) -> bool:
     return (type(given) is int and given >= 1) or (isinstance(given, str) and given != "")
 
 
-def _layer(given: Any) -> Any:
-    if _is_layer(given):
-        return given
-    raise problem(f"expected final, a layer number or a module path; got {given!r}")
-
-
 def _selection(given: Any) -> Any:
     is_list = isinstance(given, list | tuple) and given and all(_is_layer(entry) for entry in given)
     if is_list or (isinstance(given, str) and given):
         return given
     raise problem(f"expected blocks, a pattern, or a list of patterns and layer numbers; got {given!r}")
 
-
-LayerRef = Annotated[int | str, BeforeValidator(_layer)]
-"""One layer: `final`, its number, or its module path."""
 
 Selection = Annotated[str | tuple[int | str, ...], BeforeValidator(_selection)]
 """Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""

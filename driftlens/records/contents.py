@@ -91,17 +91,25 @@ class RunContents:
         with self.file(layout.feature_file(task, variant, layer)) as path, path.open("wb") as file:
             np.save(file, stored, allow_pickle=False)
 
-    def write_sample_ids(self, task: str, split: str, ids: Sequence[str]) -> None:
+    def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
         """Record which samples a split of a task consists of; "diagnosis" names the rows of the features.
+
+        Args:
+            task: the task.
+            split: calibration, diagnosis or test.
+            ids: in the order of the rows.
+            origin: digest of the data that they are ids of; without it no other run is known to have the same samples.
 
         Raises:
             RunError: the file can't be written.
         """
         manifest = self.manifest
         kept, digests = manifest.sample_ids.get(split, {}), manifest.sample_id_digests.get(split, {})
+        origins = self.manifest.sample_origins.get(split, {})
         self.describe(
             sample_ids={split: {**kept, task: list(ids)}},
             sample_id_digests={split: {**digests, task: ids_digest(ids)}},
+            **({"sample_origins": {split: {**origins, task: origin}}} if origin else {}),
         )
         if split == "diagnosis":
             with self.file(layout.sample_ids_file(task)) as path:

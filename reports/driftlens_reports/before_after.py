@@ -13,9 +13,9 @@ from driftlens.records.before_after import (
     accuracy_changes,
     credit_sentences,
     outcomes,
+    selection_sentences,
 )
 from driftlens.records.run import DriftRun
-from driftlens.records.selection import selection_sentences
 from driftlens.variants import calibrated, title
 from driftlens_reports.columns import aligned, printable
 from driftlens_reports.wording import number, percent, points, points_interval, with_error

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Callable
 
 from driftlens.pipeline.calibrate.card import escaped
+from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.selection import selection_sentences
 from driftlens_reports.before_after import before_after_text
 from driftlens_reports.build import Report
 from tests.cli.conftest import Result

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from driftlens.errors import DataError
+from driftlens.records.before_after import selection_sentences
 from driftlens.records.manifest import CalibrationInfo, Manifest
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.selection import selection_sentences
 from driftlens.records.writer import RunWriter
 from tests.records.full_run import Size, write_full_run
 

@@ -17,11 +17,11 @@ from driftlens.records.before_after import (
     accuracy_changes,
     credit_sentences,
     outcomes,
+    selection_sentences,
 )
 from driftlens.records.layout import SPEC
 from driftlens.records.manifest import CalibrationInfo, ModelInfo
 from driftlens.records.run import DriftRun
-from driftlens.records.selection import selection_sentences
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from driftlens.variants import calibrated, part_of, title
 

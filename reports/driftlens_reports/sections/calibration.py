@@ -9,11 +9,11 @@ from driftlens.records.before_after import (
     accuracy_changes,
     credit_sentences,
     outcomes,
+    selection_sentences,
 )
-from driftlens.records.gains import gains
+from driftlens.records.compare import gains
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
-from driftlens.records.selection import selection_sentences
 from driftlens.variants import part_of, title
 from driftlens_reports.content import Table
 from driftlens_reports.sections.tabulate import table

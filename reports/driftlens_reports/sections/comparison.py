@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from driftlens.records.compare import accuracy_of
 from driftlens.records.run import DriftRun
-from driftlens.records.single import accuracy_of
 from driftlens.variants import control_of, part_of
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Kind

@@ -146,7 +146,7 @@ def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> Non
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from driftlens.records.before_after import accuracy_changes, credits_of
+    from driftlens.records.before_after import accuracy_changes, credits_of, final_drift_changes
     from driftlens.records.rows import plain, plain_rows
     from driftlens.variants import calibrated
     from driftlens_reports.before_after import before_after
@@ -160,6 +160,14 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
             {key: plain(value) for key, value in vars(entry).items()}
             | {"paired": entry.paired and asdict(entry.paired)}
             for entry in accuracy_changes(run, name)
+        ],
+        "drift_changes": [
+            {
+                **{"task": task, "n": at.n, "is_paired": at.is_paired},
+                **{key: plain(value) for key, value in vars(at.difference).items()},
+                "relative": {key: plain(value) for key, value in vars(at.relative).items()},
+            }
+            for task, at in final_drift_changes(run, name).items()
         ],
         "gains": [
             asdict(credit) | {"rescaling": credit.rescaling, "calibration": credit.calibration}

@@ -112,6 +112,7 @@ def _comparison_document(found: Comparison, equal: Equality | None, tolerance: f
         "after": {"id": found.after.id, "name": found.after.name},
         "pairs": [list(pair) for pair in found.pairs],
         "mismatches": list(found.mismatches),
+        "notes": list(found.notes),
         "tasks": plain_rows(found.tasks),
         "layers": plain_rows(found.layers),
         "gains": plain_rows(found.gains),

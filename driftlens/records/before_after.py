@@ -162,7 +162,7 @@ def accuracy_changes(run: DriftRun, name: str) -> list[AccuracyChange]:
     after = compared_variants(run, name)[-2]
     if not {"merged", after} <= set(run.variants):
         return []
-    found = (_accuracy_change(run, task, after) for task in run.tasks)
+    found = (accuracy_change(run, task, ("merged", after)) for task in run.tasks)
     return [entry for entry in found if entry.n or entry.paired is not None]
 
 
@@ -233,10 +233,16 @@ def credit_sentences(run: DriftRun, name: str) -> list[str]:
     return lines + _losses(outcomes(run, name), name)
 
 
-def _accuracy_change(run: DriftRun, task: str, after: str) -> AccuracyChange:
-    paired, split = paired_accuracy(run, run, task, ("merged", after)) or (None, "")
-    before, n_before = accuracy_of(run, task, "merged")
-    value, n = accuracy_of(run, task, after)
+def accuracy_change(run: DriftRun, task: str, variants: tuple[str, str]) -> AccuracyChange:
+    """How the accuracy on one task changes from one variant to another.
+
+    Raises:
+        DataError: no such task or variant.
+        RunError: a table can't be read.
+    """
+    paired, split = paired_accuracy(run, run, task, variants) or (None, "")
+    before, n_before = accuracy_of(run, task, variants[0])
+    value, n = accuracy_of(run, task, variants[1])
     if not n_before or not n:
         return AccuracyChange(task, math.nan, math.nan, math.nan, 0, False, paired, split)
     if paired is not None and split == "test":

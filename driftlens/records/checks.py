@@ -75,6 +75,8 @@ class CheckResult:
         n: measured rows behind the value.
         where: the row that the value is of, where it is of one.
         reason: why it was skipped, or how it failed; empty where it passed.
+        ci_low: lower end of the value's 95 % interval, paired by sample: of the change of a row's mean drift; else NaN.
+        ci_high: its upper end.
     """
 
     name: str
@@ -88,6 +90,8 @@ class CheckResult:
     n: int
     where: str = ""
     reason: str = ""
+    ci_low: float = math.nan
+    ci_high: float = math.nan
 
     @property
     def title(self) -> str:
@@ -192,6 +196,8 @@ def _judge_group(check: Check, selection: Selection) -> CheckResult:
     if holds and selection.lacking:
         return _skipped(check, selection.group, selection.lacking)
     place = "" if at is None else selection.row_name(int(measured[at]))
+    has_interval = at is not None and "low" in selection.rows
+    low, high = selection.rows.iloc[measured[at]][["low", "high"]] if has_interval else (math.nan, math.nan)
     reason = f"{value:.6g}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
     return CheckResult(
         check.name,
@@ -205,6 +211,8 @@ def _judge_group(check: Check, selection: Selection) -> CheckResult:
         n=len(values),
         where=place,
         reason="" if holds else reason,
+        ci_low=float(low),
+        ci_high=float(high),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 
 Kind = Literal["str", "int", "float", "bool"]
 Worse = Literal["higher", "lower"] | None
@@ -95,10 +95,20 @@ def _gain(name: str, meaning: str) -> Column:
     return _score(name, meaning, unit="score/feature")
 
 
+def _ends(share: str) -> tuple[Column, ...]:
+    what = (
+        f"end of the 95 % interval of {share} over the jacobian_samples, which were drawn again (bootstrap)."
+    )
+    return tuple(
+        _pure(f"{share}_{end}", f"{words} {what}", None, ANY)
+        for end, words in (("low", "Lower"), ("high", "Upper"))
+    )
+
+
 def _drift_family() -> tuple[Column, ...]:
     statistics = {
         "mean": "Mean",
-        "std": "Standard deviation",
+        "std": "Standard deviation (divided by n; intervals divide by n - 1)",
         "median": "Median",
         "q10": "10 % quantile",
         "q25": "25 % quantile",
@@ -138,7 +148,7 @@ LAYERS = Table(
             "higher",
         ),
         _pure("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
-        _pure("cos_std", "Standard deviation of that cosine.", "higher"),
+        _pure("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
         _length("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
         _length("propagation_l2_mean", "Mean norm of p, the drift that the layer passes on."),
         _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
@@ -153,6 +163,8 @@ LAYERS = Table(
         _pure(
             "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", None, ANY
         ),
+        *_ends("final_share"),
+        *_ends("prefix_share"),
         _pure(
             "remainder_share", "Share of the final drift in no layer's final_share; head row only.", None, ANY
         ),

@@ -196,8 +196,9 @@ def _judge_group(check: Check, selection: Selection) -> CheckResult:
     if holds and selection.lacking:
         return _skipped(check, selection.group, selection.lacking)
     place = "" if at is None else selection.row_name(int(measured[at]))
-    has_interval = at is not None and "low" in selection.rows
-    low, high = selection.rows.iloc[measured[at]][["low", "high"]] if has_interval else (math.nan, math.nan)
+    low, high = math.nan, math.nan
+    if at is not None and "low" in selection.rows:
+        low, high = selection.rows[["low", "high"]].to_numpy(dtype=float)[measured[at]]
     reason = f"{value:.6g}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
     return CheckResult(
         check.name,

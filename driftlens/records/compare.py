@@ -341,9 +341,9 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
         yield f"layers ({_chain(a)} against {_chain(b)})"
     shared = [task for task in a.tasks if task in b.tasks]
     for split in ("diagnosis", "test"):
-        digests = [run.manifest.sample_id_digests.get(split, {}) for run in (a, b)]
+        ids, other_ids = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
         others = [task for task in shared if same_samples(a, b, task, split) is False]
-        yield from _differing(f"{split} samples", shared, *digests, others)
+        yield from _differing(f"{split} samples", shared, ids, other_ids, others)
     yield from _differing("class names", shared, a.manifest.classes, b.manifest.classes)
     yield from _differing("experts", shared, _experts(a), _experts(b))
 

@@ -339,6 +339,11 @@ def _selection_sentence(record: Mapping[str, Any]) -> str:
     tried = {tuple(trial[key] for key in _SETTINGS) for trial in record["candidates"]}
     cost = f"{len(tried)} settings tried in {record['seconds']:.0f} s"
     preset = record.get("preset", "")
+    if record.get("is_merged_kept"):
+        return (
+            "Settings were compared on held-out calibration samples and the merged model was kept as it is, as no "
+            f"calibration was clearly better: with {_named(record['found'])}, {_gap(record, 'over_merged')}; {cost}."
+        )
     if not record["is_start_kept"]:
         origin = f"{preset}'s" if preset else "the given"
         return (
@@ -355,11 +360,12 @@ def _selection_sentence(record: Mapping[str, Any]) -> str:
     return f"Settings were compared on held-out calibration samples and {kept}, as {reason}; {cost}."
 
 
-def _gap(record: Mapping[str, Any]) -> str:
+def _gap(record: Mapping[str, Any], over: str = "") -> str:
     """The held-out advantage of what was found over the start, with as many decimals as its error deserves."""
     has_heads = record["score"].startswith("KL")
     what, unit = ("KL", " nat") if has_heads else ("relative drift", "")
-    advantage, error = record["advantage"], record["standard_error"]
+    told = record[over] if over else record
+    advantage, error = told["advantage"], told["standard_error"]
     if advantage is None or error is None:
         return "it could not be solved for without the deciding samples"
     decimals = max(0, 1 - math.floor(math.log10(error))) if error > 0 else 3

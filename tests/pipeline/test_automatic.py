@@ -21,6 +21,7 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SingularGramError, SpecError
 from driftlens.models.heads import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
+from driftlens.pipeline.calibrate.card import escaped
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search import automatic as automatic
 from driftlens.pipeline.search.automatic import choose_settings, score
@@ -28,6 +29,7 @@ from driftlens.pipeline.search.lanes import LANE
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter
+from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import NAME, copied, request
@@ -112,7 +114,7 @@ def test_no_candidate_is_scored_on_a_sample_that_it_was_calibrated_on(
     assert {len(ids) for ids in seen} == {COUNT * 3 // 4} and {len(ids) for ids in held} == {COUNT // 4}
 
 
-def test_a_model_that_is_its_expert_keeps_the_start(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pathlib.Path) -> None:
     data = {
         "defaults": {"n": 6, "n_diagnosis": 5},
         TASKS[0]: {"kind": "npz", "file": str(tmp_path / "x.npz")},
@@ -124,8 +126,35 @@ def test_a_model_that_is_its_expert_keeps_the_start(world: World, tmp_path: path
     dl.analyze(spec, out=tmp_path / "run", progress="none")
     start = FeatCal(lam=0.1, rho=1.0, alpha=0.4)
     found, record = chosen(reopened(tmp_path / "run")[0], start)
-    assert found is start and record["is_start_kept"]
-    assert record["chosen"] == record["start"] == {"lam": 0.1, "rho": 1.0, "alpha": 0.4}
+    assert found is start and record["is_merged_kept"] and not record["is_start_kept"]
+    assert record["chosen"] is None and record["start"] == {"lam": 0.1, "rho": 1.0, "alpha": 0.4}
+    run = dl.open_run(tmp_path / "run").calibrate(start, name=NAME, auto=True)
+    info, merged = run.manifest.calibrations[NAME], load_file(tmp_path / "run/models/merged.safetensors")
+    weights = load_file(tmp_path / f"run/calibrations/{NAME}/weights.safetensors")
+    assert all(torch.equal(weights[key], merged[key]) for key in merged)
+    assert info.layers == [] and not info.control and run.calibration(NAME).empty
+    assert info.notices == [
+        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
+    ]
+    (said,) = selection_sentences(run, NAME)
+    assert "the merged model was kept as it is" in said
+    card = (tmp_path / f"run/calibrations/{NAME}/README.md").read_text()
+    assert "Calibration | none" in card and escaped(said) in card
+    found_drift = [
+        run.value("drift_l2_mean", task=TASKS[0], variant=v) for v in ("merged", f"calibrated:{NAME}")
+    ]
+    assert found_drift[0] == found_drift[1]
+
+
+def test_without_every_head_all_tasks_are_judged_by_relative_drift(study: Study) -> None:
+    """Nats and relative drift have no common mean."""
+    bare = dataclasses.replace(study.tasks[TASKS[0]], head=None)
+    mixed = dataclasses.replace(study, tasks={**study.tasks, TASKS[0]: bare})
+    none = {task: dataclasses.replace(at, head=None) for task, at in study.tasks.items()}
+    _, record = chosen(mixed)
+    _, expected = chosen(dataclasses.replace(study, tasks=none))
+    assert record["candidates"] == expected["candidates"]
+    assert record["score"] == f"relative final drift of all tasks, as there is no head for {TASKS[0]}"
 
 
 def test_the_run_says_how_its_settings_were_chosen(roomy: DriftRun, tmp_path: pathlib.Path) -> None:

@@ -75,6 +75,15 @@ def with_info(folder: pathlib.Path, **changes: Any) -> DriftRun:
             "the given lambda 0.05, rho 2, alpha 0.3 were kept, as no other candidate did better; 2 settings",
         ),
         (
+            record(
+                chosen=None,
+                is_merged_kept=True,
+                over_merged={"advantage": -0.031, "standard_error": 0.02},
+            ),
+            "the merged model was kept as it is, as no calibration was clearly better: with lambda 0.01, rho 3, "
+            "alpha 0.3, held-out KL higher by 0.031 nat (standard error 0.020); 2 settings",
+        ),
+        (
             record(chosen=START, is_start_kept=True, advantage=None, standard_error=None),
             "could not be solved for",
         ),

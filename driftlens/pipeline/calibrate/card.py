@@ -93,7 +93,8 @@ def _introduction(run: DriftRun) -> str:
 def _recipe(run: DriftRun, name: str) -> str:
     info = run.manifest.calibrations[name]
     merge = _merge_of(run)
-    rows = [("Merge", merge), ("Calibration", f"{escaped(info.method)} on layers {_ranges(info.layers)}")]
+    layers = f"{escaped(info.method)} on layers {_ranges(info.layers)}" if info.layers else "none"
+    rows = [("Merge", merge), ("Calibration", layers)]
     rows += _sites(run, name)
     rows.append(("Preset", escaped(info.preset or "none")))
     rows += [(escaped(key), escaped(_value(value))) for key, value in info.settings.items()]

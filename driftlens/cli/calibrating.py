@@ -147,7 +147,7 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
     from dataclasses import asdict
 
     from driftlens.records.before_after import accuracy_changes, credits_of, final_drift_changes
-    from driftlens.records.rows import plain, plain_rows
+    from driftlens.records.tables import plain, plain_rows
     from driftlens.variants import calibrated
     from driftlens_reports.before_after import before_after
 

@@ -33,7 +33,7 @@ def check(
     """Hold a run's numbers against bounds; exit code 3 if one fails. What was not measured is skipped."""
     from driftlens.checking import check as judge
     from driftlens.files import write_text_atomic
-    from driftlens.records.junit import junit_xml
+    from driftlens.records.checks import junit_xml
     from driftlens_reports.verdicts import checks_text
 
     report = judge(run, tests)
@@ -89,7 +89,7 @@ def compare(
 def _report_document(report: CheckReport) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from driftlens.records.rows import plain
+    from driftlens.records.tables import plain
 
     return {
         "run": report.run.id,
@@ -105,7 +105,7 @@ def _report_document(report: CheckReport) -> dict[str, Any]:
 def _comparison_document(found: Comparison, equal: Equality | None, tolerance: float) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from driftlens.records.rows import plain, plain_rows
+    from driftlens.records.tables import plain, plain_rows
 
     document: dict[str, Any] = {
         "before": {"id": found.before.id, "name": found.before.name},

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
     """Print a run's summary, or its final rows as JSON."""
-    from driftlens.records.rows import plain_rows
+    from driftlens.records.tables import plain_rows
     from driftlens_reports.summary import summary
 
     if as_json:

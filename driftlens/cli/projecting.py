@@ -59,7 +59,7 @@ def project(
 
 
 def _document(projection: Projection) -> dict[str, Any]:
-    from driftlens.records.rows import plain_rows
+    from driftlens.records.tables import plain_rows
 
     return {
         **projection.settings.as_dict(),

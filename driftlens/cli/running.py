@@ -47,7 +47,7 @@ def demo(
     from driftlens.pipeline.calibrate.job import calibrate
     from driftlens.pipeline.calibrate.request import CalibrationRequest
     from driftlens.progress import Reporter
-    from driftlens.records.room import refuse_occupied
+    from driftlens.records.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
     from driftlens_reports.before_after import before_after_text
     from driftlens_reports.build import Report
@@ -182,7 +182,7 @@ def evaluate(
 ) -> None:
     """Accuracy of every variant on the test split, with Wilson intervals."""
     from driftlens.pipeline.analyze.job import evaluate as run_evaluation
-    from driftlens.records.rows import plain_rows
+    from driftlens.records.tables import plain_rows
     from driftlens_reports.summary import accuracy_text
 
     with watched(progress) as (sink, cancel):

@@ -114,7 +114,7 @@ def _show(run: DriftRun, sweeps: Sequence[str], *, as_json: bool) -> None:
 
 
 def _document(run: DriftRun, sweeps: Sequence[str]) -> dict[str, Any]:
-    from driftlens.records.rows import plain_rows
+    from driftlens.records.tables import plain_rows
 
     rows = run.sweeps()
     ordered = rows[rows["sweep"].isin(sweeps)].sort_values(["sweep", "point", "seed", "task"], kind="stable")

@@ -142,12 +142,12 @@ def drift_changes(
         )
     ]
     is_same = same_samples(before, after, task)
-    changes: dict[int, MeanChange] = {}
+    changes: dict[Any, MeanChange] = {}
     for layer in sides[0].keys() & sides[1].keys():
         start, end = (side[layer] for side in sides)
         is_paired = bool(is_same) and set(start.index) == set(end.index)
         values = (start, end.reindex(start.index) if is_paired else end)
-        changes[int(layer)] = mean_change(*(v.to_numpy(dtype=float) for v in values), is_paired=is_paired)
+        changes[layer] = mean_change(*(v.to_numpy(dtype=float) for v in values), is_paired=is_paired)
     return changes
 
 

@@ -17,8 +17,7 @@ from driftlens.files import write_json_atomic
 from driftlens.records import environment
 from driftlens.records.layout import MANIFEST
 from driftlens.records.lock import utc_now
-from driftlens.records.schema import SCHEMA_VERSION
-from driftlens.records.version import refuse_newer
+from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
 
 T = TypeVar("T")
 PhaseState = Literal["running", "done", "failed", "cancelled"]

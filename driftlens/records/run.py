@@ -255,7 +255,7 @@ class DriftRun:
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: final drift of every task and variant."""
-        from driftlens.records.notebook import final_drift_html
+        from driftlens.records.listing import final_drift_html
 
         return final_drift_html(self)
 

@@ -17,17 +17,19 @@ from driftlens.spec.data import (
     PythonData,
     TaskData,
 )
-from driftlens.spec.heads import FileHead, Head, TextHead
 from driftlens.spec.reading import load_spec
 from driftlens.spec.run import RunSpec, json_schema
 from driftlens.spec.sections import (
     Architecture,
     Calibration,
     Compute,
+    FileHead,
+    Head,
     JacobianMetrics,
     Layers,
     Merge,
     Metrics,
+    TextHead,
     Weights,
 )
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from driftlens.spec.data import Data, PythonData
-from driftlens.spec.heads import Head
 from driftlens.spec.sections import (
     Architecture,
     Calibration,
     Compute,
+    Head,
     Layers,
     Merge,
     Metrics,

@@ -11,11 +11,9 @@ import pytest
 import driftlens as dl
 from driftlens.errors import ChecksFailedError
 from driftlens.records.check_rows import CHECKED_TABLES
-from driftlens.records.checks import CheckReport
-from driftlens.records.junit import junit_xml
+from driftlens.records.checks import CheckReport, junit_xml, self_checks
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
-from driftlens.records.self_checks import self_checks
 from tests.records.full_run import REMAINDER, write_full_run
 from tests.records.judged import CALIBRATED, SIZE, judge, only
 

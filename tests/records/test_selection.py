@@ -91,7 +91,17 @@ def with_info(folder: pathlib.Path, **changes: Any) -> DriftRun:
         ({}, "calibrations/featcal/config.yaml says how"),
         ({"tried": 3}, "calibrations/featcal/config.yaml says how"),
     ],
-    ids=["chosen", "kept", "worse", "start is best", "unsolvable", "no preset", "older run", "own chooser"],
+    ids=[
+        "chosen",
+        "kept",
+        "worse",
+        "start is best",
+        "merged is best",
+        "unsolvable",
+        "no preset",
+        "older run",
+        "own chooser",
+    ],
 )
 def test_the_sentence_says_what_was_chosen_and_why(
     folder: pathlib.Path, selection: dict[str, Any], expected: str

@@ -75,17 +75,6 @@ def test_every_kind_of_data_has_a_source_and_every_source_a_kind() -> None:
     assert set(tags) == set(data_sources)
 
 
-def test_only_a_spec_that_names_python_code_needs_trust() -> None:
-    assert load_spec(minimal()).requires_trust() == []
-    spec = load_spec(
-        minimal(
-            architecture={"loader": "python:my.models:build"},
-            data={"cars": {"kind": "python", "target": "my.data:cars"}},
-        )
-    )
-    assert spec.requires_trust() == ["architecture.loader", "data.cars.target"]
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [

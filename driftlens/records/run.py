@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -205,33 +205,14 @@ class DriftRun:
             )
         return tuple(self.manifest.sample_ids[split][task])
 
-    def project(
-        self,
-        task: str,
-        *,
-        layer: int | str = "final",
-        method: str = "pca",
-        seed: int = 0,
-        variants: Sequence[str] | None = None,
-        fit_on: str = "all",
-        max_points: int = 2000,
-    ) -> Projection:
+    def project(self, task: str, **options: Any) -> Projection:
         """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
 
-        Arguments and errors as for `driftlens.projection.project`.
+        Options and errors as for `driftlens.projection.project`: layer, method, seed, variants, fit_on, max_points.
         """
         from driftlens.projection import project
 
-        return project(
-            self,
-            task,
-            layer=layer,
-            method=method,
-            seed=seed,
-            variants=variants,
-            fit_on=fit_on,
-            max_points=max_points,
-        )
+        return project(self, task, **options)
 
     def layer_index(self, layer: int | str) -> int:
         """Index of the layer that `layer` names: an index, "final" for the last one, or a module path.

@@ -6,11 +6,11 @@ import dataclasses
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import pandas as pd
 
@@ -157,33 +157,11 @@ class RunWriter(RunContents):
         """Whether the phase was finished, now or before the run was interrupted."""
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
 
-    def status(
-        self,
-        state: State,
-        *,
-        phase: str = "",
-        done: int = 0,
-        total: int | None = None,
-        label: str = "",
-        seconds: float = 0.0,
-        metrics: Mapping[str, float] | None = None,
-        error: Failure | None = None,
-    ) -> None:
-        """Say where the run stands, in status.json; see `Status` for the fields. Renews the heartbeat."""
+    def status(self, state: State, **fields: Any) -> None:
+        """Say where the run stands, in status.json, and renew the heartbeat; see `Status` for the other fields."""
         owner = Owner.this_process()
-        self._status = Status(
-            state=state,
-            phase=phase,
-            done=done,
-            total=total,
-            label=label,
-            seconds=seconds,
-            metrics=metrics or {},
-            heartbeat=owner.heartbeat,
-            pid=owner.pid,
-            process_started=owner.process_started,
-            error=error,
-        )
+        about = {"heartbeat": owner.heartbeat, "pid": owner.pid, "process_started": owner.process_started}
+        self._status = Status(state, **fields, **about)  # type: ignore[arg-type]
         self._lock.beat()
         write_status(self.folder, self._status)
         self._posted = self._clock()
@@ -196,17 +174,8 @@ class RunWriter(RunContents):
         """
         self._lock.require_own()
         is_news = event.phase != self._status.phase or event.done == event.total
-        if not is_news and self._clock() - self._posted < _STATUS_SECONDS:
-            return
-        self.status(
-            self._status.state,
-            phase=event.phase,
-            done=event.done,
-            total=event.total,
-            label=event.label,
-            seconds=event.seconds,
-            metrics=event.metrics,
-        )
+        if is_news or self._clock() - self._posted >= _STATUS_SECONDS:
+            self.status(self._status.state, **vars(event))
 
     def finish(self) -> None:
         """List every file with its digest, size and rows, and say that the run is done.

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.errors import DataError, LayerNotFoundError, RunError
+from driftlens.errors import DataError, LayerNotFoundError, RunError, did_you_mean
 from driftlens.files import PathLike
 from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
@@ -154,7 +154,7 @@ class DriftRun:
         numbers = [entry.name for entry in schema.LAYERS.columns if entry.dtype in ("int", "float")]
         if column not in numbers:
             raise DataError(
-                f"the layer table has no number called {column!r}", hint=_nearest(column, numbers)
+                f"the layer table has no number called {column!r}", hint=did_you_mean(column, numbers)
             )
         rows = self.layers(task, variant, layer)
         if rows.empty:
@@ -289,9 +289,4 @@ def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
     names = list(dict.fromkeys(known))
     if name not in names:
         there = ", ".join(names) or "none"
-        raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=_nearest(name, names))
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=did_you_mean(name, names))

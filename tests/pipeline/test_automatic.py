@@ -33,7 +33,7 @@ from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import NAME, copied, request
-from tests.pipeline.roomy import COUNT, roomy_run
+from tests.pipeline.roomy import COUNT, roomy_run, spoil_merged
 from tests.pipeline.world import CLASSES, TASKS, World, write_images
 
 
@@ -157,7 +157,10 @@ def test_without_every_head_all_tasks_are_judged_by_relative_drift(study: Study)
     assert record["score"] == f"relative final drift of all tasks, as there is no head for {TASKS[0]}"
 
 
-def test_the_run_says_how_its_settings_were_chosen(roomy: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_the_run_says_how_its_settings_were_chosen(
+    roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_merged(monkeypatch)
     folder = copied(roomy, tmp_path / "run")
     run = dl.open_run(folder).calibrate(FeatCal(lam=3.0), name=NAME, auto=True, layers=[2])
     config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
@@ -184,8 +187,9 @@ def test_plain_settings_say_that_nothing_was_chosen(roomy: DriftRun, tmp_path: p
     assert config["selection"] is None and not config["automatic"]
 
 
-def test_a_start_that_can_be_improved_is_left(study: Study) -> None:
+def test_a_start_that_can_be_improved_is_left(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a ridge this large the solution is the anchor, far beyond the merged model."""
+    spoil_merged(monkeypatch)
     found, record = chosen(study, FeatCal(lam=50.0, rho=4.0))
     assert not record["is_start_kept"] and record["advantage"] > 1.96 * record["standard_error"]
     assert found.rho < 4.0 or found.lam < 50.0
@@ -250,7 +254,8 @@ def test_without_a_head_the_score_is_the_relative_drift() -> None:
     )
 
 
-def test_candidates_keep_every_other_setting(study: Study) -> None:
+def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_merged(monkeypatch)
     start = FeatCal(lam=50.0, rho=4.0, update=("linear",), solve_dtype="float64", eps=1e-6)
     found, _ = chosen(study, start)
     assert Candidate(found.lam, found.rho, found.alpha) != Candidate(50.0, 4.0, 0.3)

@@ -157,7 +157,7 @@ def test_a_change_of_mean_drift_is_told_with_its_paired_interval(full: DriftRun)
 
 
 def test_every_self_check_can_fail(full: DriftRun) -> None:
-    """Shares by prefix swaps telescope to what they are divided by: a check of their sum would hold whatever happens."""
+    """Shares by prefix swaps telescope to what they are divided by: a check of their sum would always hold."""
     assert [check.name for check in self_checks(full)] == [
         *("closure", "Jacobian", "contributions", "softmax", "cross-entropy")
     ]

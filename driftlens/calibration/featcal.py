@@ -50,7 +50,7 @@ class FeatCal(ClosedFormBase):
         lam: Annotated[float, Bounds(low=0), "ridge, for Gram matrices of norm 1"] = 0.05,
         rho: Annotated[float, "the anchor is rho * merged + (1 - rho) * base"] = 2.0,
         alpha: Annotated[float, Bounds(low=0, high=1), "share of the expert in the target"] = 0.3,
-        eps: Annotated[float, Bounds(low=0), "least Gram norm and LayerNorm determinant"] = 1e-8,
+        eps: Annotated[float, Bounds(low=0), "least Gram norm"] = 1e-8,
         update: Annotated[Sequence[Update], "what is solved for"] = UPDATES,
         anchor: Annotated[Literal["merged", "none"], "`none` drops the pull towards the anchor"] = "merged",
         last_block_tokens: Annotated[str | None, "how the last block's tokens count"] = None,

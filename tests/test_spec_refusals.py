@@ -140,7 +140,6 @@ REFUSED = {
         "",
     ),
     "text for a flag": ("metrics.cka=perhaps", "metrics.cka: expected true or false, got 'perhaps'", ""),
-    "list for a layer": ("projection.layer=[]", "projection.layer: expected final, a layer number or a", ""),
     "alpha above one": ("calibration.alpha=1.5", "calibration.alpha: expected at most 1, got 1.5", ""),
     "infinite ridge": ("calibration.lam=.inf", "calibration.lam: expected a finite number, got inf", ""),
     "unknown kind of parameter": (

@@ -16,6 +16,8 @@ T = TypeVar("T")
 class Registry(Mapping[str, T], Generic[T]):
     """Names to entries. Adding an entry means adding one file to `package`; no second file is edited.
 
+    Where one of the files can't be imported, every lookup says so: a list without its entries would pass for whole.
+
     Args:
         kind: what an entry is called in messages, for example "merge method".
         package: dotted name of the package whose modules register themselves.
@@ -26,6 +28,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self.package = package
         self._entries: dict[str, T] = {}
         self._discovered = False
+        self._broken: tuple[str, Exception] | None = None
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that files an entry under `name` and returns it unchanged."""
@@ -76,9 +79,29 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._entries)
 
     def _discover(self) -> None:
+        """Import every file of the package, once.
+
+        Raises:
+            SpecError: one of them can't be imported.
+        """
+        if self._broken is not None:
+            name, error = self._broken
+            raise SpecError(
+                f"the {self.kind}s are not all there: {name} can't be imported ({type(error).__name__}: {error})",
+                hint="Mend that file, or take it out of its folder.",
+            ) from error
         if self._discovered:
             return
+        # At once, for files that look something up while they are imported.
         self._discovered = True
-        package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self.package}.{module.name}")
+        name = self.package
+        try:
+            for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
+                name = f"{self.package}.{module.name}"
+                importlib.import_module(name)
+        except Exception as error:
+            self._broken = name, error
+            self._discover()
+        except BaseException:  # the user stopped it; the next lookup begins afresh
+            self._discovered = False
+            raise

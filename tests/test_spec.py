@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from driftlens.data.sources import data_sources
+from driftlens.errors import SpecError
 from driftlens.spec import FileHead, ImageFolderData, RunSpec, TextHead, json_schema, load_spec
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from tests.specs import minimal
@@ -34,7 +35,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     metrics = spec.metrics
     assert (metrics.contributions, metrics.prefix, metrics.cka, metrics.adjoint) == (True, True, False, False)
     assert (spec.layers.select, spec.layers.pool) == ("blocks", "cls")
-    assert (compute.device, compute.dtype, compute.solve_dtype) == ("auto", "float32", "float64")
+    assert (compute.device, compute.dtype) == ("auto", "float32")
     assert compute.feature_budget == 2 * 2**30
     assert spec.calibration is None
 
@@ -72,17 +73,6 @@ def test_tasks_may_be_called_like_attributes_of_the_model() -> None:
 def test_every_kind_of_data_has_a_source_and_every_source_a_kind() -> None:
     tags = json_schema()["$defs"]["Data"]["additionalProperties"]["discriminator"]["mapping"]
     assert set(tags) == set(data_sources)
-
-
-def test_only_a_spec_that_names_python_code_needs_trust() -> None:
-    assert load_spec(minimal()).requires_trust() == []
-    spec = load_spec(
-        minimal(
-            architecture={"loader": "python:my.models:build"},
-            data={"cars": {"kind": "python", "target": "my.data:cars"}},
-        )
-    )
-    assert spec.requires_trust() == ["architecture.loader", "data.cars.target"]
 
 
 @pytest.mark.parametrize(
@@ -252,12 +242,33 @@ def test_what_is_dumped_loads_to_an_equal_spec(experts: dict[str, Any], name: st
 
 
 def test_the_dump_spells_out_defaults_and_loads_from_a_file(tmp_path: Path) -> None:
-    spec = load_spec(minimal(), ["calibration={preset: flan-t5, lam: 1e-5}", "data.cars.n=7"])
+    spec = load_spec(minimal(), ["calibration={preset: demo-clip, lam: 1e-5}", "data.cars.n=7"])
     file = tmp_path / "elsewhere" / "spec.yaml"
     file.parent.mkdir()
     file.write_text(spec.dump(), encoding="utf-8")
     assert load_spec(file) == spec
     assert from_yaml(spec.dump(), "dump")["metrics"]["jacobian"]["tolerance"] == 1e-4
+
+
+def test_a_run_keeps_its_spec_readable_when_keys_are_taken_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As earlier versions wrote it: the defaults of keys that nothing read stand in the file."""
+    old = load_spec(minimal()).as_dict()
+    old["projection"] = {"methods": ["pca"], "layer": "final", "max_points": 2000, "seed": 0}
+    old["compute"]["solve_dtype"] = "float64"
+    file = tmp_path / "spec.yaml"
+    file.write_text(to_yaml(old), encoding="utf-8")
+    with pytest.raises(SpecError, match="projection: no key any more"):
+        load_spec(file)
+    (tmp_path / "manifest.json").write_text("{}", encoding="utf-8")
+    with caplog.at_level("INFO", logger="driftlens"):
+        assert load_spec(file) == load_spec(minimal())
+    assert "projection is left out" in caplog.text and "compute.solve_dtype is left out" in caplog.text
+    old["projections"] = {}
+    file.write_text(to_yaml(old), encoding="utf-8")
+    with pytest.raises(SpecError, match="projections: unknown key"):
+        load_spec(file)
 
 
 @example("\x85")

@@ -37,11 +37,26 @@ REFUSED = {
     "NaN for a parameter": ("merge={method: ties, k: .nan}", "merge: the parameter k is not finite", ""),
     "misspelt loader": (
         "architecture.loader=hfclip",
-        "architecture.loader: expected hf-clip, open-clip, t5, llama or python:package.module:function; got",
+        "architecture.loader: expected hf-clip, open-clip or python:package.module:function; got",
         "'hf-clip'",
     ),
     "Python loader without function": ("architecture.loader=python:os.system", "got 'python:os.system'", ""),
-    "loader without source": ("architecture={loader: t5}", "the loader t5 needs `source`", "Hub id"),
+    "loader without source": (
+        "architecture={loader: hf-clip}",
+        "the loader hf-clip needs `source`",
+        "Hub id",
+    ),
+    "loader that does not exist yet": ("architecture.loader=t5", "expected hf-clip, open-clip or python", ""),
+    "section that nothing read": (
+        "projection={methods: [pca]}",
+        "projection: no key any more, as nothing read it",
+        "`driftlens project`",
+    ),
+    "key that nothing read": (
+        "compute.solve_dtype=float32",
+        "compute.solve_dtype: no key any more",
+        "--set solve_dtype",
+    ),
     "head of an unknown task": (
         "heads.carz={templates: ['{}']}",
         "heads.carz: no expert is called",
@@ -125,7 +140,6 @@ REFUSED = {
         "",
     ),
     "text for a flag": ("metrics.cka=perhaps", "metrics.cka: expected true or false, got 'perhaps'", ""),
-    "list for a layer": ("projection.layer=[]", "projection.layer: expected final, a layer number or a", ""),
     "alpha above one": ("calibration.alpha=1.5", "calibration.alpha: expected at most 1, got 1.5", ""),
     "infinite ridge": ("calibration.lam=.inf", "calibration.lam: expected a finite number, got inf", ""),
     "unknown kind of parameter": (

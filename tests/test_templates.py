@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from driftlens.errors import SpecError
+from driftlens.models.registry import loaders
 from driftlens.spec import load_spec
 from driftlens.templates import template_names, template_text
 
@@ -15,7 +16,7 @@ OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 
 
 def test_there_is_a_template_for_every_family() -> None:
-    assert template_names() == ["clip-ta", "flan-t5", "generic", "llama"]
+    assert template_names() == ["clip-ta", "generic"]
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -23,7 +24,7 @@ def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(template_text(name), encoding="utf-8")
     spec = load_spec(file)
-    assert spec.requires_trust() == []
+    assert spec.architecture.loader in loaders, "what is offered can be run"
     assert set(spec.data.tasks) == set(spec.experts), "every task has data"
 
 
@@ -42,6 +43,6 @@ def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Pat
 
 
 def test_an_unknown_template_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(SpecError, match="there are clip-ta, flan-t5, generic, llama") as caught:
-        template_text("flan-t6")
-    assert "'flan-t5'" in caught.value.hint
+    with pytest.raises(SpecError, match="there are clip-ta, generic") as caught:
+        template_text("clip-tb")
+    assert "'clip-ta'" in caught.value.hint

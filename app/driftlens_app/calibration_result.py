@@ -13,10 +13,10 @@ from driftlens.records.before_after import (
     accuracy_changes,
     compared_variants,
     credit_sentences,
+    selection_sentences,
 )
 from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.run import DriftRun
-from driftlens.records.selection import selection_sentences
 from driftlens_app.pages import path_of
 from driftlens_app.runs import Stamp, stamp
 from driftlens_app.selection import selection

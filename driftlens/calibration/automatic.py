@@ -3,8 +3,9 @@
 The search starts at the given settings (a preset) and changes one of them at a time, because candidates that differ in
 one setting walk side by side. A candidate is calibrated on three quarters of the calibration samples and scored on the
 fourth, which no candidate of the search has seen. Whole samples are held out, never tokens: those of one image are not
-independent. At the end, what was found and the start are both judged once more with another quarter held out; the start
-is left only for a score that is lower there by more than chance.
+independent. At the end, what was found, the start and the merged model as it is are judged once more with another
+quarter held out. What is simpler stays unless something else scores lower there by more than chance: the merged model
+before the start, the start before what was found.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from driftlens.errors import DataError
+from driftlens.records.intervals import standard_error, student
 
 CHOSEN = ("lam", "alpha", "rho")
 """Settings that are chosen, in the order in which they are."""
 
 NUM_FOLDS = 4
 SEARCH_FOLD, DECISION_FOLD = 0, 1
-CONFIDENCE = 1.96
-"""Standard errors by which a score has to be lower; a normal variable is so far out once in forty times."""
+LEVEL = 0.95
+"""Of the two-sided intervals of all deciding comparisons together that must leave out 0 (Bonferroni)."""
 
 LAM_FACTORS = (0.2, 5.0)
 RHO_STEPS = (-1.0, 1.0)
@@ -57,14 +59,44 @@ class Scores:
 
     def advantage_over(self, other: Scores) -> tuple[float, float]:
         """By how much the mean is lower than the other's, and the standard error of that (samples are paired)."""
-        gaps = [other.by_task[task] - values for task, values in self.by_task.items()]
-        variances = [gap.var(ddof=1) / len(gap) if len(gap) > 1 else math.inf for gap in gaps]
-        return float(np.mean([gap.mean() for gap in gaps])), math.sqrt(sum(variances)) / len(gaps)
+        found = self.compared_with(other)
+        return found.advantage, found.standard_error
 
-    def is_clearly_better_than(self, other: Scores) -> bool:
-        """Whether the mean is lower by more than chance explains."""
-        advantage, error = self.advantage_over(other)
-        return advantage > CONFIDENCE * error
+    def compared_with(self, other: Scores, *, among: int = 1) -> Comparison:
+        """Whether the mean is lower than the other's by more than chance explains.
+
+        Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom of
+        Welch and Satterthwaite.
+
+        Args:
+            other: of the same samples.
+            among: how many comparisons are made, which share the error that is allowed.
+        """
+        pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
+        if not all(np.isfinite(values).all() for pair in pairs for values in pair):
+            return Comparison(other.mean - self.mean, math.inf, 0.0, is_clear=False)
+        gaps = [before - after for before, after in pairs]
+        error, freedom = standard_error([gap / len(gaps) for gap in gaps])
+        advantage = float(np.mean([gap.mean() for gap in gaps]))
+        is_clear = advantage > student(freedom, 1 - (1 - LEVEL) / among) * error
+        return Comparison(advantage, error, freedom, is_clear)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one model's held-out scores compare with another's.
+
+    Attributes:
+        advantage: by how much its mean is lower.
+        standard_error: of the advantage; infinite where one of them can't be solved for.
+        freedom: degrees of freedom of that error.
+        is_clear: whether it is lower by more than chance explains.
+    """
+
+    advantage: float
+    standard_error: float
+    freedom: float
+    is_clear: bool
 
 
 @dataclass(frozen=True)
@@ -81,18 +113,23 @@ class Choice:
     """What the search came to.
 
     Attributes:
-        chosen: the settings to calibrate with.
+        chosen: the settings to calibrate with; None leaves the merged model as it is.
         found: the best settings of the search, chosen or not.
         trials: everything that was tried, in order.
+        deciding: the comparisons that decided: "start", and "found" where that is something else, each against what
+            stood before it, in the order in which they were made.
         advantage: by how much what was found scored lower than the start on the deciding fold; 0 if it is the start.
         standard_error: of the advantage.
+        over_merged: of what was found against the merged model, for information.
     """
 
-    chosen: Candidate
+    chosen: Candidate | None
     found: Candidate
     trials: Sequence[Trial]
-    advantage: float = 0.0
-    standard_error: float = 0.0
+    deciding: Mapping[str, Comparison]
+    advantage: float
+    standard_error: float
+    over_merged: Comparison
 
 
 Evaluate = Callable[[Sequence[Candidate], int], Sequence[Scores]]
@@ -117,12 +154,22 @@ def folds_of(num_samples: int, task: str) -> list[range]:
     return [range(fold, num_samples, NUM_FOLDS) for fold in range(NUM_FOLDS)]
 
 
-def choose(start: Candidate, evaluate: Evaluate, *, varies: Sequence[str] = CHOSEN) -> Choice:
-    """The settings to calibrate with: the start, or others that are clearly better on samples not seen.
+def choose(
+    start: Candidate,
+    evaluate: Evaluate,
+    merged: Callable[[int], Scores],
+    *,
+    varies: Sequence[str] = CHOSEN,
+) -> Choice:
+    """What to calibrate with, if at all, by scores on samples that were not calibrated on.
+
+    The merged model stays as it is unless the start is clearly better; what stands then stays unless what was found is
+    clearly better than it. A calibration that does no good is worth less than none: it takes time and moves weights.
 
     Args:
         start: where the search begins.
         evaluate: calibrates and scores candidates.
+        merged: fold -> the scores of the merged model as it is.
         varies: settings that may be changed, in the order in which they are.
     """
     search, best = _Search(evaluate), start
@@ -132,12 +179,16 @@ def choose(start: Candidate, evaluate: Evaluate, *, varies: Sequence[str] = CHOS
         new = [candidate for candidate in candidates if candidate not in known]
         known |= zip(new, search.run(new, SEARCH_FOLD), strict=True)
         best = min(candidates, key=lambda candidate: known[candidate].mean)
-    if best == start:
-        return Choice(start, start, search.trials)
-    before, after = search.run([start, best], DECISION_FOLD)
-    advantage, error = after.advantage_over(before)
-    chosen = best if after.is_clearly_better_than(before) else start
-    return Choice(chosen, best, search.trials, advantage, error)
+    contenders = {"start": start} if best == start else {"start": start, "found": best}
+    scores = search.run([*contenders.values()], DECISION_FOLD)
+    chosen, standing = None, merged(DECISION_FOLD)
+    over_merged, deciding = scores[-1].compared_with(standing), {}
+    for (name, candidate), score in zip(contenders.items(), scores, strict=True):
+        deciding[name] = score.compared_with(standing, among=len(contenders))
+        if deciding[name].is_clear:
+            chosen, standing = candidate, score
+    advantage, error = (0.0, 0.0) if best == start else scores[-1].advantage_over(scores[0])
+    return Choice(chosen, best, search.trials, deciding, advantage, error, over_merged)
 
 
 def steps_from(at: Candidate, name: str) -> list[Candidate]:

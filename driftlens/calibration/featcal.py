@@ -32,8 +32,8 @@ class FeatCal(ClosedFormBase):
         lam: ridge lambda >= 0, relative to a Gram matrix of Frobenius norm 1 (Eq. 15).
         rho: the anchor is rho * merged + (1 - rho) * base (Eq. 11); above 1 it extrapolates away from the base.
         alpha: share in [0, 1] of the expert's features in the target (Eq. 10).
-        eps: least Gram norm (Eq. 14) and least LayerNorm determinant. The authors' code also adds it to the matrix
-            that is inverted; here it isn't, so that Eq. 16 holds exactly.
+        eps: least Gram norm (Eq. 14). The authors' code also adds it to the matrix that is inverted and keeps LayerNorm
+            determinants above it; here it doesn't, so that Eq. 16 and 59 hold exactly.
         update: what is solved for: `linear` weights, `bias` of linear modules, `norm` scale and shift.
         anchor: `merged` for Eq. 11, `none` to drop the pull towards the anchor.
         last_block_tokens: token-weight rule of the last block's sites, keys and values excepted, instead of the
@@ -50,7 +50,7 @@ class FeatCal(ClosedFormBase):
         lam: Annotated[float, Bounds(low=0), "ridge, for Gram matrices of norm 1"] = 0.05,
         rho: Annotated[float, "the anchor is rho * merged + (1 - rho) * base"] = 2.0,
         alpha: Annotated[float, Bounds(low=0, high=1), "share of the expert in the target"] = 0.3,
-        eps: Annotated[float, Bounds(low=0), "least Gram norm and LayerNorm determinant"] = 1e-8,
+        eps: Annotated[float, Bounds(low=0), "least Gram norm"] = 1e-8,
         update: Annotated[Sequence[Update], "what is solved for"] = UPDATES,
         anchor: Annotated[Literal["merged", "none"], "`none` drops the pull towards the anchor"] = "merged",
         last_block_tokens: Annotated[str | None, "how the last block's tokens count"] = None,
@@ -114,4 +114,4 @@ class FeatCal(ClosedFormBase):
         anchor = self.anchor_of(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
             return solve_linear(problem, anchor, lam=self.lam, update=self.update)
-        return [solve_norm(problem, anchor, lam=self.lam, eps=self.eps)]
+        return [solve_norm(problem, anchor, lam=self.lam)]

@@ -12,25 +12,26 @@ from driftlens.engine.problems import NormProblem, SiteReport, SiteUpdate
 from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
 
 
-def solve_norm(
-    problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float, eps: float
-) -> SiteUpdate:
+def solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
     """New scale and, where the norm has one, shift (Eq. 59).
 
     Args:
         problem: the norm and its moments.
         anchor: by parameter name, in the dtype of the moments; None drops the terms with `lam`.
         lam: ridge.
-        eps: least determinant.
+
+    Raises:
+        SingularGramError: a coordinate's equations are singular to working precision.
     """
     moments, pull = problem.moments, anchor or {}
     scale_name, shift_name = f"{problem.site.name}.weight", f"{problem.site.name}.bias"
-    if shift_name in problem.merged:
-        scale, shift = solve_layer_norm(moments, pull.get(scale_name), pull.get(shift_name), lam=lam, eps=eps)
+    merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}
+    if shift_name in merged:
+        start, pulls = (merged[scale_name], merged[shift_name]), (pull.get(scale_name), pull.get(shift_name))
+        scale, shift = solve_layer_norm(moments, *start, *pulls, lam=lam)
         parameters = {scale_name: scale, shift_name: shift}
     else:
-        parameters = {scale_name: solve_rms_norm(moments, pull.get(scale_name), lam=lam, eps=eps)}
-    merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}
+        parameters = {scale_name: solve_rms_norm(moments, pull.get(scale_name), lam=lam)}
     report = SiteReport(
         site=problem.site.name,
         kind=problem.site.kind,

@@ -168,7 +168,7 @@ def say_json(value: object) -> None:
 
 def _plain(value: Any) -> Any:
     """A result as JSON knows it."""
-    from driftlens.records.rows import plain, plain_rows
+    from driftlens.records.tables import plain, plain_rows
 
     if is_dataclass(value):
         return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}

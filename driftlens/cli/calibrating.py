@@ -52,10 +52,7 @@ def calibrate(
     run: RunFolder,
     name: Annotated[str, typer.Option(help="Its variant will be called calibrated:NAME.")],
     method: Method = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="Published settings: paper-clip, demo-clip, flan-t5, llama-3b, llama-8b."),
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Published settings: paper-clip or demo-clip.")] = None,
     lam: Annotated[float | None, typer.Option(help="Ridge, for Gram matrices of norm 1; >= 0.")] = None,
     rho: Annotated[float | None, typer.Option(help="Anchor: rho * merged + (1 - rho) * base.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Share of the expert in the target; 0 to 1.")] = None,
@@ -150,7 +147,7 @@ def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> Non
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
-    from driftlens.records.before_after import accuracy_changes, credits_of
+    from driftlens.records.before_after import accuracy_changes, credits_of, final_drift_changes
     from driftlens.variants import calibrated
     from driftlens_reports.before_after import before_after
 
@@ -160,6 +157,14 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
         **vars(run.manifest.calibrations[name]),
         "before_after": before_after(run, name),
         "accuracy_changes": accuracy_changes(run, name),
+        "drift_changes": [
+            {
+                **{"task": task, "n": at.n, "is_paired": at.is_paired},
+                **vars(at.difference),
+                "relative": at.relative,
+            }
+            for task, at in final_drift_changes(run, name).items()
+        ],
         "gains": [
             {**vars(credit), "rescaling": credit.rescaling, "calibration": credit.calibration}
             for credit in credits_of(run, name)

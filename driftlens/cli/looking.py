@@ -121,7 +121,7 @@ def check(
     """Hold a run's numbers against bounds; exit code 3 if one fails. What was not measured is skipped."""
     from driftlens.checking import check as judge
     from driftlens.files import write_text_atomic
-    from driftlens.records.junit import junit_xml
+    from driftlens.records.checks import junit_xml
     from driftlens_reports.verdicts import checks_text
 
     report = judge(run, tests)

@@ -54,7 +54,7 @@ def demo(
     from driftlens.pipeline.calibrate.job import calibrate
     from driftlens.pipeline.calibrate.request import CalibrationRequest
     from driftlens.progress import Reporter
-    from driftlens.records.room import refuse_occupied
+    from driftlens.records.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
     from driftlens_reports.before_after import before_after_text
     from driftlens_reports.build import Report
@@ -83,7 +83,7 @@ def demo(
 @app.command()
 def init(
     out: Annotated[Path, typer.Option(help="Where to write; `-` is stdout.")] = Path("run.yaml"),
-    template: Annotated[str, typer.Option(help="generic, clip-ta, flan-t5 or llama.")] = "generic",
+    template: Annotated[str, typer.Option(help="generic or clip-ta.")] = "generic",
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> None:
     """Write a commented run spec to start from."""

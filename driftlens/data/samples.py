@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+from driftlens.errors import DataError
+
+_PROBES = 8
+"""Samples that are read to tell data from other data of the same ids."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,7 @@ class SampleSet:
         labels: class name per sample, or None when the data has no labels.
         load: positions -> raw inputs of those samples, preprocessed and stacked.
         batch_size: samples per batch.
+        source: digest of the data that the samples were drawn from, where that is more than the samples themselves.
     """
 
     task: str
@@ -35,6 +44,7 @@ class SampleSet:
     labels: tuple[str, ...] | None
     load: Callable[[Sequence[int]], Any]
     batch_size: int = 32
+    source: Callable[[], str] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -45,3 +55,46 @@ class SampleSet:
         for first in range(start, end, self.batch_size):
             last = min(first + self.batch_size, end)
             yield Batch(first, last, self.load(range(first, last)))
+
+    def origin(self) -> str:
+        """Digest of what the ids are ids of: equal ids of equal origin are the same samples, wherever the files lie."""
+        if self.source is not None:
+            return self.source()
+        return data_digest(self.ids, lambda position: self.load([position]))
+
+
+def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
+    """Digest of all ids and of the contents of a few samples, evenly spread; in hexadecimal.
+
+    Args:
+        ids: of all samples, in any order.
+        read: position -> the sample: text, numbers, an image or tensor, or a mapping or sequence of such.
+    """
+    order = sorted(range(len(ids)), key=lambda position: ids[position])
+    found = hashlib.sha256("\n".join(ids[position] for position in order).encode("utf-8", "surrogatepass"))
+    for at in np.unique(np.linspace(0, len(order) - 1, _PROBES).astype(int)) if order else ():
+        try:
+            sample = read(order[at])
+        except DataError:  # perhaps nobody draws it, and then it is no reason to stop
+            sample = "unreadable"
+        for part in _contents(sample):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _contents(value: Any) -> Iterable[bytes]:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield str(key).encode()
+            yield from _contents(value[key])
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _contents(entry)
+    elif isinstance(value, str | bytes):
+        yield value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
+    else:
+        # float64 holds every other float exactly; not every dtype of a tensor is one of numpy's.
+        value = value.detach().cpu().double() if hasattr(value, "detach") else value
+        array = np.ascontiguousarray(value)
+        yield f"{array.shape}".encode()
+        yield array.tobytes()

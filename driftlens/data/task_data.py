@@ -10,7 +10,7 @@ from driftlens.access import Access
 from driftlens.data.classes import require_same_classes
 from driftlens.data.drawing import COUNT_KEYS, draw
 from driftlens.data.pictures import Picture
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, data_digest
 from driftlens.data.sources import ImageView, Split, SplitView, TextView, data_sources
 from driftlens.errors import DataError
 
@@ -204,7 +204,10 @@ def _sample_set(
     def load(positions: Sequence[int]) -> Any:
         return preprocess([read(drawn.positions[position]) for position in positions])
 
-    return SampleSet(task, split, drawn.ids, labels, load, batch_size)
+    view = drawn.view
+    return SampleSet(
+        task, split, drawn.ids, labels, load, batch_size, source=lambda: data_digest(view.ids, read)
+    )
 
 
 def _reader(view: SplitView) -> Callable[[int], Any]:

@@ -102,16 +102,40 @@ def loss_target(head: Head, expert: Tensor, variant: Tensor, labels: Tensor) -> 
 def margin_target(head: Head, expert: Tensor, variant: Tensor) -> Target:
     """The variant's margin of the expert's decision minus the expert's own, in scores.
 
-    The margin is the score of the class that the expert chooses minus that of the strongest other class in the variant:
-    parts that lower it are what flips the decision. With one class there is no margin, and NaN.
+    A margin is the score of the class that the expert chooses minus that of the strongest other class, its rival: each
+    model's own. The variant decides otherwise exactly where its margin is negative. With one class there is no margin,
+    and NaN.
+
+    u pulls back the chosen class minus the rivals met on the way, each counting for the part of the segment of scores
+    on which it is the strongest: scores are linear there, so the change is their product with u exactly.
     """
     start, end = head.scores(expert), head.scores(variant)
-    chosen = start.argmax(dim=1, keepdim=True)
     if start.shape[1] < 2:
         return Target(torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan))
-    rival = end.scatter(1, chosen, -torch.inf).argmax(dim=1, keepdim=True)
-    direction = torch.zeros_like(start).scatter_(1, chosen, 1.0).scatter_(1, rival, -1.0)
-    return Target(_pulled(head, expert, variant, direction), (direction * (end - start)).sum(dim=1))
+    chosen = start.argmax(dim=1, keepdim=True)
+    before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
+    direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - _rivals(start, end, chosen)
+    change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
+    return Target(_pulled(head, expert, variant, direction), change)
+
+
+def _rivals(start: Tensor, end: Tensor, chosen: Tensor) -> Tensor:
+    """For how much of the segment from `start` to `end` each class but the chosen one has the largest score, [n, c].
+
+    The largest of lines is followed from crossing to crossing; a later one climbs more steeply, so no class comes back.
+    """
+    change = end - start
+    others = start.scatter(1, chosen, -torch.inf)
+    shares, t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
+    rival = others.argmax(dim=1, keepdim=True)
+    while bool((t < 1).any()):
+        ahead, steeper = others.gather(1, rival) - others, change - change.gather(1, rival)
+        crossing = torch.where(steeper > 0, ahead / steeper, torch.inf).maximum(t)
+        reached, following = crossing.min(dim=1, keepdim=True)
+        reached = reached.clamp_max(1)
+        shares.scatter_add_(1, rival, reached - t)
+        t, rival = reached, following
+    return shares
 
 
 def _pulled(head: Head, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:

@@ -44,13 +44,7 @@ class Alignment:
         )
 
     def __add__(self, other: Alignment) -> Alignment:
-        return Alignment(
-            self.dot + other.dot,
-            self.variant_energy + other.variant_energy,
-            self.expert_energy + other.expert_energy,
-            self.agreeing + other.agreeing,
-            self.moved + other.moved,
-        )
+        return Alignment(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def values(self) -> dict[str, float | None]:
         """`cos`, `norm_ratio` (variant over expert) and `sign_agreement`; None where one vector is zero."""

@@ -11,11 +11,12 @@ from driftlens.linalg.norm_moments import NormMoments
 
 def solve_layer_norm(
     moments: NormMoments,
+    scale: Tensor,
+    shift: Tensor,
     anchor_scale: Tensor | None,
     anchor_shift: Tensor | None,
     *,
     lam: float,
-    eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor]:
     """Scale and shift that come closest to the experts' own, on the merged model's normalised features.
 
@@ -25,12 +26,18 @@ def solve_layer_norm(
 
     whose normal equations are two by two.  Source: FeatCal (arXiv:2605.13030), Eq. 57-59.
 
+    The closed form is taken as a step from the merged model's own parameters. Where a coordinate hardly varies and
+    `lam` is tiny, the determinant is mostly rounding, which then makes the step a little too short or too long; the
+    parameters themselves it would scale away. The authors' code clamps the determinant instead, which leaves the
+    minimiser of Eq. 57 and can end above the objective it started from.
+
     Args:
         moments: of all tasks together, so that `weight_sum` is their number.
+        scale: of the merged model, [k].
+        shift: of the merged model, [k].
         anchor_scale: [k]; None drops the terms with `lam`.
         anchor_shift: [k]; None drops the terms with `lam`.
         lam: lambda >= 0.
-        eps: the determinant is at least this.
 
     Returns:
         scale and shift, each [k].
@@ -43,23 +50,21 @@ def solve_layer_norm(
     a11 = count * moments.second + ridge
     a12 = count * moments.mean
     a22 = count + ridge
-    scale_side = count * moments.scale_target
-    shift_side = count * moments.shift_target
+    scale_side = count * (moments.scale_target - moments.second * scale - moments.mean * shift)
+    shift_side = count * (moments.shift_target - moments.mean * scale - shift)
     if anchor_scale is not None and anchor_shift is not None:
-        scale_side = scale_side + lam * anchor_scale
-        shift_side = shift_side + lam * anchor_shift
+        scale_side = scale_side + lam * (anchor_scale - scale)
+        shift_side = shift_side + lam * (anchor_shift - shift)
     determinant = a22 * a11 - a12**2
     # Smallest and largest eigenvalue of two by two: about determinant / trace, and at most the trace.
     _require_regular(determinant / (a11 + a22), 2 * torch.finfo(a11.dtype).eps * (a11 + a22))
-    determinant = determinant.clamp_min(eps)
-    scale = (a22 * scale_side - a12 * shift_side) / determinant
-    shift = (a11 * shift_side - a12 * scale_side) / determinant
-    return scale, shift
+    return (
+        scale + (a22 * scale_side - a12 * shift_side) / determinant,
+        shift + (a11 * shift_side - a12 * scale_side) / determinant,
+    )
 
 
-def solve_rms_norm(
-    moments: NormMoments, anchor_scale: Tensor | None, *, lam: float, eps: float = 1e-8
-) -> Tensor:
+def solve_rms_norm(moments: NormMoments, anchor_scale: Tensor | None, *, lam: float) -> Tensor:
     """Scale that comes closest to the experts' own where there is no shift, on the merged model's normalised features.
 
     The paper calibrates no RMSNorm; this is its LayerNorm update without a shift. Per coordinate,
@@ -68,13 +73,12 @@ def solve_rms_norm(
             = sum_i q_i (gamma - gamma_i)^2 + lam (gamma - anchor)^2,     q_i = E[z^2] on task i,
 
     is a parabola whose derivative vanishes at (sum_i q_i gamma_i + lam anchor) / (sum_i q_i + lam): an average of the
-    experts' scales, each counting as much as its task excites that coordinate.
+    experts' scales, each counting as much as its task excites that coordinate. An average needs no least denominator.
 
     Args:
         moments: of all tasks together, so that `weight_sum` is their number; z = x / rms(x).
         anchor_scale: [k]; None drops the terms with `lam`.
         lam: lambda >= 0.
-        eps: the denominator is at least this.
 
     Returns:
         The scale, [k].
@@ -87,7 +91,7 @@ def solve_rms_norm(
     if anchor_scale is not None:
         pulled, excited = pulled + lam * anchor_scale, excited + lam
     _require_regular(excited, len(excited) * torch.finfo(excited.dtype).eps * excited.max())
-    return pulled / excited.clamp_min(eps)
+    return pulled / excited
 
 
 def _require_regular(smallest: Tensor, limit: Tensor) -> None:

@@ -13,11 +13,10 @@ import pandas as pd
 from driftlens.errors import RunError
 from driftlens.files import write_json_atomic
 from driftlens.projection.settings import Method, Settings
-from driftlens.records.attach import attach
-from driftlens.records.rows import plain_rows
+from driftlens.records.contents import attach
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import LABEL, SAMPLE_ID, TASK, VARIANT, Column, Table
-from driftlens.records.tables import append_rows, read_table
+from driftlens.records.tables import append_rows, plain_rows, read_table
 
 _FOLDER = "projections"
 _FORMAT = 1

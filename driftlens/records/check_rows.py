@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from driftlens.errors import LayerNotFoundError
+from driftlens.records.compare import drift_changes
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
 from driftlens.variants import calibrated
@@ -25,7 +27,8 @@ class Selection:
 
     Attributes:
         group: what they share, by the columns a check groups by.
-        rows: one row each, the metric in the column `value`, NaN where it was not measured.
+        rows: one row each, the metric in the column `value`, NaN where it was not measured; of a change of mean drift,
+            `low` and `high` are the ends of its 95 % interval.
         shown: columns that tell the rows apart.
         lacking: what is missing of the group, in words; empty where all is there.
     """
@@ -87,6 +90,8 @@ def select(
                 return Absent(_no_row(run, table, metric, "variant", variant))
         key = [column for column in key if column not in ("variant", "name")]
         rows = _changes(rows, key, *change)
+        if table == "layers" and metric == "drift_l2_mean":
+            rows = _with_intervals(rows, run, change)
     shown = [column for column in key if column not in wanted and column not in per]
     tasks = [task for task in run.tasks if wanted.get("task", task) == task] if "task" in key else []
     return list(_groups(rows, per, shown, tasks))
@@ -111,6 +116,13 @@ def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str) -> pd.Dat
     size = both["start"].abs()
     change = (both["end"] - both["start"]) / size.where(size > 0)
     return change.rename("value").reset_index()
+
+
+def _with_intervals(rows: pd.DataFrame, run: DriftRun, change: tuple[str, str]) -> pd.DataFrame:
+    found = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
+    changes = [found[task].get(layer) for task, layer in zip(rows["task"], rows["layer"], strict=True)]
+    ends = [(at.relative.low, at.relative.high) if at else (np.nan, np.nan) for at in changes]
+    return rows.assign(low=[low for low, _ in ends], high=[high for _, high in ends])
 
 
 def _groups(

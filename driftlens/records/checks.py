@@ -1,22 +1,25 @@
 """Checks of a run's numbers against bounds: what a continuous integration job asks of a merge.
 
-A check passes only on numbers that are there. What was not measured is skipped, with the reason.
+A check passes only on numbers that are there. What was not measured is skipped, with the reason. `self_checks` are
+claims that are exact in theory, with the error up to which they count as holding: this is the one home of those limits.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.errors import ChecksFailedError
 from driftlens.records.check_rows import Absent, Selection, select
 from driftlens.records.run import DriftRun
-from driftlens.records.self_checks import SelfCheck, self_checks
 
 Relation = Literal[">=", "<=", ">", "<"]
 Severity = Literal["error", "warn"]
@@ -75,6 +78,8 @@ class CheckResult:
         n: measured rows behind the value.
         where: the row that the value is of, where it is of one.
         reason: why it was skipped, or how it failed; empty where it passed.
+        ci_low: lower end of the value's 95 % interval, paired by sample: of the change of a row's mean drift; else NaN.
+        ci_high: its upper end.
     """
 
     name: str
@@ -88,6 +93,8 @@ class CheckResult:
     n: int
     where: str = ""
     reason: str = ""
+    ci_low: float = math.nan
+    ci_high: float = math.nan
 
     @property
     def title(self) -> str:
@@ -192,6 +199,9 @@ def _judge_group(check: Check, selection: Selection) -> CheckResult:
     if holds and selection.lacking:
         return _skipped(check, selection.group, selection.lacking)
     place = "" if at is None else selection.row_name(int(measured[at]))
+    low, high = math.nan, math.nan
+    if at is not None and "low" in selection.rows:
+        low, high = selection.rows[["low", "high"]].to_numpy(dtype=float)[measured[at]]
     reason = f"{value:.6g}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
     return CheckResult(
         check.name,
@@ -205,6 +215,8 @@ def _judge_group(check: Check, selection: Selection) -> CheckResult:
         n=len(values),
         where=place,
         reason="" if holds else reason,
+        ci_low=float(low),
+        ci_high=float(high),
     )
 
 
@@ -228,3 +240,109 @@ def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> Check
     return CheckResult(
         check.name, check.metric, group, "skip", math.nan, relation, bound, math.nan, n=0, reason=reason
     )
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """The largest error of one exact claim over all rows; NaN when it was not measured.
+
+    Attributes:
+        name: short name.
+        claim: what is exact in theory.
+        largest: the largest error found.
+        limit: up to which the claim counts as holding; beyond what rounding and quadrature explain, it does not.
+        where: the row with the largest error.
+        n: rows behind it.
+    """
+
+    name: str
+    claim: str
+    largest: float
+    limit: float
+    where: str
+    n: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim was checked and holds."""
+        return self.largest <= self.limit  # false for NaN
+
+
+def self_checks(run: DriftRun) -> list[SelfCheck]:
+    """The largest error of each claim that a run checks about itself.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    layers, outputs = run.layers(), run.outputs()
+    sums = _share_sums(layers)
+    return [
+        _largest(layers, "closure_error", 1e-4, "closure", "drift equals that of ordinary forward passes"),
+        _largest(
+            layers, "jacobian_error", 1e-2, "Jacobian", "propagation equals Jacobian times incoming drift"
+        ),
+        _largest(sums, "remainder", 1e-2, "contributions", "shares of the final drift sum to 1"),
+        _largest(
+            outputs, "softmax_integral_error", 1e-9, "softmax", "its change is the integral of its Jacobian"
+        ),
+        _largest(
+            outputs, "ce_integral_error", 1e-6, "cross-entropy", "its change is the integral of its gradient"
+        ),
+    ]
+
+
+def _share_sums(layers: pd.DataFrame) -> pd.DataFrame:
+    """How far the shares of each task and variant are from their exact sum, at the head's row.
+
+    Those by prefix swaps telescope to the very drift that they are divided by, whatever a layer does: no check.
+    """
+    last = layers.groupby(["task", "variant"], sort=False).tail(1)
+    return last.assign(remainder=last["remainder_share"].astype(float).abs())
+
+
+def _largest(rows: pd.DataFrame, column: str, limit: float, name: str, claim: str) -> SelfCheck:
+    measured = rows[rows[column].notna()]
+    if measured.empty:
+        return SelfCheck(name, claim, math.nan, limit, "")
+    worst = measured.iloc[int(measured[column].to_numpy(dtype=float).argmax())]
+    place = f"layer {worst['layer']}" if "layer" in measured else f"sample {worst['sample_id']}"
+    where = f"task {worst['task']}, {worst['variant']}, {place}"
+    return SelfCheck(name, claim, float(worst[column]), limit, where, len(measured))
+
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no XML document may hold, escaped or not."""
+
+
+def junit_xml(report: CheckReport) -> str:
+    """One test suite, called like the run, with a test case per result; a warning passes and says so."""
+    counts = {
+        "tests": len(report.results),
+        "failures": report.count("fail"),
+        "errors": 0,
+        "skipped": report.count("skip"),
+    }
+    attributes = {name: str(count) for name, count in counts.items()}
+    root = ElementTree.Element("testsuites", attributes)
+    suite = ElementTree.SubElement(root, "testsuite", {"name": _safe(report.run.name), **attributes})
+    for result in report.results:
+        case = ElementTree.SubElement(
+            suite, "testcase", {"classname": f"driftlens.{result.metric}", "name": _safe(result.title)}
+        )
+        _add_outcome(case, result)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
+
+
+def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
+    reason = _safe(result.reason)
+    if result.status == "fail":
+        ElementTree.SubElement(case, "failure", {"type": "check", "message": reason}).text = reason
+    elif result.status == "skip":
+        ElementTree.SubElement(case, "skipped", {"message": reason})
+    elif result.status == "warn":
+        ElementTree.SubElement(case, "system-out").text = f"warning: {reason}"
+
+
+def _safe(text: str) -> str:
+    return _NOT_XML.sub("\ufffd", text)

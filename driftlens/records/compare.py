@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.files import PathLike
-from driftlens.records.gains import gains
-from driftlens.records.intervals import Paired, mcnemar, unpaired_difference, wilson
-from driftlens.records.mismatch import mismatches
+from driftlens.records.intervals import (
+    Interval,
+    MeanChange,
+    Paired,
+    mcnemar,
+    mean_change,
+    unpaired_difference,
+)
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.single import accuracy_of, final_value, flip_share, ratio
-from driftlens.variants import part_of
+from driftlens.variants import control_of, expert_of, part_of
 
-__all__ = ["Comparison", "Paired", "compare", "mcnemar", "paired_accuracy", "unpaired_difference", "wilson"]
+_UNMEASURED = MeanChange(Interval(math.nan), Interval(math.nan), 0, is_paired=False)
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,9 @@ class Comparison:
         before: the run that the first variant of each pair is taken from.
         after: the run of the second ones; the same one when two variants of one run are compared.
         pairs: the variants compared, (before, after) each.
-        layers: one row per task, pair and layer: mean drift and cosine, before, after and their change.
+        layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
+            drift has a 95 % interval, `drift_ci_*` and, against the drift before, `drift_relative_ci_*`; it is paired
+            by sample where `drift_paired` says that both measured the same ones.
         tasks: one row per task and pair: final drift and cosine, flips, accuracy with intervals. `accuracy_*` comes
             from test counts, with an interval that ignores that both answered the same samples (too wide if they
             did); `paired_*`, `gained`, `lost` and `p_value` come from samples answered by both, of which there are
@@ -37,6 +44,7 @@ class Comparison:
         gains: one row per task and quantity where `after` is a calibration of `before` that has an anchor-only
             control: what rescaling changes, and what calibration changes beyond it, in the quantity's own unit.
         mismatches: in what the runs differ that makes changes mean something else; empty unless allowed.
+        notes: what a reader must know about the intervals.
     """
 
     before: DriftRun
@@ -46,6 +54,7 @@ class Comparison:
     tasks: pd.DataFrame
     gains: pd.DataFrame
     mismatches: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def compare(
@@ -93,7 +102,53 @@ def compare(
         tasks=pd.DataFrame([_task_row(first, second, task, pair) for task in tasks for pair in pairs]),
         gains=gains(first, second, tasks, pairs),
         mismatches=found,
+        notes=tuple(_unverified(first, second, tasks)),
     )
+
+
+def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
+    """Whether equal sample ids of two runs mean the same samples of a task; None where a run does not tell.
+
+    Ids alone don't: two data sets may both count from 0. The runs have to say what theirs are ids of.
+    """
+    if a.id == b.id:
+        return True
+    origins = [run.manifest.sample_origins.get(split, {}).get(task) for run in (a, b)]
+    return None if None in origins else origins[0] == origins[1]
+
+
+def drift_changes(
+    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str]
+) -> dict[int, MeanChange]:
+    """How the mean drift changes, by index of the layer; layers that one of them did not store are left out.
+
+    Paired where both measured the very same samples, and nothing else is known to be common.
+
+    Args:
+        before: the run measured first.
+        after: the run measured second, often the same one.
+        task: the task.
+        variants: the variant of each.
+
+    Raises:
+        DataError: no such task or variant.
+        RunError: the sample table can't be read.
+    """
+    sides = [
+        {layer: rows.set_index("sample_id")["drift_l2"] for layer, rows in found.groupby("layer")}
+        for found in (
+            run.samples(task, variant)[["layer", "sample_id", "drift_l2"]].dropna()
+            for run, variant in zip((before, after), variants, strict=True)
+        )
+    ]
+    is_same = same_samples(before, after, task)
+    changes: dict[Any, MeanChange] = {}
+    for layer in sides[0].keys() & sides[1].keys():
+        start, end = (side[layer] for side in sides)
+        is_paired = bool(is_same) and set(start.index) == set(end.index)
+        values = (start, end.reindex(start.index) if is_paired else end)
+        changes[layer] = mean_change(*(v.to_numpy(dtype=float) for v in values), is_paired=is_paired)
+    return changes
 
 
 def paired_accuracy(
@@ -108,13 +163,16 @@ def paired_accuracy(
         variants: the variant of each; "expert" is the task's own.
 
     Returns:
-        None where no sample has a label and both predictions. The split reads "test" where the samples are exactly
-        those of the accuracy table, "diagnosis" where they are others or fewer.
+        None where no sample has a label and both predictions, or the runs are not known to have the same samples. The
+        split reads "test" where the samples are exactly those of the accuracy table, "diagnosis" where they are others
+        or fewer.
 
     Raises:
         DataError: no such task or variant.
         RunError: the output table can't be read.
     """
+    if not same_samples(before, after, task):
+        return None
     answers = (
         _right(before, task, variants[0])
         .to_frame("before")
@@ -123,8 +181,11 @@ def paired_accuracy(
     if answers.empty:
         return None
     tested = before.manifest.sample_ids.get("test", {}).get(task, ())
-    split = "test" if set(tested) == set(answers.index) else "diagnosis"
-    return mcnemar(answers["before"].to_numpy(), answers["after"].to_numpy()), split
+    origins = [before.manifest.sample_origins.get(split, {}).get(task) for split in ("test", "diagnosis")]
+    is_test = origins[0] == origins[1] and set(tested) == set(answers.index)
+    return mcnemar(
+        answers["before"].to_numpy(), answers["after"].to_numpy()
+    ), "test" if is_test else "diagnosis"
 
 
 def _right(run: DriftRun, task: str, variant: str) -> pd.Series[Any]:
@@ -174,6 +235,9 @@ def _layer_rows(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, s
     for quantity in columns.values():
         rows[f"{quantity}_change"] = rows[f"{quantity}_after"] - rows[f"{quantity}_before"]
     rows["drift_relative"] = rows["drift_change"] / rows["drift_before"].where(rows["drift_before"] != 0)
+    changes = drift_changes(first, second, task, pair)
+    ends = pd.DataFrame([_ends(changes.get(layer, _UNMEASURED)) for layer in rows["layer"]])
+    rows = pd.concat([rows, ends], axis=1)
     for place, (name, value) in enumerate((("task", task), ("before", pair[0]), ("after", pair[1]))):
         rows.insert(place, name, value)
     return rows
@@ -186,11 +250,19 @@ def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str
         for side, run, variant in sides:
             row[f"{quantity}_{side}"] = final_value(run, task, variant, column)
         row[f"{quantity}_change"] = row[f"{quantity}_after"] - row[f"{quantity}_before"]
-    row["drift_relative"] = ratio(row["drift_change"], row["drift_before"])
+    row["drift_relative"] = row["drift_change"] / row["drift_before"] if row["drift_before"] else math.nan
+    changes = drift_changes(first, second, task, pair) if second.manifest.layers else {}
+    row |= _ends(changes.get(second.layer_index("final"), _UNMEASURED) if changes else _UNMEASURED)
     for side, run, variant in sides:
         row[f"flips_{side}"] = flip_share(run, task, variant)
     row["flips_change"] = row["flips_after"] - row["flips_before"]
     return row | _accuracy_change(sides, task) | _paired_change(first, second, task, pair)
+
+
+def _ends(change: MeanChange) -> dict[str, Any]:
+    found = {"drift": change.difference, "drift_relative": change.relative}
+    ends = {f"{name}_ci_{end}": getattr(of, end) for name, of in found.items() for end in ("low", "high")}
+    return {**ends, "drift_paired": change.is_paired}
 
 
 def _accuracy_change(sides: Sequence[tuple[str, DriftRun, str]], task: str) -> dict[str, Any]:
@@ -219,3 +291,131 @@ def _paired_change(first: DriftRun, second: DriftRun, task: str, pair: tuple[str
         "paired_n": paired.n,
         "paired_split": split,
     }
+
+
+def _unverified(a: DriftRun, b: DriftRun, tasks: Sequence[str]) -> Iterator[str]:
+    unknown = [task for task in tasks if same_samples(a, b, task) is None]
+    if unknown:
+        yield (
+            f"whether both runs measured the same samples of {', '.join(unknown)} can't be verified, as one was "
+            "written before runs said what their sample ids are ids of: intervals take the samples for different ones"
+        )
+
+
+def final_value(run: DriftRun, task: str, variant: str, column: str) -> float:
+    """One number of the layer table's last row of a task and variant; the expert has no rows.
+
+    Raises:
+        DataError: no such task or variant.
+        RunError: the table can't be read.
+    """
+    rows = run.layers(task, variant, "final")
+    return float(rows[column].iloc[0]) if len(rows) else math.nan
+
+
+def flip_share(run: DriftRun, task: str, variant: str) -> float:
+    """Share of diagnosis samples that the variant decides otherwise than the expert. Errors as above."""
+    flipped = run.outputs(task, variant)["flipped"].dropna().to_numpy(dtype=bool)
+    return float(np.mean(flipped)) if len(flipped) else math.nan
+
+
+def accuracy_of(run: DriftRun, task: str, variant: str) -> tuple[float, int]:
+    """Accuracy on test samples, a fraction, and how many they are; NaN and 0 without. Errors as above."""
+    rows = run.accuracy(task, variant)
+    rows = rows[(rows["metric"] == "accuracy") & rows["value"].notna() & rows["n"].notna()]
+    return (float(rows["value"].iloc[0]), int(rows["n"].iloc[0])) if len(rows) else (math.nan, 0)
+
+
+def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:
+    """The fields in which runs differ, in words: tasks, layers, samples, classes, experts; empty where none does.
+
+    Calibration samples may differ: that is what calibrations are compared for.
+    """
+    return () if a is b else tuple(_differences(a, b))
+
+
+def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
+    if set(a.tasks) != set(b.tasks):
+        yield f"tasks ({', '.join(a.tasks) or 'none'} against {', '.join(b.tasks) or 'none'})"
+    if a.manifest.layers != b.manifest.layers:
+        yield f"layers ({_chain(a)} against {_chain(b)})"
+    shared = [task for task in a.tasks if task in b.tasks]
+    for split in ("diagnosis", "test"):
+        ids, other_ids = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
+        others = [task for task in shared if same_samples(a, b, task, split) is False]
+        yield from _differing(f"{split} samples", shared, ids, other_ids, others)
+    yield from _differing("class names", shared, a.manifest.classes, b.manifest.classes)
+    yield from _differing("experts", shared, _experts(a), _experts(b))
+
+
+def _differing(
+    what: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], others: Sequence[str] = ()
+) -> Iterator[str]:
+    """Tasks on which both runs say something, and not the same."""
+    unequal = [task for task in tasks if task in others or (task in a and task in b and a[task] != b[task])]
+    if unequal:
+        yield f"{what} of {', '.join(unequal)}"
+
+
+def _experts(run: DriftRun) -> Mapping[str, str]:
+    models = run.manifest.models
+    return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
+
+
+def _chain(run: DriftRun) -> str:
+    layers = run.manifest.layers
+    return f"{len(layers)} layers, {layers[0].path} to {layers[-1].path}" if layers else "none"
+
+
+_GAIN_COLUMNS = (
+    *("task", "before", "control", "after", "quantity", "value_before", "value_control", "value_after"),
+    *("by_rescaling", "by_calibration"),
+)
+
+
+def gains(
+    first: DriftRun, second: DriftRun, tasks: Sequence[str], pairs: Sequence[tuple[str, str]]
+) -> pd.DataFrame:
+    """One row per task and quantity (drift, cos, accuracy) of every pair that has a control between its two.
+
+    `by_rescaling` + `by_calibration` is the change, all in the quantity's own unit: where the two work against each
+    other, a small change has large parts, and shares of it would say nothing.
+
+    Args:
+        first: the run of the variants before.
+        second: the run of the variants after, and of their controls.
+        tasks: tasks of both.
+        pairs: variants (before, after); only (merged, a calibration) can have a control.
+
+    Raises:
+        DataError: no such task or variant.
+        RunError: a table can't be read.
+    """
+    rows: list[dict[str, Any]] = []
+    for before, after in pairs:
+        control = control_of(after.partition(":")[2])
+        if before != "merged" or part_of(after) != "calibrated" or control not in second.variants:
+            continue
+        names = {"before": before, "control": control, "after": after}
+        places = ((first, before), (second, control), (second, after))
+        rows += [{"task": task, **names, **row} for task in tasks for row in _gains_of_task(task, places)]
+    return pd.DataFrame(rows, columns=_GAIN_COLUMNS)
+
+
+def _gains_of_task(task: str, places: Sequence[tuple[DriftRun, str]]) -> Iterator[dict[str, Any]]:
+    values = {
+        "drift": [final_value(run, task, variant, "drift_l2_mean") for run, variant in places],
+        "cos": [final_value(run, task, variant, "cos_mean") for run, variant in places],
+        "accuracy": [accuracy_of(run, task, variant)[0] for run, variant in places],
+    }
+    for quantity, (before, control, after) in values.items():
+        if math.isnan(before + control + after):
+            continue
+        yield {
+            "quantity": quantity,
+            "value_before": before,
+            "value_control": control,
+            "value_after": after,
+            "by_rescaling": control - before,
+            "by_calibration": after - control,
+        }

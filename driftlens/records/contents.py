@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,15 +14,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from driftlens.errors import RunError
 from driftlens.files import atomic_path, write_json_atomic
 from driftlens.records import layout
-from driftlens.records.events import append_event
-from driftlens.records.file_list import describe_file
 from driftlens.records.lock import RunLock
-from driftlens.records.manifest import Manifest, ids_digest, write_manifest
-from driftlens.records.room import remove_tree
+from driftlens.records.manifest import Manifest, ids_digest, read_manifest, write_manifest
 from driftlens.records.schema import TABLES, Table
+from driftlens.records.status import append_event
 from driftlens.records.tables import append_rows, drop_rows
+from driftlens.records.verify import describe_file, settled
 from driftlens.variants import calibrated, control_of
 
 LATER = ("calibrate:", "sweep:")
@@ -91,17 +92,25 @@ class RunContents:
         with self.file(layout.feature_file(task, variant, layer)) as path, path.open("wb") as file:
             np.save(file, stored, allow_pickle=False)
 
-    def write_sample_ids(self, task: str, split: str, ids: Sequence[str]) -> None:
+    def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
         """Record which samples a split of a task consists of; "diagnosis" names the rows of the features.
+
+        Args:
+            task: the task.
+            split: calibration, diagnosis or test.
+            ids: in the order of the rows.
+            origin: digest of the data that they are ids of; without it no other run is known to have the same samples.
 
         Raises:
             RunError: the file can't be written.
         """
         manifest = self.manifest
         kept, digests = manifest.sample_ids.get(split, {}), manifest.sample_id_digests.get(split, {})
+        origins = self.manifest.sample_origins.get(split, {})
         self.describe(
             sample_ids={split: {**kept, task: list(ids)}},
             sample_id_digests={split: {**digests, task: ids_digest(ids)}},
+            **({"sample_origins": {split: {**origins, task: origin}}} if origin else {}),
         )
         if split == "diagnosis":
             with self.file(layout.sample_ids_file(task)) as path:
@@ -225,3 +234,49 @@ def _merged(old: Any, new: Any) -> Any:
     if isinstance(old, Sequence) and not isinstance(old, str):
         return [*old, *(item for item in new if item not in old)]
     return new
+
+
+@contextmanager
+def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
+    """A path to write to; the file lands at `relative` inside the run, and the manifest lists it.
+
+    Args:
+        run: the run directory.
+        relative: where the file goes, with forward slashes, for example "reports/report.html".
+
+    Raises:
+        RunError: there is no run, or it can't be written to.
+        RunLockedError: another process is writing to it.
+    """
+    folder = pathlib.Path(run)
+    read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
+    lock = RunLock(folder)
+    lock.acquire()
+    try:
+        manifest = read_manifest(folder)
+        manifest = dataclasses.replace(manifest, files=settled(folder, manifest), rewriting={})
+        contents = RunContents(folder, manifest, lock)
+        with contents.file(relative) as written:
+            yield written
+            lock.require_own()
+            new = describe_file(written)
+        contents._save(files=dict(sorted({**contents.manifest.files, relative: new}.items())))
+    finally:
+        lock.release()
+
+
+def remove_tree(entry: pathlib.Path) -> None:
+    """Remove a file or a folder with all that is in it, if it is there; of a link only the link.
+
+    Raises:
+        RunError: something can't be removed.
+    """
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"can't remove {entry}: {error.strerror}", hint="Remove it, or give another folder."
+        ) from error

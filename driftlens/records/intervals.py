@@ -1,7 +1,8 @@
-"""How sure an accuracy, or a change of accuracy, is: 95 % intervals that invert the score test.
+"""How sure a number of a run is: 95 % intervals of accuracies, of means and their changes, and of shares.
 
-A score interval stays inside its range, has a width also at 0 and at n of n, and covers the truth close to 95 times
-in 100 from ten samples on, which the textbook "plus or minus 1.96 standard errors" does not.
+A share of right answers has a score interval, which stays inside its range, has a width also at 0 and at n of n, and
+covers the truth close to 95 times in 100 from ten samples on; the textbook "plus or minus 1.96 standard errors" does
+not. Means have Student's t with variances divided by n - 1. Ratios of sums over samples are drawn again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+Array = NDArray[np.float64]
 _Z = NormalDist().inv_cdf(0.975)
 _HALVINGS = 60
 """Of an interval no longer than 2: beyond double precision."""
+
+
+RESAMPLES = 2000
+"""How often samples are drawn again for the interval of a share."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number with the ends of its 95 % interval; NaN what can't be told, the ends of a single sample for instance."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+    def scaled(self, factor: float) -> Interval:
+        """The interval of the number times a positive factor that is known."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class MeanChange:
+    """How a mean over samples changes.
+
+    Attributes:
+        difference: mean after minus mean before, in the unit of the values.
+        relative: the same against the mean before, whose own error counts too.
+        n: samples after.
+        is_paired: whether the same samples were measured twice, so that what is common to both cancels.
+    """
+
+    difference: Interval
+    relative: Interval
+    n: int
+    is_paired: bool
 
 
 @dataclass(frozen=True)
@@ -92,6 +128,108 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
     difference = after - before
     down = math.hypot(after - low_after, high_before - before)
     return difference - down, difference + math.hypot(high_after - after, before - low_before)
+
+
+def mean_interval(mean: float, std: float, n: int) -> Interval:
+    """A mean over samples with Student's interval.
+
+    Args:
+        mean: of the samples.
+        std: their standard deviation as tables have it, divided by n (ddof 0); the interval divides by n - 1.
+        n: samples.
+    """
+    return _around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1)
+
+
+def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
+    """The change of a mean over samples, by Student's t; of different samples, by Welch's.
+
+    The interval of the relative change linearises the ratio of the two means (Cochran, Sampling Techniques, sec. 6).
+
+    Args:
+        before: one value per sample, [n].
+        after: [n], of the same samples in the same order; [m] of others.
+        is_paired: whether they are the same.
+
+    Raises:
+        ValueError: as many values are wanted before as after, and they are not.
+    """
+    if is_paired and before.shape != after.shape:
+        raise ValueError(f"wanted as many samples before as after, got {before.shape} and {after.shape}")
+    start, end = (float(values.mean()) if len(values) else math.nan for values in (before, after))
+    ratio = end / start if start else math.nan
+    # The second pair has the error of end - ratio * start: that of the ratio, times the start.
+    difference, relative = (
+        _around(end - start, *standard_error([after - left] if is_paired else [after, left]))
+        for left in (before, ratio * before)
+    )
+    scale = 1 / abs(start) if start else math.nan
+    return MeanChange(difference, relative.scaled(scale), len(after), is_paired)
+
+
+def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
+    """Standard error of a sum of means of independent groups, and its degrees of freedom (Welch-Satterthwaite).
+
+    Args:
+        groups: one value per sample, by group; a group of one sample makes the error infinite.
+    """
+    parts = [float(values.var(ddof=1)) / len(values) if len(values) > 1 else math.inf for values in groups]
+    total = sum(parts)
+    if not 0 < total < math.inf:
+        return math.sqrt(total), float(sum(max(0, len(values) - 1) for values in groups))
+    weights = sum(part**2 / (len(values) - 1) for part, values in zip(parts, groups, strict=True))
+    return math.sqrt(total), total**2 / weights
+
+
+def mean_over_tasks(found: Sequence[Interval]) -> Interval:
+    """The mean over tasks of numbers with intervals; NaN where one lacks its own.
+
+    The tasks are the ones that were chosen, only their samples are drawn: samples of different tasks are independent
+    strata, so squares of errors add. Each task's error is read off its own interval, either way by itself, which keeps
+    the skew of a share near 1 (MOVER; Zou and Donner 2008). How the mean would differ on other tasks it does not say.
+    """
+    if not found:
+        return Interval(math.nan)
+    value = sum(entry.value for entry in found) / len(found)
+    down = math.hypot(*(entry.value - entry.low for entry in found)) / len(found)
+    up = math.hypot(*(entry.high - entry.value for entry in found)) / len(found)
+    return Interval(value, value - down, value + up)
+
+
+def share_intervals(parts: Array, whole: Array, *, seed: int = 0) -> Array:
+    """Ends of the 95 % interval of sum(parts) / sum(whole), by drawing samples again; NaN with a single sample.
+
+    Numerator and denominator are drawn together, `RESAMPLES` times with replacement, the same in all rows and the same
+    for a seed; the ends are the 2.5 and 97.5 % quantiles of the ratios (percentile bootstrap). Draws whose denominator
+    is 0 have no ratio and are left out.
+
+    Args:
+        parts: [rows, n].
+        whole: [n], at least 0.
+        seed: of the draws.
+
+    Returns:
+        [2, rows].
+    """
+    rows, n = parts.shape
+    if n < 2 or not whole.sum() > 0:
+        return np.full((2, rows), np.nan)
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    sums = counts @ whole
+    ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
+    return np.quantile(ratios, (0.025, 0.975), axis=0)
+
+
+def student(freedom: float, level: float = 0.95) -> float:
+    """How many standard errors either way of a mean hold the truth in `level` of all cases; NaN without freedom."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + level) / 2)) if freedom > 0 else math.nan
+
+
+def _around(value: float, error: float, freedom: float) -> Interval:
+    half = student(freedom) * error
+    return Interval(value, value - half, value + half) if math.isfinite(half) else Interval(value)
 
 
 def _sign_test(gained: int, lost: int) -> float:

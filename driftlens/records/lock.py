@@ -11,9 +11,11 @@ import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+import psutil
+from filelock import FileLock
+
 from driftlens.errors import RunError, RunLockedError
 from driftlens.files import write_json_atomic
-from driftlens.records.guard import guard
 from driftlens.records.layout import GUARD, LOCK
 
 _FRESH_SECONDS = 60.0
@@ -73,7 +75,7 @@ class RunLock:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
-        self._guard = guard(folder / GUARD)
+        self._guard = FileLock(folder / GUARD, timeout=0)
         self._held: os.stat_result | None = None
 
     def acquire(self) -> Owner | None:
@@ -180,11 +182,7 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
 
 
 def _process_started(pid: int) -> float | None:
-    """When the process began, or None when there is no such process or psutil is not installed."""
-    try:
-        import psutil
-    except ImportError:
-        return None
+    """When the process began, or None when there is no such process."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())

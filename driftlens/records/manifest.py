@@ -17,8 +17,7 @@ from driftlens.files import write_json_atomic
 from driftlens.records import environment
 from driftlens.records.layout import MANIFEST
 from driftlens.records.lock import utc_now
-from driftlens.records.schema import SCHEMA_VERSION
-from driftlens.records.version import refuse_newer
+from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
 
 T = TypeVar("T")
 PhaseState = Literal["running", "done", "failed", "cancelled"]
@@ -127,6 +126,7 @@ class Manifest:
         classes: class names by task, in the order of the head's rows.
         sample_ids: by split (calibration, diagnosis, test) and task, in the order of the rows.
         sample_id_digests: digest of each such list.
+        sample_origins: what these are ids of: digest of the data behind them, by split and task; older runs have none.
         phases: by name, in the order of the work.
         files: by path relative to the run directory.
         rewriting: what those of the files that are just being replaced will be; until a writer has looked, they may
@@ -161,6 +161,7 @@ class Manifest:
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sample_ids: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     sample_id_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sample_origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     phases: Mapping[str, PhaseInfo] = field(default_factory=dict)
     files: Mapping[str, FileInfo] = field(default_factory=dict)
     rewriting: Mapping[str, FileInfo] = field(default_factory=dict)

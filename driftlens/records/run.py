@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.errors import DataError, LayerNotFoundError, RunError
+from driftlens.errors import DataError, LayerNotFoundError, RunError, did_you_mean
 from driftlens.files import PathLike
 from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
@@ -155,7 +155,7 @@ class DriftRun:
         numbers = [entry.name for entry in schema.LAYERS.columns if entry.dtype in ("int", "float")]
         if column not in numbers:
             raise DataError(
-                f"the layer table has no number called {column!r}", hint=_nearest(column, numbers)
+                f"the layer table has no number called {column!r}", hint=did_you_mean(column, numbers)
             )
         rows = self.layers(task, variant, layer)
         if rows.empty:
@@ -209,7 +209,7 @@ class DriftRun:
     def project(self, task: str, **choices: Unpack[Choices]) -> Projection:
         """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
 
-        Arguments and errors as for `driftlens.projection.project`.
+        Options and errors as for `driftlens.projection.project`: layer, method, seed, variants, fit_on, max_points.
         """
         from driftlens.projection import project
 
@@ -237,7 +237,7 @@ class DriftRun:
 
     def _repr_html_(self) -> str:
         """A small table for notebooks: final drift of every task and variant."""
-        from driftlens.records.notebook import final_drift_html
+        from driftlens.records.listing import final_drift_html
 
         return final_drift_html(self)
 
@@ -290,9 +290,4 @@ def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
     names = list(dict.fromkeys(known))
     if name not in names:
         there = ", ".join(names) or "none"
-        raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=_nearest(name, names))
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""
+        raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=did_you_mean(name, names))

@@ -6,10 +6,13 @@ one major version of the schema, columns and tables are only ever added.
 
 from __future__ import annotations
 
+import pathlib
 from dataclasses import dataclass
 from typing import Literal
 
-SCHEMA_VERSION = "1.0"
+from driftlens.errors import RunError, SchemaTooNewError
+
+SCHEMA_VERSION = "1.1"
 
 Kind = Literal["str", "int", "float", "bool"]
 Worse = Literal["higher", "lower"] | None
@@ -95,10 +98,20 @@ def _gain(name: str, meaning: str) -> Column:
     return _score(name, meaning, unit="score/feature")
 
 
+def _ends(share: str) -> tuple[Column, ...]:
+    what = (
+        f"end of the 95 % interval of {share} over the jacobian_samples, which were drawn again (bootstrap)."
+    )
+    return tuple(
+        _pure(f"{share}_{end}", f"{words} {what}", None, ANY)
+        for end, words in (("low", "Lower"), ("high", "Upper"))
+    )
+
+
 def _drift_family() -> tuple[Column, ...]:
     statistics = {
         "mean": "Mean",
-        "std": "Standard deviation",
+        "std": "Standard deviation (divided by n; intervals divide by n - 1)",
         "median": "Median",
         "q10": "10 % quantile",
         "q25": "25 % quantile",
@@ -138,7 +151,7 @@ LAYERS = Table(
             "higher",
         ),
         _pure("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
-        _pure("cos_std", "Standard deviation of that cosine.", "higher"),
+        _pure("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
         _length("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
         _length("propagation_l2_mean", "Mean norm of p, the drift that the layer passes on."),
         _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
@@ -153,6 +166,8 @@ LAYERS = Table(
         _pure(
             "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", None, ANY
         ),
+        *_ends("final_share"),
+        *_ends("prefix_share"),
         _pure(
             "remainder_share", "Share of the final drift in no layer's final_share; head row only.", None, ANY
         ),
@@ -322,3 +337,35 @@ TABLES = {
     table.name: table
     for table in (LAYERS, SAMPLES, OUTPUTS, ADJOINT, PARAMS, ACCURACY, CALIBRATION, SWEEPS, RESOURCES)
 }
+
+
+def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
+    """Raise unless a file of schema `version` can be read.
+
+    Args:
+        version: "major.minor", as the file states it.
+        path: the file, for messages.
+        minor: whether a newer minor version is refused too, as it must be before writing: what this DriftLens
+            does not know it can't keep.
+
+    Raises:
+        SchemaTooNewError: the version is newer.
+        RunError: the version is no version.
+    """
+    ours = _parsed(SCHEMA_VERSION)
+    try:
+        theirs = _parsed(version)
+    except ValueError:
+        raise RunError(
+            f"{path} states the schema version {version!r}; expected one like {SCHEMA_VERSION!r}"
+        ) from None
+    if theirs[0] > ours[0] or (minor and theirs > ours):
+        raise SchemaTooNewError(
+            f"{path} has schema {version}; this DriftLens knows {SCHEMA_VERSION}",
+            hint="Install a newer DriftLens: pip install --upgrade driftlens",
+        )
+
+
+def _parsed(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

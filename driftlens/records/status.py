@@ -1,4 +1,4 @@
-"""Where a run stands, for whoever watches it from outside: `status.json`."""
+"""Where a run stands, for whoever watches it from outside: `status.json`, and `events.jsonl`, what happened so far."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 from driftlens.errors import Cancelled, DriftLensError, RunError
-from driftlens.files import write_json_atomic
-from driftlens.records.layout import STATUS
+from driftlens.files import free_bytes, write_json_atomic
+from driftlens.records.layout import EVENTS, STATUS
+from driftlens.records.lock import utc_now
 
 State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"]
 
@@ -139,3 +140,23 @@ def _require_shape(name: str, value: object, kinds: tuple[type, ...]) -> None:
 def final_state(error: BaseException) -> Literal["cancelled", "failed"]:
     """How a run ends that `error` ended."""
     return "cancelled" if isinstance(error, (Cancelled, KeyboardInterrupt)) else "failed"
+
+
+def append_event(folder: pathlib.Path, event: str, **details: object) -> None:
+    """Add one line to the run's events.jsonl.
+
+    Raises:
+        RunError: the file can't be written to.
+    """
+    path = folder / EVENTS
+    line = json.dumps({"time": utc_now(), "event": event, **details}, ensure_ascii=False).encode() + b"\n"
+    try:
+        with path.open("a+b") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 1))
+            # A writer that was killed may have left half a line; it should spoil no other.
+            is_torn = size > 0 and file.read(1) != b"\n"
+            file.write(b"\n" + line if is_torn else line)
+    except OSError as error:
+        hint = f"{free_bytes(folder) / 1e6:,.1f} MB are free there."
+        raise RunError(f"can't write {path}: {error.strerror}", hint=hint) from error

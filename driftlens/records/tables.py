@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -17,8 +18,7 @@ from pandas.api.extensions import ExtensionDtype
 
 from driftlens.errors import RunError
 from driftlens.files import atomic_path
-from driftlens.records.schema import SCHEMA_VERSION, Column, Kind, Table
-from driftlens.records.version import refuse_newer
+from driftlens.records.schema import SCHEMA_VERSION, Column, Kind, Table, refuse_newer
 
 Landing = Callable[[pathlib.Path], AbstractContextManager[pathlib.Path]]
 """Where the new content of a file is written to, such that it lands whole or not at all."""
@@ -221,3 +221,18 @@ def _keys(rows: pa.Table, table: Table) -> pd.MultiIndex:
 
 def _first_key(rows: pd.DataFrame, table: Table) -> str:
     return ", ".join(f"{name}={rows[name].tolist()[0]!r}" for name in table.key)
+
+
+def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """One dict per row, of numbers, text, booleans and None; what was not measured is None, never NaN."""
+    columns = {str(name): [plain(value) for value in frame[name]] for name in frame.columns}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def plain(value: Any) -> Any:
+    """One value as JSON knows it; what is missing or not finite is None."""
+    if value is None or value is pd.NA:
+        return None
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

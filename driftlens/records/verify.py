@@ -1,13 +1,18 @@
-"""Whether the files of a run are those that were written."""
+"""Which files a run consists of, what its manifest says of each, and whether they are those that were written."""
 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from driftlens.records.file_list import is_as_described, run_files
-from driftlens.records.layout import MANIFEST
-from driftlens.records.manifest import manifest_is_intact, read_manifest
+import numpy as np
+import pyarrow.parquet as pq
+
+from driftlens.errors import RunError
+from driftlens.files import sha256_of
+from driftlens.records.layout import MANIFEST, VOLATILE
+from driftlens.records.manifest import FileInfo, Manifest, manifest_is_intact, read_manifest
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,53 @@ def verify(path: str | pathlib.Path) -> VerifyResult:
         changed=tuple(changed),
         unlisted=tuple(sorted(there - set(listed))),
     )
+
+
+def run_files(folder: pathlib.Path) -> Iterator[str]:
+    """Paths, relative to the run and with forward slashes, of all files that a manifest lists."""
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if relative.parts[0] not in VOLATILE and path.is_file():
+            yield relative.as_posix()
+
+
+def describe_file(path: pathlib.Path) -> FileInfo:
+    """Digest, size and, of a table or an array, the number of rows of a file just written."""
+    return FileInfo(sha256_of(path), path.stat().st_size, _rows(path))
+
+
+def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
+    """Whether a file that is there has the size and digest that a manifest gives it.
+
+    Raises:
+        RunError: it can't be read.
+    """
+    try:
+        return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
+    except OSError as error:
+        raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error
+
+
+def settled(folder: pathlib.Path, manifest: Manifest) -> dict[str, FileInfo]:
+    """The files of a manifest, where those that a writer was replacing when it died are what they are now.
+
+    A file that is neither the old nor the new one keeps its old entry: `verify` is to find it.
+
+    Raises:
+        RunError: a file can't be read.
+    """
+    landed = {
+        name: new
+        for name, new in manifest.rewriting.items()
+        if (folder / name).is_file() and is_as_described(folder / name, new)
+    }
+    return {**manifest.files, **landed}
+
+
+def _rows(path: pathlib.Path) -> int | None:
+    if path.suffix == ".parquet":
+        return int(pq.read_metadata(path).num_rows)
+    if path.suffix == ".npy":
+        shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
+        return shape[0] if shape else None
+    return None

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import pandas as pd
 
-from driftlens.errors import Cancelled
+from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike, write_text_atomic
 from driftlens.progress import ProgressEvent
 from driftlens.records import layout
-from driftlens.records.contents import RunContents
+from driftlens.records.contents import RunContents, remove_tree
 from driftlens.records.environment import peak_rss_bytes, versions
-from driftlens.records.events import append_event
-from driftlens.records.file_list import describe_file, run_files, settled
 from driftlens.records.lock import Owner, RunLock, utc_now
 from driftlens.records.manifest import Manifest, PhaseInfo, new_manifest, read_manifest
-from driftlens.records.room import clear, refuse_occupied, sweep
-from driftlens.records.schema import SCHEMA_VERSION
-from driftlens.records.status import Failure, State, Status, final_state, write_status
-from driftlens.records.version import refuse_newer
+from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
+from driftlens.records.status import Failure, State, Status, append_event, final_state, write_status
+from driftlens.records.verify import describe_file, run_files, settled
 
 _STATUS_SECONDS = 0.5
 
@@ -159,33 +157,11 @@ class RunWriter(RunContents):
         """Whether the phase was finished, now or before the run was interrupted."""
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
 
-    def status(
-        self,
-        state: State,
-        *,
-        phase: str = "",
-        done: int = 0,
-        total: int | None = None,
-        label: str = "",
-        seconds: float = 0.0,
-        metrics: Mapping[str, float] | None = None,
-        error: Failure | None = None,
-    ) -> None:
-        """Say where the run stands, in status.json; see `Status` for the fields. Renews the heartbeat."""
+    def status(self, state: State, **fields: Any) -> None:
+        """Say where the run stands, in status.json, and renew the heartbeat; see `Status` for the other fields."""
         owner = Owner.this_process()
-        self._status = Status(
-            state=state,
-            phase=phase,
-            done=done,
-            total=total,
-            label=label,
-            seconds=seconds,
-            metrics=metrics or {},
-            heartbeat=owner.heartbeat,
-            pid=owner.pid,
-            process_started=owner.process_started,
-            error=error,
-        )
+        about = {"heartbeat": owner.heartbeat, "pid": owner.pid, "process_started": owner.process_started}
+        self._status = Status(state, **fields, **about)  # type: ignore[arg-type]
         self._lock.beat()
         write_status(self.folder, self._status)
         self._posted = self._clock()
@@ -198,17 +174,8 @@ class RunWriter(RunContents):
         """
         self._lock.require_own()
         is_news = event.phase != self._status.phase or event.done == event.total
-        if not is_news and self._clock() - self._posted < _STATUS_SECONDS:
-            return
-        self.status(
-            self._status.state,
-            phase=event.phase,
-            done=event.done,
-            total=event.total,
-            label=event.label,
-            seconds=event.seconds,
-            metrics=event.metrics,
-        )
+        if is_news or self._clock() - self._posted >= _STATUS_SECONDS:
+            self.status(self._status.state, **vars(event))
 
     def finish(self) -> None:
         """List every file with its digest, size and rows, and say that the run is done.
@@ -250,3 +217,57 @@ class RunWriter(RunContents):
     def _set_phase(self, name: str, phase: PhaseInfo) -> None:
         self.describe(phases={name: phase})
         append_event(self.folder, "phase", name=name, state=phase.state, seconds=phase.seconds)
+
+
+def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
+    """Raise unless a new run may begin in `folder`; nothing is changed.
+
+    Args:
+        folder: where the run is to go; it need not exist.
+        force: whether a run that is there may be replaced, and other files may stay beside the new one.
+
+    Raises:
+        SpecError: the folder is not empty and `force` is not given, or what is in the way is not a run.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise SpecError(f"{folder} is a file", hint="Give a folder that is new or empty.")
+    there = (
+        {child.name for child in folder.iterdir()} - {layout.LOCK, layout.GUARD} if folder.exists() else set()
+    )
+    if not there:
+        return
+    if not force:
+        raise SpecError(
+            f"{folder} is not empty", hint="Give another one, or --force to replace the run in it."
+        )
+    in_the_way = sorted(there.intersection(layout.ENTRIES))
+    if in_the_way and not _is_run(folder):
+        raise SpecError(
+            f"{folder} holds {in_the_way[0]}, but no run that could be replaced",
+            hint="Give another folder, or remove what is in this one yourself.",
+        )
+
+
+def clear(folder: pathlib.Path) -> None:
+    """Remove the run in `folder`; its lock and files of other names stay.
+
+    Raises:
+        RunError: something can't be removed.
+    """
+    for name in layout.ENTRIES:
+        if name not in (layout.LOCK, layout.GUARD):
+            remove_tree(folder / name)
+
+
+def sweep(folder: pathlib.Path) -> None:
+    """Remove the scratch folders that a killed writer left behind."""
+    for scratch in folder.rglob(layout.PARTIAL):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_run(folder: pathlib.Path) -> bool:
+    try:
+        read_manifest(folder)
+    except RunError:
+        return False
+    return True

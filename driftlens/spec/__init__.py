@@ -7,7 +7,6 @@ Values are checked, paths absolute and defaults filled in; every error is a `Spe
 """
 
 from driftlens.spec.data import (
-    Data,
     DataDefaults,
     HfData,
     ImageFolderData,
@@ -17,44 +16,23 @@ from driftlens.spec.data import (
     PythonData,
     TaskData,
 )
-from driftlens.spec.heads import FileHead, Head, TextHead
 from driftlens.spec.reading import load_spec
 from driftlens.spec.run import RunSpec, json_schema
-from driftlens.spec.sections import (
-    Architecture,
-    Calibration,
-    Compute,
-    JacobianMetrics,
-    Layers,
-    Merge,
-    Metrics,
-    Projection,
-    Weights,
-)
+from driftlens.spec.sections import Calibration, FileHead, TextHead
 
 __all__ = [
-    "Architecture",
     "Calibration",
-    "Compute",
-    "Data",
     "DataDefaults",
     "FileHead",
-    "Head",
     "HfData",
     "ImageFolderData",
-    "JacobianMetrics",
     "JsonlData",
-    "Layers",
-    "Merge",
-    "Metrics",
     "NpzArrays",
     "NpzData",
-    "Projection",
     "PythonData",
     "RunSpec",
     "TaskData",
     "TextHead",
-    "Weights",
     "json_schema",
     "load_spec",
 ]

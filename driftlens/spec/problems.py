@@ -13,6 +13,12 @@ from driftlens.errors import SpecError, did_you_mean
 
 Details = Mapping[str, Any]
 
+RETIRED: Mapping[str, str] = {
+    "projection": "Leave it out; `driftlens project` takes method, layer and number of points itself.",
+    "compute.solve_dtype": "Leave it out; `driftlens calibrate --set solve_dtype=...` says in which dtype it solves.",
+}
+"""Keys that nothing ever read, by dotted path, and what to do instead; specs that runs keep may still have them."""
+
 _EXPECTED: Mapping[str, str] = {
     "string_type": "text",
     "invalid_key": "text",
@@ -89,11 +95,10 @@ def _without_bad_name(location: tuple[int | str, ...], kind: str) -> tuple[int |
 def _unknown_key(path: str, key: object, allowed: list[str]) -> _Finding:
     if not isinstance(key, str):
         return _Finding(path, f"the key {key!r} is not text", f'Write it in quotes: "{key}".')
-    return _Finding(
-        f"{path}.{key}" if path else key,
-        f"unknown key; allowed here: {', '.join(allowed)}",
-        did_you_mean(key, allowed),
-    )
+    dotted = f"{path}.{key}" if path else key
+    if dotted in RETIRED:
+        return _Finding(dotted, "no key any more, as nothing read it", RETIRED[dotted])
+    return _Finding(dotted, f"unknown key; allowed here: {', '.join(allowed)}", did_you_mean(key, allowed))
 
 
 def _not_allowed(path: str, kind: str, context: Details, given: Any) -> _Finding:

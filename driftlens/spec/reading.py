@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from driftlens.errors import SpecError
-from driftlens.spec.problems import spec_error
+from driftlens.spec.problems import RETIRED, spec_error
 from driftlens.spec.run import VERSION, RunSpec
 from driftlens.spec.yaml_text import from_yaml
+
+log = logging.getLogger("driftlens")
 
 
 def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Sequence[str] = ()) -> RunSpec:
@@ -20,7 +23,8 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
 
     Args:
         source: a YAML file, or the values themselves. Relative paths are resolved against the file's folder,
-            or against the current folder where there is no file.
+            or against the current folder where there is no file. The spec that a run keeps, `spec.yaml` beside its
+            manifest, may have keys that were taken out since: they are left out.
         overrides: `a.b=value` each, the value in YAML, applied in order before anything is checked.
 
     Raises:
@@ -50,7 +54,20 @@ def _read(source: Path | str | Mapping[str, Any] | RunSpec) -> tuple[dict[str, A
             f"{source}: expected a mapping (lines of key: value), found {found}",
             hint="`driftlens init` writes a commented spec to start from.",
         )
+    if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
+        _leave_out_retired(raw, str(source))
     return raw, file.parent, str(source)
+
+
+def _leave_out_retired(raw: dict[str, Any], where: str) -> None:
+    for dotted in RETIRED:
+        *sections, key = dotted.split(".")
+        here: Any = raw
+        for section in sections:
+            here = here.get(section) if isinstance(here, dict) else None
+        if isinstance(here, dict) and key in here:
+            del here[key]
+            log.info("%s: %s is left out, as nothing reads it", where, dotted)
 
 
 def _text_of(file: Path) -> str:

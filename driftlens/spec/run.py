@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -10,16 +9,16 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from driftlens.spec.data import Data, PythonData
-from driftlens.spec.heads import Head
+from driftlens.errors import did_you_mean
+from driftlens.spec.data import Data
 from driftlens.spec.sections import (
     Architecture,
     Calibration,
     Compute,
+    Head,
     Layers,
     Merge,
     Metrics,
-    Projection,
     Weights,
 )
 from driftlens.spec.types import Name, Part, Text, problem
@@ -60,7 +59,6 @@ class RunSpec(Part):
     data: Data = Data()
     layers: Layers = Layers()
     metrics: Metrics = Metrics()
-    projection: Projection = Projection()
     calibration: Calibration | None = None
     compute: Compute = Compute()
 
@@ -94,12 +92,6 @@ class RunSpec(Part):
         _require_tasks("data", self.data.tasks, self.experts)
         return self
 
-    def requires_trust(self) -> list[str]:
-        """Dotted paths of the values that name Python code to run; empty for a spec that runs none."""
-        paths = ["architecture.loader"] if self.architecture.loader.startswith("python:") else []
-        entries = self.data.tasks.items()
-        return paths + [f"data.{task}.target" for task, entry in entries if isinstance(entry, PythonData)]
-
     def as_dict(self) -> dict[str, Any]:
         """Plain mappings, lists, numbers and text; `load_spec` reads them back to an equal spec."""
         return self.model_dump(mode="json")
@@ -118,12 +110,9 @@ def _require_tasks(section: str, named: Iterable[str], tasks: Iterable[str]) -> 
     known = list(tasks)
     for task in named:
         if task not in known:
-            near = difflib.get_close_matches(task, known, n=1)
             raise problem(
                 f"{section}.{task}: no expert is called {task!r}; experts are {', '.join(known)}",
-                f"Did you mean {near[0]!r}?"
-                if near
-                else f"Add experts.{task}, or take {section}.{task} out.",
+                did_you_mean(task, known) or f"Add experts.{task}, or take {section}.{task} out.",
             )
 
 

@@ -1,12 +1,14 @@
-"""The sections of the spec other than `data` and `heads`: models, layers, metrics, calibration, compute."""
+"""The sections of the spec other than `data`: models, layers, metrics, calibration, compute, heads."""
 
 from __future__ import annotations
 
 import json
+from os import PathLike
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -21,18 +23,18 @@ from driftlens.spec.types import (
     Bytes,
     Count,
     Flag,
-    LayerRef,
+    LocalPath,
     Number,
     Part,
-    Seed,
     Selection,
     Source,
     Text,
     Texts,
     problem,
+    repeated,
 )
 
-LOADERS = ("hf-clip", "open-clip", "t5", "llama")
+LOADERS = ("hf-clip", "open-clip")
 
 
 def _known_loader(loader: str) -> str:
@@ -154,15 +156,6 @@ class Metrics(Part):
     adjoint: Flag = False
 
 
-class Projection(Part):
-    """Two-dimensional pictures of the features; `layer` is `final`, a layer number or a module path."""
-
-    methods: Annotated[tuple[Literal["pca", "umap", "tsne"], ...], Field(min_length=1)] = ("pca",)
-    layer: LayerRef = "final"
-    max_points: Count = 2000
-    seed: Seed = 0
-
-
 class Calibration(Part):
     """Settings of the calibrator; what is left out comes from the preset.
 
@@ -196,6 +189,57 @@ class Compute(Part):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
-    solve_dtype: Literal["float32", "float64"] = "float64"
     deterministic: Flag = True
     feature_budget: Bytes = 2 * 2**30
+
+
+def _class_names(given: Any) -> Any:
+    if given is None or (isinstance(given, str | PathLike) and given):
+        return given
+    if not isinstance(given, list | tuple) or not given:
+        raise problem(f"expected a list of class names or a JSON file that holds one; got {given!r}")
+    odd = [name for name in given if not isinstance(name, str) or not name]
+    if odd:
+        raise problem(f"the class name {odd[0]!r} is not text", f'Write it in quotes: "{odd[0]}".')
+    if twice := repeated(given):
+        raise problem(
+            f"class names occur more than once: {', '.join(twice)}", "Each row needs a name of its own."
+        )
+    return given
+
+
+ClassNames = Annotated[tuple[Text, ...] | LocalPath | None, BeforeValidator(_class_names)]
+"""Class names in the order of the rows, or a JSON file of them; None leaves naming to the data source."""
+
+
+def _with_placeholder(template: str) -> str:
+    if "{}" not in template:
+        raise problem(f"the template {template!r} has no place for the class name", "Write {} where it goes.")
+    return template
+
+
+class TextHead(Part):
+    """Class embeddings made by the base's text tower from class names and prompt templates."""
+
+    templates: Annotated[tuple[Annotated[str, AfterValidator(_with_placeholder)], ...], Field(min_length=1)]
+    classes: ClassNames = None
+
+
+class FileHead(Part):
+    """Class embeddings [classes, d] of unit norm, computed beforehand and stored as one tensor of a file."""
+
+    file: LocalPath
+    tensor: Text
+    logit_scale: Annotated[Number, Field(gt=0)]
+    classes: ClassNames = None
+
+
+def _head_kind(given: Any) -> str:
+    is_file = "file" in given if isinstance(given, dict) else isinstance(given, FileHead)
+    return "file head" if is_file else "text head"
+
+
+Head = Annotated[
+    Annotated[TextHead, Tag("text head")] | Annotated[FileHead, Tag("file head")],
+    Discriminator(_head_kind),
+]

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 FILE_SUFFIXES = frozenset(
-    [
+    (
         ".bin",
         ".ckpt",
         ".gguf",
@@ -35,21 +35,14 @@ FILE_SUFFIXES = frozenset(
         ".pt",
         ".pth",
         ".safetensors",
-    ]
+    )
 )
 """Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
 
-BYTES_PER_UNIT = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+BYTES_PER_UNIT = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": step**power
+    for unit, step in (("b", 1000), ("ib", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
 }
 
 PYTHON_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -111,21 +104,12 @@ def _is_layer(given: Any) -> bool:
     return (type(given) is int and given >= 1) or (isinstance(given, str) and given != "")
 
 
-def _layer(given: Any) -> Any:
-    if _is_layer(given):
-        return given
-    raise problem(f"expected final, a layer number or a module path; got {given!r}")
-
-
 def _selection(given: Any) -> Any:
     is_list = isinstance(given, list | tuple) and given and all(_is_layer(entry) for entry in given)
     if is_list or (isinstance(given, str) and given):
         return given
     raise problem(f"expected blocks, a pattern, or a list of patterns and layer numbers; got {given!r}")
 
-
-LayerRef = Annotated[int | str, BeforeValidator(_layer)]
-"""One layer: `final`, its number, or its module path."""
 
 Selection = Annotated[str | tuple[int | str, ...], BeforeValidator(_selection)]
 """Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib.resources import files
 
-from driftlens.errors import SpecError
+from driftlens.errors import SpecError, did_you_mean
 
 
 def template_names() -> list[str]:
@@ -25,7 +24,6 @@ def template_text(name: str = "generic") -> str:
     """
     names = template_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, names)
         raise SpecError(f"no template called {name!r}; there are {', '.join(names)}", hint=hint)
     return files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")

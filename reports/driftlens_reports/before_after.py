@@ -12,13 +12,14 @@ from driftlens.records.before_after import (
     accuracy_change_note,
     accuracy_changes,
     credit_sentences,
+    final_drift_changes,
     outcomes,
+    selection_sentences,
 )
 from driftlens.records.run import DriftRun
-from driftlens.records.selection import selection_sentences
 from driftlens.variants import calibrated, title
 from driftlens_reports.columns import aligned, printable
-from driftlens_reports.wording import number, percent, points, points_interval, with_error
+from driftlens_reports.wording import number, percent, percent_interval, points, points_interval, with_error
 
 _HEADER = ("task", "model", "L2 drift, 95 %", "relative", "cosine", "accuracy", "95 % interval")
 _CHANGE_HEADER = (
@@ -44,7 +45,7 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 
 
 def before_after_text(run: DriftRun, name: str) -> str:
-    """The table and the changes of accuracy; below, what calibration and rescaling gain, and how settings were chosen.
+    """The table, the changes of drift and accuracy, what calibration and rescaling gain, how settings were chosen.
 
     Raises:
         DataError: the run has no finished calibration of that name.
@@ -56,8 +57,22 @@ def before_after_text(run: DriftRun, name: str) -> str:
         is_first = at == 0 or found[at - 1].task != entry.task
         rows.append([entry.task if is_first else "", title(entry.variant), *_cells(entry)])
     said = [*credit_sentences(run, name), *selection_sentences(run, name)]
-    lines = [*aligned(rows, num_names=2), "", *_change_lines(run, name), *map(printable, said)]
-    return "\n".join(lines)
+    changes = [*_drift_lines(run, name), *_change_lines(run, name)]
+    return "\n".join([*aligned(rows, num_names=2), "", *changes, *map(printable, said)])
+
+
+def _drift_lines(run: DriftRun, name: str) -> list[str]:
+    """How the mean final drift of each task changes, with its interval, and an empty line."""
+    rows = [
+        [
+            *(task, str(at.n), number(at.difference.value), f"{100 * at.relative.value:+.1f} %"),
+            percent_interval(at.relative.low, at.relative.high),
+        ]
+        for task, at in final_drift_changes(run, name).items()
+    ]
+    heading = f"Change of the final L2 drift from merged to {title(calibrated(name))}, paired by sample"
+    header = ["task", "samples", "change", "relative", "95 % interval"]
+    return [printable(heading), *aligned([header, *rows], num_names=1), ""] if rows else []
 
 
 def _change_lines(run: DriftRun, name: str) -> list[str]:

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 from driftlens.checking import check
 from driftlens.errors import SpecError
 from driftlens.files import PathLike, atomic_path
-from driftlens.records.attach import attach
 from driftlens.records.checks import CheckReport
+from driftlens.records.contents import attach
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.content import ReportContent
 from driftlens_reports.sections.compose import Composed, compose

@@ -103,6 +103,10 @@ class Change(Part):
     control: float | None = Field(description="With the calibration's anchor alone.")
     after: float | None
     change: float | None = Field(description="After minus before.")
+    change_low: float | None = Field(
+        default=None, description="Lower end of its 95 % interval over samples, the tasks being as they are."
+    )
+    change_high: float | None = Field(default=None, description="Its upper end.")
     relative_change: float | None = Field(description="The change against the value before.")
     rescaling: float | None = Field(description="Control minus before: what the anchor alone changes.")
     calibration: float | None = Field(description="After minus control: what calibration changes beyond it.")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from driftlens.records.checks import SelfCheck as SelfCheck  # facts like the others
+from driftlens.records.checks import self_checks as self_checks
 from driftlens.records.listing import damage_of_status, last_work
 from driftlens.records.run import DriftRun
-from driftlens.records.self_checks import SelfCheck as SelfCheck  # facts like the others
-from driftlens.records.self_checks import self_checks as self_checks
 
 NOT_MEASURED = "not measured"
 

@@ -14,7 +14,7 @@ from driftlens.records.compare import Comparison
 from driftlens.records.equality import Equality
 from driftlens.variants import title
 from driftlens_reports.columns import aligned, printable
-from driftlens_reports.wording import error, number, percent, points, points_interval
+from driftlens_reports.wording import error, number, percent, percent_interval, points, points_interval
 
 _SHOWN = 5
 """How many of the differences between two runs are listed."""
@@ -53,6 +53,8 @@ def comparison_text(found: Comparison) -> str:
         parts.append([f"{title(before)} -> {title(after)}", *_task_lines(rows), *_notes(rows)])
     if found.tasks["accuracy_ci_low"].notna().any():
         parts.append([_INTERVAL_NOTE])
+    if found.notes:
+        parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
     if len(found.gains):
         parts.append(["What rescaling alone (the anchor) and calibration each change", *_gain_lines(found)])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
@@ -107,15 +109,8 @@ def _subject(found: Comparison) -> list[str]:
 
 def _task_lines(rows: pd.DataFrame) -> list[str]:
     header = [
-        "task",
-        "L2 drift",
-        "change",
-        "cosine",
-        "change",
-        "flips",
-        "accuracy",
-        "change",
-        "95 % interval",
+        *("task", "L2 drift", "change", "95 % interval", "cosine", "change", "flips"),
+        *("accuracy", "change", "95 % interval"),
     ]
     return aligned([header, *(_task_cells(row) for row in rows.to_dict("records"))], num_names=1)
 
@@ -126,6 +121,7 @@ def _task_cells(row: dict[Any, Any]) -> list[str]:
         str(row["task"]),
         _arrow(number(row["drift_before"]), number(row["drift_after"])),
         _signed_percent(row["drift_relative"]),
+        percent_interval(row["drift_relative_ci_low"], row["drift_relative_ci_high"]),
         _arrow(number(row["cos_before"]), number(row["cos_after"])),
         _signed(row["cos_change"]),
         flips,

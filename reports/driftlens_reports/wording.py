@@ -31,6 +31,11 @@ def points_interval(low: float, high: float) -> str:
     return f"{points(low)} to {points(high)}" if is_measured(low) else ""
 
 
+def percent_interval(low: float, high: float) -> str:
+    """Both ends of an interval of a relative change, in percent; empty where it was not measured."""
+    return f"{points_interval(low, high)} %" if is_measured(low) else ""
+
+
 def with_error(value: float, error: float) -> str:
     """Four significant digits, and two of half the interval where there is one."""
     return f"{number(value)} +- {error:#.2g}".removesuffix(".") if is_measured(error) else number(value)

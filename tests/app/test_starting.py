@@ -9,9 +9,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from driftlens.errors import RunError, RunLockedError
-from driftlens.records.guard import guard
 from driftlens.records.run import open_run
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Request, processes, start, starting
@@ -60,7 +60,7 @@ def test_a_start_that_takes_too_long_elsewhere_is_named(
 ) -> None:
     monkeypatch.setattr(starting, "_PATIENCE_SECONDS", 0.0)
     request_.folder.mkdir(exist_ok=True)
-    other = guard(request_.folder / "start.lock")
+    other = FileLock(request_.folder / "start.lock", timeout=0)
     other.acquire()
     try:
         with pytest.raises(RunLockedError, match="another dashboard has been starting a job for full"):

@@ -12,10 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from driftlens.records.events import append_event
 from driftlens.records.layout import begun_calibration
 from driftlens.records.lock import Owner, RunLock
-from driftlens.records.status import Failure, Status, write_status
+from driftlens.records.status import Failure, Status, append_event, write_status
 
 STEPS = 3
 

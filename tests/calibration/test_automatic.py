@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from driftlens.calibration.automatic import (
     ALPHA_STEPS,
@@ -40,6 +41,15 @@ def judge(score: Callable[[Candidate], float], noise: float = 0.0) -> Callable[.
         ]
 
     return evaluate
+
+
+def merged(score: float, noise: float = 0.0) -> Callable[[int], Scores]:
+    """Scores of the merged model as it is."""
+    return lambda fold: Scores({task: score + noise * values for task, values in NOISE.items()})
+
+
+BAD = merged(1000.0)
+"""A merged model that any calibration is better than."""
 
 
 @pytest.mark.parametrize("count", [8, 9, 11, 64])
@@ -81,19 +91,22 @@ def test_the_search_goes_where_scores_are_lower() -> None:
     def score(at: Candidate) -> float:
         return (math.log(at.lam / best.lam)) ** 2 + (at.rho - best.rho) ** 2 + (at.alpha - best.alpha) ** 2
 
-    found = choose(START, judge(score))
+    found = choose(START, judge(score), BAD)
     assert found.chosen == found.found == best
     assert found.advantage == pytest.approx(score(START)) and found.standard_error == pytest.approx(0)
 
 
 def test_the_start_stays_where_nothing_is_better() -> None:
-    found = choose(START, judge(lambda at: 0.0 if at == START else 1.0))
+    found = choose(START, judge(lambda at: 0.0 if at == START else 1.0), BAD)
     assert found.chosen == found.found == START
-    assert {trial.fold for trial in found.trials} == {SEARCH_FOLD}, "there is nothing to decide"
+    decided = [trial.candidate for trial in found.trials if trial.fold == DECISION_FOLD]
+    assert decided == [START] and set(found.deciding) == {"start"}, (
+        "only the merged model is left to decide about"
+    )
 
 
 def test_no_candidate_is_calibrated_twice_on_one_fold() -> None:
-    found = choose(START, judge(lambda at: abs(at.alpha - 0.5)))
+    found = choose(START, judge(lambda at: abs(at.alpha - 0.5)), BAD)
     tried = [(trial.candidate, trial.fold) for trial in found.trials]
     assert len(tried) == len(set(tried)) <= 9
 
@@ -108,13 +121,14 @@ def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
             for at, values in zip(candidates, noise * (fold == DECISION_FOLD), strict=True)
         ]
 
-    found = choose(START, evaluate)
+    found = choose(START, evaluate, lambda fold: Scores({"cars": np.full(40, 1000.0)}))
     assert found.found.lam < START.lam and found.chosen == START
     assert found.standard_error > 0 and found.advantage < 2 * found.standard_error
 
 
 def test_settings_that_make_no_difference_are_left_alone() -> None:
-    found = choose(START, judge(lambda at: at.lam + at.alpha - at.rho), varies=["alpha"])
+    found = choose(START, judge(lambda at: at.lam + at.alpha - at.rho), BAD, varies=["alpha"])
+    assert found.chosen is not None
     assert (found.chosen.lam, found.chosen.rho) == (START.lam, START.rho) and found.chosen.alpha == 0.15
 
 
@@ -132,8 +146,72 @@ def test_the_advantage_is_that_of_paired_samples() -> None:
     assert advantage == pytest.approx(np.mean([gap.mean() for gap in gaps.values()]))
     expected = math.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps.values())) / 2
     assert error == pytest.approx(expected)
-    assert after.is_clearly_better_than(Scores(before)) and not Scores(before).is_clearly_better_than(after)
+    assert is_clear(after, Scores(before)) and not is_clear(Scores(before), after)
+
+
+def is_clear(one: Scores, other: Scores, among: int = 1) -> bool:
+    return one.compared_with(other, among=among).is_clear
 
 
 def test_one_sample_is_no_evidence() -> None:
-    assert not Scores({"cars": np.array([0.0])}).is_clearly_better_than(Scores({"cars": np.array([9.0])}))
+    assert not is_clear(Scores({"cars": np.array([0.0])}), Scores({"cars": np.array([9.0])}))
+
+
+def test_few_samples_need_students_quantile_and_several_comparisons_more() -> None:
+    """Two standard errors are clear for a normal variable, not for four samples, and not twice."""
+    gaps = np.array([-1.0, 0.0, 1.0, 2.0])
+    error = gaps.std(ddof=1) / 2
+    for among in (1, 2, 3):
+        quantile = stats.t.ppf(1 - 0.025 / among, 3)
+        for factor, expected in ((0.99, False), (1.01, True)):
+            after = Scores({"cars": gaps.mean() - gaps - factor * quantile * error})
+            assert is_clear(after, Scores({"cars": np.zeros(4)}), among) is expected
+    assert stats.t.ppf(0.975, 3) > 3
+
+
+def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
+    rng = np.random.default_rng(0)
+    gaps = {"cars": rng.normal(0, 1, 8), "signs": rng.normal(0, 0.1, 30)}
+    found = Scores({task: -values for task, values in gaps.items()}).compared_with(
+        Scores({task: np.zeros(len(values)) for task, values in gaps.items()})
+    )
+    welch = stats.ttest_ind(gaps["cars"], gaps["signs"], equal_var=False)
+    assert found.freedom == pytest.approx(welch.df) and found.freedom < 8
+
+
+def test_the_merged_model_stays_where_no_calibration_is_clearly_better() -> None:
+    worse = choose(START, judge(lambda at: 1.0 + abs(at.alpha - 0.5)), merged(0.9))
+    assert worse.chosen is None and worse.found != START
+    tie = choose(START, judge(lambda at: 1.0), merged(1.0))
+    assert tie.chosen is None and tie.found == START, "a tie goes to what is simpler"
+    noisy = choose(START, judge(lambda at: 0.99, noise=1.0), merged(1.0))
+    assert noisy.chosen is None and not noisy.deciding["start"].is_clear
+    assert noisy.over_merged.advantage > 0
+
+
+def test_what_was_found_may_beat_the_merged_model_where_the_start_does_not() -> None:
+    found = choose(START, judge(lambda at: 1.0 if at.lam == START.lam else 0.5), merged(0.9))
+    assert found.chosen == found.found != START
+    assert [at.is_clear for at in found.deciding.values()] == [False, True]
+
+
+def test_what_can_not_be_solved_for_is_never_chosen() -> None:
+    def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
+        return [Scores({"cars": np.full(9, 0.0 if fold == SEARCH_FOLD else np.inf)}) for _ in candidates]
+
+    found = choose(START, evaluate, lambda fold: Scores({"cars": np.full(9, 5.0)}))
+    assert found.chosen is None and not math.isfinite(found.over_merged.advantage)
+
+
+def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:
+    """All candidates are as good as the merged model; what is found on the search fold has been looked for."""
+    rng = np.random.default_rng(11)
+    moved = 0
+    for _ in range(400):
+
+        def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
+            return [Scores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for _ in candidates]
+
+        found = choose(START, evaluate, lambda fold: evaluate([START], fold)[0])
+        moved += found.chosen is not None
+    assert moved / 400 < 0.06

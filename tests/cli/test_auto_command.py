@@ -6,14 +6,16 @@ import json
 import pathlib
 from collections.abc import Callable
 
+import pytest
+
 from driftlens.pipeline.calibrate.card import escaped
+from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.selection import selection_sentences
 from driftlens_reports.before_after import before_after_text
 from driftlens_reports.build import Report
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import NAME, copied, files_of
-from tests.pipeline.roomy import roomy_run
+from tests.pipeline.roomy import roomy_run, spoil_merged
 from tests.pipeline.world import World
 
 QUIET = ("--progress", "none")
@@ -30,8 +32,9 @@ def test_too_few_samples_to_hold_any_out_are_refused_and_leave_no_trace(
 
 
 def test_the_settings_chosen_are_those_calibrated_with(
-    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result]
+    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path
     flags = ("--name", NAME, "--auto", "--lam", 50, "--rho", 4, "--layers", "2")
     rehearsed = run_cli("calibrate", folder, *flags, "--dry-run")
@@ -51,9 +54,23 @@ def test_the_settings_chosen_are_those_calibrated_with(
     assert f"{NAME}: {sentence}" in [text for section in sections for text in section.sentences]
 
 
-def test_the_terminal_names_the_preset_that_the_search_began_with(
+def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
     world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result]
 ) -> None:
+    folder = roomy_run(world, tmp_path).path
+    result = run_cli("calibrate", folder, "--name", NAME, "--auto", "--layers", "2", *QUIET)
+    assert result.code == 0 and "this is the merged model as it is" in result.err
+    (sentence,) = selection_sentences(open_run(folder), NAME)
+    assert "the merged model was kept as it is" in sentence and sentence in result.out
+    assert Report(open_run(folder), "calibration").content.sections
+    again = json.loads(run_cli("show", folder, "--json").out)
+    assert again["variants"][-1] == f"calibrated:{NAME}"
+
+
+def test_the_terminal_names_the_preset_that_the_search_began_with(
+    world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path
     result = run_cli("calibrate", folder, "--name", NAME, "--auto", "--layers", "2", *QUIET)
     (sentence,) = selection_sentences(open_run(folder), NAME)

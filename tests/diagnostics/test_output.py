@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.diagnostics.output import class_rows, output_columns
-from driftlens.diagnostics.score_gain import score_gains
+from driftlens.diagnostics.output import class_rows, output_columns, score_gains
 from driftlens.models.heads import Head
 
 

@@ -14,6 +14,7 @@ from driftlens.models.heads import Head
 from tests.cases import CASES, Family, family
 
 NODES = 16
+STEPS = 300
 
 
 @pytest.fixture(params=CASES)
@@ -77,13 +78,48 @@ def test_parts_of_the_margin_sum_to_what_decides_the_flip(models: Family) -> Non
         parts = adjoint_parts(steps_of(views), {"hidden": target.covector})
     before, after = head.scores(expert), head.scores(merged)
     for i, chosen in enumerate(before.argmax(dim=1).tolist()):
-        others = [k for k in range(5) if k != chosen]
-        rival = max(others, key=lambda k: float(after[i, k]))
-        change = (after[i, chosen] - after[i, rival]) - (before[i, chosen] - before[i, rival])
-        assert float(target.change[i]) == pytest.approx(float(change), rel=1e-9, abs=1e-12)
-        assert float(parts[:, i].sum()) == pytest.approx(float(change), rel=1e-5, abs=1e-6)
-        flips = int(after[i].argmax()) != chosen
-        assert flips == (float(before[i, chosen] - before[i, rival]) + float(change) < 0)
+        margins = [_margin(scores[i], chosen) for scores in (before, after)]
+        assert float(target.change[i]) == pytest.approx(margins[1] - margins[0], rel=1e-9, abs=1e-12)
+        assert float(parts[:, i].sum()) == pytest.approx(margins[1] - margins[0], rel=1e-5, abs=1e-6)
+        assert (int(after[i].argmax()) != chosen) == (margins[0] + float(target.change[i]) < 0)
+
+
+def _margin(scores: Tensor, chosen: int) -> float:
+    return float(scores[chosen]) - max(float(value) for k, value in enumerate(scores) if k != chosen)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 9])
+def test_the_margin_is_followed_past_every_change_of_rival(classes: int) -> None:
+    """Against small steps of the score segment: each moves the margin by its gradient there."""
+    generator = torch.Generator().manual_seed(classes)
+    expert, merged = torch.randn(2, 12, 6, generator=generator, dtype=torch.float64)
+    rows = torch.randn(classes, 6, generator=generator, dtype=torch.float64)
+    head = Head(tuple("abcdefghi"[:classes]), F.normalize(rows, dim=1), 10.0)
+    target = margin_target(head, expert, merged)
+    before, after = head.scores(expert), head.scores(merged)
+    changed = 0
+    for i, chosen in enumerate(before.argmax(dim=1).tolist()):
+        wanted = _margin(after[i], chosen) - _margin(before[i], chosen)
+        assert float(target.change[i]) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        averaged = torch.zeros(classes, dtype=torch.float64)
+        for step in range(STEPS):
+            scores = torch.lerp(before[i], after[i], (step + 0.5) / STEPS)
+            scores[chosen] = -torch.inf
+            averaged[scores.argmax()] += 1 / STEPS
+        changed += int((averaged > 0).sum()) > 1
+        direction = F.one_hot(torch.tensor(chosen), classes).double() - averaged
+        assert float(direction @ (after[i] - before[i])) == pytest.approx(wanted, abs=0.05)
+        pulled = torch.zeros(6, dtype=torch.float64)
+        for step in range(STEPS):
+            point = torch.lerp(expert[i], merged[i], (step + 0.5) / STEPS).requires_grad_()
+            (head.scores(point[None])[0] @ direction).backward()
+            pulled += point.grad / STEPS  # type: ignore[operator]
+        torch.testing.assert_close(target.covector[i], pulled, rtol=2e-2, atol=2e-2)
+    # A product of u with the drift that holds for the exact rivals only.
+    torch.testing.assert_close(
+        (target.covector * (merged - expert)).sum(dim=1), target.change, rtol=1e-6, atol=1e-6
+    )
+    assert changed > 2 or classes == 2
 
 
 def test_one_class_has_no_margin_and_no_drift_no_share() -> None:

@@ -205,7 +205,8 @@ def test_a_layer_norms_scale_and_shift_solve_its_normal_equations(pulled: bool) 
     lam, z = 0.3, random(3, 20, 4)
     scales, shifts = random(3, 4, seed=1), random(3, 4, seed=2)
     anchors = (random(4, seed=3), random(4, seed=4)) if pulled else (None, None)
-    found = solve_layer_norm(norm_moments(z, scales, shifts), *anchors, lam=lam)
+    start = random(2, 4, seed=5)
+    found = solve_layer_norm(norm_moments(z, scales, shifts), *start, *anchors, lam=lam)
     scale, shift = (value.requires_grad_() for value in found)
     error = sum(((scale - scales[i]) * z[i] + shift - shifts[i]).square().sum(dim=1).mean() for i in range(3))
     if pulled:
@@ -229,9 +230,10 @@ def test_a_norm_that_too_few_rows_determine_is_refused(generator: torch.Generato
     one = torch.ones((), dtype=torch.float64)
     moments = NormMoments.of_affine(mean, mean**2, torch.ones_like(mean), torch.zeros_like(mean), one)
     with pytest.raises(SingularGramError, match="5 of 5 coordinates") as raised:
-        solve_layer_norm(moments, None, None, lam=0.0)
+        solve_layer_norm(moments, *torch.zeros(2, 5).double(), None, None, lam=0.0)
     assert abs(raised.value.context["smallest_eigenvalue"]) < 1e-12
-    pulled, shift = solve_layer_norm(moments, torch.ones_like(mean), torch.zeros_like(mean), lam=0.05)
+    anchors = torch.ones_like(mean), torch.zeros_like(mean)
+    pulled, shift = solve_layer_norm(moments, *torch.zeros(2, 5).double(), *anchors, lam=0.05)
     torch.testing.assert_close(pulled, torch.ones_like(mean))
     torch.testing.assert_close(shift, torch.zeros_like(mean), rtol=0, atol=1e-12)
 
@@ -243,3 +245,42 @@ def test_a_scale_that_nothing_excites_or_pulls_is_refused() -> None:
     with pytest.raises(SingularGramError, match="1 of 3 coordinates"):
         solve_rms_norm(moments, None, lam=0.0)
     torch.testing.assert_close(solve_rms_norm(moments, scale, lam=0.05), scale)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 99),
+    st.one_of(st.just(0.0), st.floats(-14, 6).map(lambda power: 10.0**power)),
+    st.one_of(st.just(0.0), st.floats(-12, 0).map(lambda power: 10.0**power)),
+    st.booleans(),
+)
+def test_a_norms_solve_never_ends_above_where_it_started(
+    num_tasks: int, seed: int, lam: float, spread: float, has_shift: bool
+) -> None:
+    """At any ridge and however little a coordinate varies; the anchor lies elsewhere than the merged model."""
+    z = random(1, 1, 4, seed=seed + 7) + spread * random(num_tasks, 6, 4, seed=seed)
+    z = z if has_shift else spread * z
+    scales, shifts = random(num_tasks, 4, seed=seed + 1), random(num_tasks, 4, seed=seed + 2)
+    start, anchor = random(2, 4, seed=seed + 3), random(2, 4, seed=seed + 4)
+    moments = norm_moments(z, scales, shifts if has_shift else None)
+
+    def objective(scale: Tensor, shift: Tensor | None) -> Tensor:
+        """Eq. 57 row by row: the moments would round away what is to be seen."""
+        total = lam * (scale - anchor[0]).square()
+        if shift is not None:
+            total = total + lam * (shift - anchor[1]).square()
+        for i in range(num_tasks):
+            error = (scale - scales[i]) * z[i] + (0 if shift is None else shift - shifts[i])
+            total = total + error.square().mean(dim=0)
+        return total
+
+    try:
+        if has_shift:
+            after = objective(*solve_layer_norm(moments, *start, *anchor, lam=lam))
+        else:
+            after = objective(solve_rms_norm(moments, anchor[0], lam=lam), None)
+    except SingularGramError:
+        assert lam * spread**2 < 1e-12 or lam + spread**2 < 1e-12, "refused without need"
+        return
+    before = objective(start[0], start[1] if has_shift else None)
+    assert bool((after <= before * (1 + 1e-9) + 1e-12).all()), (before, after)

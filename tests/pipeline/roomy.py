@@ -5,7 +5,12 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
+import numpy as np
+import pytest
+
 import driftlens as dl
+from driftlens.calibration.automatic import Scores
+from driftlens.pipeline.search import automatic
 from driftlens.records.run import DriftRun
 from tests.pipeline.world import CLASSES, TASKS, World, write_images
 
@@ -21,3 +26,14 @@ def roomy_run(world: World, folder: pathlib.Path) -> DriftRun:
         data[task] = {"kind": "npz", "file": str(folder / f"{task}.npz")}
     spec = world.spec(data=data, metrics={"jacobian": False})
     return dl.analyze(spec, out=folder / "run", progress="none")
+
+
+def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the merged model as it is look bad, so that calibrations are chosen among: few samples rarely show it."""
+    monkeypatch.setattr(
+        automatic._Trials,
+        "merged",
+        lambda self, fold: Scores(
+            {task: np.full(len(parts[fold]), 1e3) for task, parts in self.parts.items()}
+        ),
+    )

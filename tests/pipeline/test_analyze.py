@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.records.intervals import share_intervals
 from driftlens.records.run import DriftRun
 from tests.pipeline.library import Library, norms, stacked
 from tests.pipeline.world import CLASSES, DEPTH, NUM_TEST, TASKS, World
@@ -134,9 +135,16 @@ def test_shares_of_the_final_drift_sum_to_one(finished: DriftRun, task: str) -> 
     assert rows["jacobian_error"].iloc[1:].max() < 1e-4
     samples = finished.samples(task, "merged")
     assert samples.groupby("sample_id")["final_share"].count().isin([0, LAYERS]).all()
-    per_sample = samples.dropna(subset="final_share").groupby("sample_id")["final_share"].sum()
+    known = samples.dropna(subset="final_share")
+    per_sample = known.groupby("sample_id")["final_share"].sum()
     assert len(per_sample) == 2
     np.testing.assert_allclose(per_sample, 1, atol=1e-3)
+    by_layer = known.pivot(index="layer", columns="sample_id", values="final_share")
+    energy = known[known["layer"] == LAYERS].set_index("sample_id")["drift_l2"].loc[by_layer.columns] ** 2
+    ends = share_intervals(by_layer.to_numpy() * energy.to_numpy(), energy.to_numpy())
+    np.testing.assert_allclose(rows[["final_share_low", "final_share_high"]].to_numpy().T, ends, atol=1e-6)
+    for share in ("final_share", "prefix_share"):
+        assert rows[share].between(rows[f"{share}_low"], rows[f"{share}_high"]).all()
 
 
 def test_the_walk_closes_with_the_librarys_forward_passes(finished: DriftRun) -> None:

@@ -21,6 +21,7 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SingularGramError, SpecError
 from driftlens.models.heads import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
+from driftlens.pipeline.calibrate.card import escaped
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search import automatic as automatic
 from driftlens.pipeline.search.automatic import choose_settings, score
@@ -28,10 +29,11 @@ from driftlens.pipeline.search.lanes import LANE
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter
+from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
 from tests.pipeline.calibrating import NAME, copied, request
-from tests.pipeline.roomy import COUNT, roomy_run
+from tests.pipeline.roomy import COUNT, roomy_run, spoil_merged
 from tests.pipeline.world import CLASSES, TASKS, World, write_images
 
 
@@ -112,7 +114,7 @@ def test_no_candidate_is_scored_on_a_sample_that_it_was_calibrated_on(
     assert {len(ids) for ids in seen} == {COUNT * 3 // 4} and {len(ids) for ids in held} == {COUNT // 4}
 
 
-def test_a_model_that_is_its_expert_keeps_the_start(world: World, tmp_path: pathlib.Path) -> None:
+def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pathlib.Path) -> None:
     data = {
         "defaults": {"n": 6, "n_diagnosis": 5},
         TASKS[0]: {"kind": "npz", "file": str(tmp_path / "x.npz")},
@@ -124,11 +126,41 @@ def test_a_model_that_is_its_expert_keeps_the_start(world: World, tmp_path: path
     dl.analyze(spec, out=tmp_path / "run", progress="none")
     start = FeatCal(lam=0.1, rho=1.0, alpha=0.4)
     found, record = chosen(reopened(tmp_path / "run")[0], start)
-    assert found is start and record["is_start_kept"]
-    assert record["chosen"] == record["start"] == {"lam": 0.1, "rho": 1.0, "alpha": 0.4}
+    assert found is start and record["is_merged_kept"] and not record["is_start_kept"]
+    assert record["chosen"] is None and record["start"] == {"lam": 0.1, "rho": 1.0, "alpha": 0.4}
+    run = dl.open_run(tmp_path / "run").calibrate(start, name=NAME, auto=True)
+    info, merged = run.manifest.calibrations[NAME], load_file(tmp_path / "run/models/merged.safetensors")
+    weights = load_file(tmp_path / f"run/calibrations/{NAME}/weights.safetensors")
+    assert all(torch.equal(weights[key], merged[key]) for key in merged)
+    assert info.layers == [] and not info.control and run.calibration(NAME).empty
+    assert info.notices == [
+        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
+    ]
+    (said,) = selection_sentences(run, NAME)
+    assert "the merged model was kept as it is" in said
+    card = (tmp_path / f"run/calibrations/{NAME}/README.md").read_text()
+    assert "Calibration | none" in card and escaped(said) in card
+    found_drift = [
+        run.value("drift_l2_mean", task=TASKS[0], variant=v) for v in ("merged", f"calibrated:{NAME}")
+    ]
+    assert found_drift[0] == found_drift[1]
 
 
-def test_the_run_says_how_its_settings_were_chosen(roomy: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_without_every_head_all_tasks_are_judged_by_relative_drift(study: Study) -> None:
+    """Nats and relative drift have no common mean."""
+    bare = dataclasses.replace(study.tasks[TASKS[0]], head=None)
+    mixed = dataclasses.replace(study, tasks={**study.tasks, TASKS[0]: bare})
+    none = {task: dataclasses.replace(at, head=None) for task, at in study.tasks.items()}
+    _, record = chosen(mixed)
+    _, expected = chosen(dataclasses.replace(study, tasks=none))
+    assert record["candidates"] == expected["candidates"]
+    assert record["score"] == f"relative final drift of all tasks, as there is no head for {TASKS[0]}"
+
+
+def test_the_run_says_how_its_settings_were_chosen(
+    roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_merged(monkeypatch)
     folder = copied(roomy, tmp_path / "run")
     run = dl.open_run(folder).calibrate(FeatCal(lam=3.0), name=NAME, auto=True, layers=[2])
     config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
@@ -155,8 +187,9 @@ def test_plain_settings_say_that_nothing_was_chosen(roomy: DriftRun, tmp_path: p
     assert config["selection"] is None and not config["automatic"]
 
 
-def test_a_start_that_can_be_improved_is_left(study: Study) -> None:
+def test_a_start_that_can_be_improved_is_left(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a ridge this large the solution is the anchor, far beyond the merged model."""
+    spoil_merged(monkeypatch)
     found, record = chosen(study, FeatCal(lam=50.0, rho=4.0))
     assert not record["is_start_kept"] and record["advantage"] > 1.96 * record["standard_error"]
     assert found.rho < 4.0 or found.lam < 50.0
@@ -221,7 +254,8 @@ def test_without_a_head_the_score_is_the_relative_drift() -> None:
     )
 
 
-def test_candidates_keep_every_other_setting(study: Study) -> None:
+def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_merged(monkeypatch)
     start = FeatCal(lam=50.0, rho=4.0, update=("linear",), solve_dtype="float64", eps=1e-6)
     found, _ = chosen(study, start)
     assert Candidate(found.lam, found.rho, found.alpha) != Candidate(50.0, 4.0, 0.3)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import driftlens as dl
-from driftlens.errors import DriftLensError, IncompatibleModelsError, NumericsError, SpecError
+from driftlens.errors import DataError, DriftLensError, IncompatibleModelsError, NumericsError, SpecError
 from driftlens.records.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
 from tests.pipeline.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
@@ -40,6 +40,18 @@ def analyzed(modules: dict[str, nn.Module], out: pathlib.Path, **options: Any) -
     given = {"data": {"task": samples()}, "blocks": "blocks", "progress": "none"} | options
     base, merged, expert = modules["base"], modules["merged"], modules["expert"]
     return dl.analyze(base=base, merged=merged, experts={"task": expert}, out=out, **given)
+
+
+def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: pathlib.Path) -> None:
+    modules = stacks()
+    first = analyzed(modules, tmp_path / "first")
+    again = analyzed(modules | {"merged": perturbed(modules["base"], 3)}, tmp_path / "again")
+    other = analyzed(modules, tmp_path / "other", data={"task": samples() + 1})
+    assert first.sample_ids("task") == other.sample_ids("task")
+    assert dl.compare(first, again).tasks["drift_paired"].all()
+    with pytest.raises(DataError, match="diagnosis samples of task"):
+        dl.compare(first, other)
+    assert not dl.compare(first, other, allow_mismatch=True).tasks["drift_paired"].any()
 
 
 def test_live_open_clip_modules_give_the_rows_of_their_checkpoints(
@@ -241,7 +253,7 @@ import importlib.abc, json, sys
 
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"pydantic", "typer", "rich", "yaml", "platformdirs", "filelock", "psutil"}:
+        if name.split(".")[0] in {"pydantic", "typer", "rich", "yaml", "platformdirs"}:
             raise ImportError(name)
 
 sys.meta_path.insert(0, Blocked())

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import yaml
+from scipy import stats
 
 import driftlens as dl
 from driftlens.pipeline.calibrate.card import escaped, model_card
@@ -44,7 +45,8 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
         for variant, title in (("merged", "merged"), (CONTROL, "featcal, anchor only"), (VARIANT, "featcal")):
             row = run.accuracy(task, variant).iloc[0]
             final = run.layers(task, variant, "final").iloc[0]
-            error = 1.96 * final["drift_l2_std"] / final["n"] ** 0.5
+            freedom = int(final["n"]) - 1
+            error = stats.t.ppf(0.975, freedom) * final["drift_l2_std"] / freedom**0.5
             interval = f"{100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f} %"
             cells = [
                 task,

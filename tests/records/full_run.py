@@ -70,14 +70,16 @@ def write_full_run(
     has_labels: bool = True,
     synthetic: bool = False,
     seed: int = 0,
+    origin: str = "drawn",
 ) -> pathlib.Path:
     """Write a finished run; without labels there are no labels, accuracies and losses.
 
     Most tests want the same few runs: each is computed once per process, then copied under an id and a time of its own.
+    `origin` tells data of equal sample ids apart; empty as in runs that were written before it was recorded.
     """
     names = tuple(class_names) if class_names else None
     computed = _computed(
-        name, tuple(tasks), tuple(variants), names, size or Size(), has_labels, synthetic, seed
+        name, tuple(tasks), tuple(variants), names, size or Size(), has_labels, synthetic, seed, origin
     )
     shutil.copytree(computed, path)
     manifest = read_manifest(path)
@@ -103,9 +105,10 @@ def _computed(
     has_labels: bool,
     synthetic: bool,
     seed: int,
+    origin: str,
 ) -> pathlib.Path:
     path = pathlib.Path(tempfile.mkdtemp(dir=_folder())) / "run"
-    made = _Made(variants, size, class_names, has_labels, seed)
+    made = _Made(variants, size, class_names, has_labels, seed, origin)
     with RunWriter.create(path, spec_yaml=f"name: {name!r}\n", spec_digest="0" * 64, name=name) as writer:
         writer.describe(
             tasks=tasks,
@@ -140,7 +143,9 @@ class _Made:
         class_names: Sequence[str] | None,
         has_labels: bool,
         seed: int,
+        origin: str,
     ) -> None:
+        self._origin = origin
         self.layers = layer_list(size.blocks)
         self.classes = list(class_names or [f"class {at}" for at in range(size.classes)])
         self.calibrations = [v.partition(":")[2] for v in variants if v.startswith("calibrated:")]
@@ -170,8 +175,9 @@ class _Made:
         """Features and rows of one task."""
         rng, size = self._rng, self._size
         writer.write_sample_ids(task, "calibration", _ids("train", size.samples))
-        writer.write_sample_ids(task, "diagnosis", self._samples.ids)
-        writer.write_sample_ids(task, "test", _ids("test", size.tests))
+        origin = f"{self._origin} {task}" if self._origin else ""
+        writer.write_sample_ids(task, "diagnosis", self._samples.ids, origin)
+        writer.write_sample_ids(task, "test", _ids("test", size.tests), origin)
         centres = rng.normal(size=(len(self.classes), size.width))
         hardness = rng.uniform(0.5, 1.5)
         final = self._walk(writer, task, centres, hardness)

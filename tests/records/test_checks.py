@@ -11,11 +11,10 @@ import pytest
 import driftlens as dl
 from driftlens.errors import ChecksFailedError
 from driftlens.records.check_rows import CHECKED_TABLES
-from driftlens.records.checks import CheckReport
-from driftlens.records.junit import junit_xml
+from driftlens.records.checks import CheckReport, junit_xml, self_checks
+from driftlens.records.compare import drift_changes
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
-from driftlens.records.self_checks import self_checks
 from tests.records.full_run import REMAINDER, write_full_run
 from tests.records.judged import CALIBRATED, SIZE, judge, only
 
@@ -139,6 +138,29 @@ def test_every_number_of_a_table_can_be_checked(full: DriftRun, table: str) -> N
         where = {"variant": CALIBRATED}
         result = only(full, metric=column.name, table=table, where=where, agg="median", gte=-1e12, lte=1e12)
         assert result.status == "pass" or result.reason.endswith("not measured"), (column.name, result)
+
+
+def test_a_change_of_mean_drift_is_told_with_its_paired_interval(full: DriftRun) -> None:
+    change = {"from": "merged", "to": CALIBRATED}
+    results = judge(
+        full, metric="drift_l2_mean", where={"layer": "final"}, change=change, per="task", lte=0.0
+    )
+    last = full.layer_index("final")
+    for result in results:
+        expected = drift_changes(full, full, str(result.group["task"]), ("merged", CALIBRATED))[last].relative
+        assert (result.ci_low, result.ci_high) == (expected.low, expected.high)
+        assert result.ci_low < result.value < result.ci_high and result.value == pytest.approx(expected.value)
+    other = only(full, metric="cos_mean", where={"layer": "final"}, change=change, gte=-9)
+    assert np.isnan(other.ci_low) and other.status == "pass"
+    mean = only(full, metric="drift_l2_mean", where={"layer": "final"}, change=change, agg="mean", lte=9)
+    assert np.isnan(mean.ci_high), "rows of several tasks have no interval of one"
+
+
+def test_every_self_check_can_fail(full: DriftRun) -> None:
+    """Shares by prefix swaps telescope to what they are divided by: a check of their sum would always hold."""
+    assert [check.name for check in self_checks(full)] == [
+        *("closure", "Jacobian", "contributions", "softmax", "cross-entropy")
+    ]
 
 
 def test_self_checks_are_verdicts_of_the_same_limits(full: DriftRun) -> None:

@@ -10,9 +10,11 @@ import shutil
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from scipy import stats
 
 from driftlens.errors import DataError
-from driftlens.records.compare import compare, paired_accuracy, unpaired_difference
+from driftlens.records.compare import compare, paired_accuracy
+from driftlens.records.intervals import unpaired_difference
 from driftlens.records.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.records.run import DriftRun, open_run
 from tests.records.full_run import Size, write_full_run
@@ -163,6 +165,55 @@ def test_another_expert_is_another_yardstick(copied: pathlib.Path, tmp_path: pat
         write_manifest(path, dataclasses.replace(read_manifest(path), models=models))
     with pytest.raises(DataError, match=r"the runs differ in experts of cars\n"):
         compare(copied, twin)
+
+
+PAIR = {"before": "merged", "after": "calibrated:featcal"}
+
+
+def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    """Both data sets count from 0; only what they are ids of tells them apart."""
+    other = write_full_run(tmp_path / "b", size=SIZE, origin="of others")
+    with pytest.raises(DataError, match="diagnosis samples of cars, mnist, dtd; test samples of cars"):
+        compare(full, other)
+    found = compare(full, other, **PAIR, allow_mismatch=True)  # type: ignore[arg-type]
+    assert set(found.tasks["paired_n"]) == {0} and found.tasks["p_value"].isna().all()
+    assert not found.tasks["drift_paired"].any() and not found.layers["drift_paired"].any()
+    assert paired_accuracy(full, open_run(other), "cars", ("merged", "merged")) is None
+
+
+def test_pairs_of_runs_that_do_not_say_what_their_ids_are_of_are_not_verified(
+    full: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    older = write_full_run(tmp_path / "b", size=SIZE, origin="")
+    found = compare(full, older, **PAIR)  # type: ignore[arg-type]
+    assert found.mismatches == () and set(found.tasks["paired_n"]) == {0}
+    assert not found.tasks["drift_paired"].any() and found.tasks["drift_ci_low"].notna().all()
+    (note,) = found.notes
+    assert "the same samples of cars, mnist, dtd can't be verified" in note
+    within = compare(older)  # one run's variants have the same samples whatever it says of them
+    assert set(within.tasks["paired_n"]) == {SIZE.samples} and within.tasks["drift_paired"].all()
+    assert within.notes == () and compare(full, write_full_run(tmp_path / "c", size=SIZE)).notes == ()
+
+
+def test_the_change_of_drift_has_students_interval_paired_by_sample(full: DriftRun) -> None:
+    found = compare(full)
+    for row in [*found.tasks.assign(layer="final").to_dict("records"), *found.layers.to_dict("records")]:
+        sides = [
+            full.samples(row["task"], variant, row["layer"]).set_index("sample_id")["drift_l2"]
+            for variant in PAIR.values()
+        ]
+        gaps = (sides[1] - sides[0]).to_numpy(dtype=float)
+        half = stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / len(gaps) ** 0.5
+        ends = (row["drift_ci_low"], row["drift_ci_high"])
+        assert ends == pytest.approx((gaps.mean() - half, gaps.mean() + half)) and row["drift_paired"]
+        assert row["drift_relative_ci_low"] < row["drift_relative"] < row["drift_relative_ci_high"]
+
+
+def test_pairing_takes_out_what_both_samples_share(full: DriftRun, tmp_path: pathlib.Path) -> None:
+    older = write_full_run(tmp_path / "b", size=SIZE, origin="")
+    rows = [compare(full), compare(full, older, **PAIR)]  # type: ignore[arg-type]
+    widths = [found.tasks["drift_ci_high"] - found.tasks["drift_ci_low"] for found in rows]
+    assert (widths[0] < widths[1]).all()
 
 
 def test_a_variant_that_is_not_there_is_named(full: DriftRun) -> None:

@@ -9,9 +9,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from scipy.stats import binom, binomtest, multinomial
 
-from driftlens.records.intervals import Paired, mcnemar, unpaired_difference, wilson
+from driftlens.records.intervals import (
+    Interval,
+    Paired,
+    mcnemar,
+    mean_change,
+    mean_interval,
+    mean_over_tasks,
+    share_intervals,
+    standard_error,
+    student,
+    unpaired_difference,
+    wilson,
+)
 
 
 def paired(gained: int, lost: int, both: int, neither: int) -> Paired:
@@ -162,3 +175,113 @@ def test_answers_must_come_in_pairs() -> None:
     for before, after in (([True], [True, False]), ([], [])):
         with pytest.raises(ValueError, match="as many answers"):
             mcnemar(before, after)
+
+
+# --- means, their changes, shares ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 5, 40])
+def test_a_mean_has_students_interval_with_the_variance_of_a_sample(n: int) -> None:
+    values = np.random.default_rng(n).normal(3, 1, n)
+    expected = stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values))
+    found = mean_interval(values.mean(), values.std(), n)
+    assert (found.low, found.high) == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_sample_has_a_mean_and_no_interval() -> None:
+    assert mean_interval(2.0, 0.0, 1).value == 2.0 and math.isnan(mean_interval(2.0, 0.0, 1).low)
+    one = np.array([1.0])
+    for is_paired in (True, False):
+        found = mean_change(one, 3 * one, is_paired=is_paired)
+        assert found.difference.value == 2.0 and math.isnan(found.difference.low)
+        assert found.relative.value == 2.0 and math.isnan(found.relative.high)
+
+
+def test_changes_of_means_are_scipys_paired_and_welchs() -> None:
+    rng = np.random.default_rng(0)
+    before = rng.gamma(3.0, size=30)
+    after = 0.8 * before + rng.normal(0, 0.1, 30)
+    expected = stats.ttest_rel(after, before).confidence_interval()
+    found = mean_change(before, after, is_paired=True)
+    assert (found.difference.low, found.difference.high) == pytest.approx(tuple(expected))
+    others = rng.gamma(2.0, size=17)
+    expected = stats.ttest_ind(others, before, equal_var=False).confidence_interval()
+    apart = mean_change(before, others, is_paired=False)
+    assert (apart.difference.low, apart.difference.high) == pytest.approx(tuple(expected))
+    assert apart.n == 17 and not apart.is_paired
+    with pytest.raises(ValueError, match="as many samples before as after"):
+        mean_change(before, others, is_paired=True)
+
+
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_the_relative_change_covers_the_truth_as_often_as_it_says(is_paired: bool) -> None:
+    """The truth is 0.7 / 1 - 1; the mean before errs too, which an interval of the difference alone would not see."""
+    rng = np.random.default_rng(4)
+    covered = 0
+    for _ in range(2000):
+        before = rng.gamma(8.0, 1 / 8, 25)
+        after = 0.7 * (before if is_paired else rng.gamma(8.0, 1 / 8, 25)) + rng.normal(0, 0.05, 25)
+        found = mean_change(before, after, is_paired=is_paired).relative
+        covered += found.low <= -0.3 <= found.high
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_nothing_changes_between_a_model_and_itself() -> None:
+    values = np.random.default_rng(0).gamma(3.0, size=9)
+    found = mean_change(values, values, is_paired=True)
+    assert (
+        (found.difference.low, found.difference.high) == (0, 0) == (found.relative.low, found.relative.high)
+    )
+
+
+def test_errors_of_independent_groups_add_with_satterthwaites_freedom() -> None:
+    rng = np.random.default_rng(1)
+    one, other = rng.normal(0, 1, 12), rng.normal(0, 3, 7)
+    error, freedom = standard_error([one, other])
+    welch = stats.ttest_ind(one, other, equal_var=False)
+    assert freedom == pytest.approx(welch.df)
+    assert error == pytest.approx((one.mean() - other.mean()) / welch.statistic)
+    assert student(freedom) == pytest.approx(stats.t.ppf(0.975, welch.df)) and math.isnan(student(0))
+    assert standard_error([one, other[:1]])[0] == math.inf
+
+
+def test_a_mean_over_tasks_errs_as_its_strata_do() -> None:
+    """Tasks stay what they are: many samples of very different tasks have a certain mean."""
+    far = [Interval(0.1, 0.09, 0.11), Interval(0.9, 0.89, 0.91)]
+    found = mean_over_tasks(far)
+    assert found.value == pytest.approx(0.5)
+    assert (found.low, found.high) == pytest.approx((0.5 - 0.01 / 2**0.5, 0.5 + 0.01 / 2**0.5))
+    skewed = mean_over_tasks([Interval(1.0, 0.8, 1.0), Interval(0.5, 0.4, 0.6)])
+    assert skewed.high == pytest.approx(0.8) and skewed.low == pytest.approx(0.75 - math.hypot(0.2, 0.1) / 2)
+    assert math.isnan(mean_over_tasks([far[0], Interval(0.2)]).low) and math.isnan(mean_over_tasks([]).value)
+
+
+def test_the_mean_accuracy_over_tasks_is_covered() -> None:
+    rng, truth, n = np.random.default_rng(2), np.array([0.55, 0.9, 0.98]), 60
+    covered = 0
+    for _ in range(2000):
+        counts = rng.binomial(n, truth)
+        found = mean_over_tasks([Interval(k / n, *wilson(int(k), n)) for k in counts])
+        covered += found.low <= truth.mean() <= found.high
+    assert 0.93 <= covered / 2000 <= 0.98
+
+
+def test_shares_are_drawn_again_with_their_whole() -> None:
+    """A layer that makes a third of every sample's drift makes a third of any draw's; its ratio does not vary."""
+    rng = np.random.default_rng(0)
+    whole = rng.gamma(2.0, size=40)
+    parts = np.stack([whole / 3, whole * rng.uniform(0, 1, 40), np.zeros(40)])
+    low, high = share_intervals(parts, whole)
+    assert (low[0], high[0]) == pytest.approx((1 / 3, 1 / 3)) and (low[2], high[2]) == (0, 0)
+    share = parts[1].sum() / whole.sum()
+    residual = parts[1] - share * whole
+    error = residual.std(ddof=1) / 40**0.5 / whole.mean()  # of a ratio of means, linearised
+    assert (low[1], high[1]) == pytest.approx((share - 1.96 * error, share + 1.96 * error), abs=0.25 * error)
+    np.testing.assert_array_equal(share_intervals(parts, whole), (low, high))
+
+
+def test_shares_of_one_sample_or_of_nothing_have_no_interval() -> None:
+    assert np.isnan(share_intervals(np.ones((3, 1)), np.ones(1))).all()
+    assert np.isnan(share_intervals(np.zeros((3, 5)), np.zeros(5))).all()
+    one_alone = np.array([0.0, 0.0, 0.0, 2.0])  # draws without the only sample that drifts have no share
+    np.testing.assert_array_equal(share_intervals(one_alone[None] / 2, one_alone), [[0.5], [0.5]])

@@ -12,7 +12,7 @@ import pytest
 
 from driftlens.errors import Cancelled, RunError
 from driftlens.progress import ProgressEvent
-from driftlens.records.attach import attach
+from driftlens.records.contents import attach
 from driftlens.records.lock import RunLock
 from driftlens.records.writer import RunWriter
 from tests.records.factory import write_run

@@ -9,9 +9,8 @@ from contextlib import suppress
 import pandas as pd
 import pytest
 
-from driftlens.records import attach as attaching
 from driftlens.records import contents
-from driftlens.records.attach import attach
+from driftlens.records.contents import attach
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import open_run
 from driftlens.records.verify import verify
@@ -116,7 +115,7 @@ def test_an_attached_file_stays_listed_while_it_is_replaced(
         path.write_text("first")
     before = read_manifest(own).files
     with monkeypatch.context() as patch:
-        patch.setattr(attaching, "write_manifest", stopping(attaching.write_manifest, call))
+        patch.setattr(contents, "write_manifest", stopping(contents.write_manifest, call))
         with suppress(KeyboardInterrupt), attach(own, "reports/report.html") as path:
             path.write_text("second")
     assert set(read_manifest(own).files) == set(before) and verify(own).ok

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from driftlens.errors import DataError
+from driftlens.records.before_after import selection_sentences
 from driftlens.records.manifest import CalibrationInfo, Manifest
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.selection import selection_sentences
 from driftlens.records.writer import RunWriter
 from tests.records.full_run import Size, write_full_run
 
@@ -75,6 +75,15 @@ def with_info(folder: pathlib.Path, **changes: Any) -> DriftRun:
             "the given lambda 0.05, rho 2, alpha 0.3 were kept, as no other candidate did better; 2 settings",
         ),
         (
+            record(
+                chosen=None,
+                is_merged_kept=True,
+                over_merged={"advantage": -0.031, "standard_error": 0.02},
+            ),
+            "the merged model was kept as it is, as no calibration was clearly better: with lambda 0.01, rho 3, "
+            "alpha 0.3, held-out KL higher by 0.031 nat (standard error 0.020); 2 settings",
+        ),
+        (
             record(chosen=START, is_start_kept=True, advantage=None, standard_error=None),
             "could not be solved for",
         ),
@@ -82,7 +91,17 @@ def with_info(folder: pathlib.Path, **changes: Any) -> DriftRun:
         ({}, "calibrations/featcal/config.yaml says how"),
         ({"tried": 3}, "calibrations/featcal/config.yaml says how"),
     ],
-    ids=["chosen", "kept", "worse", "start is best", "unsolvable", "no preset", "older run", "own chooser"],
+    ids=[
+        "chosen",
+        "kept",
+        "worse",
+        "start is best",
+        "merged is best",
+        "unsolvable",
+        "no preset",
+        "older run",
+        "own chooser",
+    ],
 )
 def test_the_sentence_says_what_was_chosen_and_why(
     folder: pathlib.Path, selection: dict[str, Any], expected: str

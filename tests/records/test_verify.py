@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from driftlens.errors import RunError, RunLockedError
-from driftlens.records.attach import attach
+from driftlens.records.contents import attach
 from driftlens.records.manifest import read_manifest
 from driftlens.records.verify import verify
 from driftlens.records.writer import RunWriter

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+from scipy import stats
 
-from driftlens.records.before_after import accuracy_change_note, accuracy_changes
+from driftlens.records.before_after import accuracy_change_note, accuracy_changes, final_drift_changes
 from driftlens.records.intervals import mcnemar, unpaired_difference
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.before_after import before_after_text
@@ -65,7 +66,21 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     drifts = tables[f"before-after-{NAME}"]
     at = [column.name for column in drifts.columns].index("drift +-")
     final = run.layers("cars", "merged", "final").iloc[0]
-    assert drifts.rows[0][at] == pytest.approx(1.96 * final["drift_l2_std"] / final["n"] ** 0.5)
+    freedom = int(final["n"]) - 1
+    assert drifts.rows[0][at] == pytest.approx(
+        stats.t.ppf(0.975, freedom) * final["drift_l2_std"] / freedom**0.5
+    )
+    changes = final_drift_changes(run, NAME)
+    assert list(tables[f"drift-change-{NAME}"].rows) == [
+        (
+            *(task, at.difference.value, at.difference.low, at.difference.high),
+            *(at.relative.value, at.relative.low, at.relative.high, at.n),
+        )
+        for task, at in changes.items()
+    ]
+    assert all(at.is_paired for at in changes.values()) and set(changes) == set(run.tasks)
+    for at in changes.values():
+        assert f"{100 * at.relative.value:+.1f} %" in before_after_text(run, NAME)
 
 
 def test_without_labels_nothing_is_said_about_accuracy(tmp_path: pathlib.Path) -> None:

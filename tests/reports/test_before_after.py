@@ -7,6 +7,7 @@ import shutil
 
 import pandas as pd
 import pytest
+from scipy import stats
 
 from driftlens.errors import DataError
 from driftlens.records.before_after import credit_sentences, credits_of, outcomes
@@ -47,7 +48,10 @@ def test_the_frame_holds_the_numbers_of_the_tables(run: DriftRun) -> None:
         else:
             assert row["drift"] == run.value("drift_l2_mean", task=task, variant=variant)
             final = run.layers(task, variant, "final").iloc[0]
-            assert row["drift_error"] == pytest.approx(1.96 * final["drift_l2_std"] / final["n"] ** 0.5)
+            norms = run.samples(task, variant, "final")["drift_l2"].to_numpy(dtype=float)
+            error = norms.std(ddof=1) / len(norms) ** 0.5
+            assert row["drift_error"] == pytest.approx(stats.t.ppf(0.975, len(norms) - 1) * error)
+            assert final["n"] == len(norms)
             assert row["cosine"] == run.value("cos_mean", task=task, variant=variant)
     assert rows["model"].unique().tolist() == ["merged", "featcal, anchor only", "featcal", "expert"]
 

@@ -39,7 +39,6 @@ def test_the_spec_is_one_that_a_run_accepts_and_names_files_that_exist(suite: Su
     files = [spec.architecture.source, *weights, *(entry.file for entry in spec.data.tasks.values())]
     assert len(set(files)) == 18
     assert all(pathlib.Path(file).is_absolute() and pathlib.Path(file).is_file() for file in files)
-    assert not spec.requires_trust()
 
 
 def test_open_clip_loads_the_base_by_itself(suite: Suite):

@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock
+
 from driftlens.errors import DriftLensError, RunError, RunLockedError
-from driftlens.records.guard import guard
 from driftlens.records.lock import living_owner_of, utc_now
 from driftlens_app.inside import require_inside, require_links_inside
 from driftlens_app.jobs import command_line
@@ -62,7 +63,7 @@ def _writable(request: Request) -> Iterator[None]:
 def _turn(request: Request) -> Iterator[None]:
     """The right to start a job for this run; whoever else has it is between asking and starting."""
     request.folder.mkdir(parents=True, exist_ok=True)
-    lock = guard(request.folder / _GUARD)
+    lock = FileLock(request.folder / _GUARD, timeout=0)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:

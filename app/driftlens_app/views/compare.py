@@ -22,6 +22,7 @@ from driftlens_app.theme_watch import is_dark
 from driftlens_app.trouble import shown_errors
 from driftlens_reports.charts.change_curves import change_curves
 from driftlens_reports.charts.chart import Drawn
+from driftlens_reports.wording import percent_interval
 
 PAGE = Page("Compare", icon=":material/difference:", order=10, section="Results")
 
@@ -36,6 +37,9 @@ _COLUMNS = {
     "drift_before": st.column_config.NumberColumn("L2 drift before", format="%.4g"),
     "drift_after": st.column_config.NumberColumn("after", format="%.4g"),
     "drift_relative": st.column_config.NumberColumn("change", format="%+.1f %%"),
+    "drift_interval": st.column_config.TextColumn(
+        "95 % interval ", help="Of the change of drift; paired where both measured the same samples."
+    ),
     "cos_before": st.column_config.NumberColumn("cosine before", format="%.4f"),
     "cos_change": st.column_config.NumberColumn("change ", format="%+.4f"),
     "flips_before": st.column_config.NumberColumn("flips before", format="%.1f %%"),
@@ -158,6 +162,8 @@ def _show(whole: Comparison, task: str | None) -> None:
             f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
             icon=":material/warning:",
         )
+    for note in found.notes:
+        st.caption(plain(note))
     st.subheader("Change by layer", anchor=False)
     names, stamps = f"{found.before.id}-{found.after.id}", (stamp(found.before.path), stamp(found.after.path))
     show_drawn("change", names, _curves(names, stamps, found.pairs, task, is_dark(), found))
@@ -199,6 +205,8 @@ def _gains(found: Comparison, names: str) -> None:
 
 def readable(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of a comparison's tasks for reading: shares in percent, the interval in words."""
+    ends = zip(rows["drift_relative_ci_low"], rows["drift_relative_ci_high"], strict=True)
+    rows = rows.assign(drift_interval=[percent_interval(low, high) for low, high in ends])
     shown = rows[["task", *(name for name in _COLUMNS if name != "interval")]].copy()
     shown[list(_SHARES)] *= 100
     shown["interval"] = [_interval(row) for row in rows.to_dict("records")]

@@ -28,6 +28,7 @@ from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State
 from driftlens.models.chain import Layer
 from driftlens.pipeline.study.study import Study, TaskSamples
+from driftlens.records.intervals import share_intervals
 
 BATCH = 8
 """Samples per batch, a small one: every vector carried so far is alive at once, or every state for the way back."""
@@ -87,10 +88,12 @@ def _fill(
     shares: NDArray[np.float64],
     energy: NDArray[np.float64],
 ) -> None:
-    """Ratios of sums over samples; NaN without drift."""
+    """Ratios of sums over samples with their intervals; NaN without drift."""
     total = float(energy.sum())
+    low, high = share_intervals(shares, energy)
     for index in layers:
         layers[index][column] = float(shares[index - 1].sum()) / total if total > 0 else np.nan
+        layers[index] |= {f"{column}_low": low[index - 1], f"{column}_high": high[index - 1]}
 
 
 def _sensitivity_columns(parts: list[LayerSensitivity]) -> dict[str, float | int]:

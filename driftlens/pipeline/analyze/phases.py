@@ -179,9 +179,9 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
     for task, at_hand in study.tasks.items():
         if task in study.calibration:
             writer.write_sample_ids(task, "calibration", study.calibration[task])
-        writer.write_sample_ids(task, "diagnosis", at_hand.diagnosis.ids)
-        if at_hand.test is not None:
-            writer.write_sample_ids(task, "test", at_hand.test.ids)
+        for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
+            if samples is not None:
+                writer.write_sample_ids(task, split, samples.ids, samples.origin())
     for notice in study.notices:
         writer.notice(notice)
 

@@ -16,12 +16,13 @@ from driftlens.records.before_after import (
     accuracy_change_note,
     accuracy_changes,
     credit_sentences,
+    final_drift_changes,
     outcomes,
+    selection_sentences,
 )
 from driftlens.records.layout import SPEC
 from driftlens.records.manifest import CalibrationInfo, ModelInfo
 from driftlens.records.run import DriftRun
-from driftlens.records.selection import selection_sentences
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from driftlens.variants import calibrated, part_of, title
 
@@ -92,7 +93,8 @@ def _introduction(run: DriftRun) -> str:
 def _recipe(run: DriftRun, name: str) -> str:
     info = run.manifest.calibrations[name]
     merge = _merge_of(run)
-    rows = [("Merge", merge), ("Calibration", f"{escaped(info.method)} on layers {_ranges(info.layers)}")]
+    layers = f"{escaped(info.method)} on layers {_ranges(info.layers)}" if info.layers else "none"
+    rows = [("Merge", merge), ("Calibration", layers)]
     rows += _sites(run, name)
     rows.append(("Preset", escaped(info.preset or "none")))
     rows += [(escaped(key), escaped(_value(value))) for key, value in info.settings.items()]
@@ -157,7 +159,29 @@ def _results(run: DriftRun, name: str, found: Sequence[Outcome]) -> str:
     )
     rows = [(escaped(entry.task), escaped(title(entry.variant)), *_cells(entry)) for entry in found]
     lines = [escaped(text) for text in credit_sentences(run, name)]
-    return "\n\n".join([_table(header, rows), *lines, *_changes(run, name)])
+    return "\n\n".join([_table(header, rows), *lines, *_drift_changes(run, name), *_changes(run, name)])
+
+
+def _drift_changes(run: DriftRun, name: str) -> list[str]:
+    """The change of the mean final drift with its interval, paired by sample."""
+    rows = [
+        (
+            *(
+                escaped(task),
+                f"{at.difference.value:+.4g}",
+                f"{at.difference.low:+.4g} to {at.difference.high:+.4g}",
+            ),
+            *(
+                f"{100 * at.relative.value:+.1f} %",
+                f"{_points(at.relative.low, at.relative.high)} %",
+                str(at.n),
+            ),
+        )
+        for task, at in final_drift_changes(run, name).items()
+    ]
+    header = ("Task", "Change", "95 % interval (paired t)", "Relative", "95 % interval", "Diagnosis samples")
+    heading = f"### Change of the final L2 drift from merged to {escaped(title(calibrated(name)))}"
+    return [heading, _table(header, rows)] if rows else []
 
 
 def _cells(entry: Outcome) -> tuple[str, str, str, str]:

@@ -259,7 +259,10 @@ def _calibrate(
     solved = scratch.begin(identity, resume=resume)
     if replaces:
         solved = _replaced(writer, study, plan, scratch, solved, reporter)
-    notices = untouched_but_moved(study.pool, plan.parameters)
+    kept = (
+        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
+    )
+    notices = untouched_but_moved(study.pool, plan.parameters) if plan.sites else [kept]
     writer.begin_variants(plan.variants)
 
     def work() -> None:

@@ -37,7 +37,8 @@ class Choice:
 
     Attributes:
         choose: (study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and
-            how they were. It sees calibration samples and nothing else.
+            how they were. It sees calibration samples and nothing else. Where it says `is_merged_kept`, no module is
+            solved for, and the calibration's variant is the merged model as it is.
         require: (calibrator to start from, samples by task, has_base) refuses at once what nothing can be chosen for.
     """
 
@@ -94,6 +95,8 @@ class CalibrationPlan:
         )
         calibrator.check(has_base=study.has_base)
         selection = {**selection, "preset": self.preset}
+        if selection.get("is_merged_kept"):
+            return dataclasses.replace(self, sites={}, control="", automatic=True, selection=selection)
         return dataclasses.replace(self.settled(calibrator, study), automatic=True, selection=selection)
 
     @property

@@ -18,7 +18,7 @@ from driftlens.errors import RunError, SpecError
 from driftlens.files import write_json_atomic
 from driftlens.models.saving import save_state_dict
 from driftlens.records import layout
-from driftlens.records.room import remove_tree
+from driftlens.records.contents import remove_tree
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class _Meter:
     def __init__(self, writer: RunWriter, plan: CalibrationPlan, reporter: Reporter) -> None:
         self._writer = writer
         self._name = plan.name
-        self._total = max(plan.sites)
+        self._total = max(plan.sites, default=0)
         self._reporter = reporter
         self._metrics: dict[str, float] = {}
 

@@ -3,7 +3,11 @@
 What is scored is the divergence of the expert's class probabilities from the calibrated model's, through the task's
 head, and the final drift only where there is no head. Over 27 settings of four real tasks (docs/benchmarks.md) the
 held-out divergence ranked the settings nearly as test accuracy did, Spearman -0.91; relative drift did worse, -0.52,
-because it favours targets with more of the expert (alpha 0.6) that class decisions don't gain from.
+because it favours targets with more of the expert (alpha 0.6) that class decisions don't gain from. Nats and relative
+drift have no common mean, so relative drift is what counts for all tasks as soon as one of them lacks a head.
+
+Where no calibration is clearly better than the merged model as it is, that is what is chosen: the calibration then
+solves no module, and its variant is the merged model, whose numbers stand under the name that was asked for.
 """
 
 from __future__ import annotations
@@ -19,16 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.calibration.automatic import (
     CHOSEN,
     DECISION_FOLD,
+    LEVEL,
     NUM_FOLDS,
     SEARCH_FOLD,
     Candidate,
     Choice,
+    Comparison,
     Scores,
     choose,
     folds_of,
@@ -54,6 +59,8 @@ def choose_settings(
 ) -> tuple[Calibrator, dict[str, Any]]:
     """A calibrator for a study's calibration samples, and how it was found, as plain values.
 
+    Where the record says `is_merged_kept`, the calibrator is the start, and nothing is to be solved with it.
+
     Args:
         study: of which models, calibration samples and heads are used; no label and no other sample is read.
         start: the settings to start from, and to keep unless others are clearly better.
@@ -68,9 +75,9 @@ def choose_settings(
     started, varies = time.perf_counter(), _free(start, has_base=study.has_base)
     with tempfile.TemporaryDirectory() as spill:
         trials = _Trials(study, start, sites, reporter, pathlib.Path(spill) / "features")
-        found = choose(trials.start, trials.evaluate, varies=varies)
+        found = choose(trials.start, trials.evaluate, trials.merged, varies=varies)
     record = _record(found, trials) | {"seconds": round(time.perf_counter() - started, 3)}
-    return trials.calibrator(found.chosen), record
+    return trials.calibrator(found.chosen or trials.start), record
 
 
 def require_choice(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> None:
@@ -127,6 +134,8 @@ class _Trials:
         self._sites = sites
         self._reporter = reporter
         self._spill = spill
+        tasks = study.tasks.values()
+        self.has_heads = all(at.head is not None for at in tasks)
         settings = start.get_params()
         self.start = Candidate(*(float(settings[field.name]) for field in dataclasses.fields(Candidate)))
         self.parts = {
@@ -159,17 +168,26 @@ class _Trials:
         others = frozenset(range(NUM_FOLDS)) - {fold}
         lanes = [Lane(closed_form(self.calibrator(candidate)), others) for candidate in candidates]
         return [
-            Scores({task: self._score(task, fold) for task in self.parts})
+            self._scores(LANE, fold)
             for _ in solved_lanes(
                 self.study, self.parts, lanes, self._sites, self._reporter, phase=PHASE, spill=self._spill
             )
         ]
 
-    def _score(self, task: str, fold: int) -> NDArray[np.float64]:
-        """Scores of the model at hand on a task's held-out samples."""
-        found = self._features(LANE, task, fold)
-        expert = self._experts[task][fold]
-        return score(found, expert, self.study.tasks[task].head).cpu().numpy()
+    def merged(self, fold: int) -> Scores:
+        """Scores of the merged model as it is on a fold."""
+        return self._scores("merged", fold)
+
+    def _scores(self, model: str, fold: int) -> Scores:
+        heads = {task: at.head if self.has_heads else None for task, at in self.study.tasks.items()}
+        return Scores(
+            {
+                task: score(self._features(model, task, fold), self._experts[task][fold], heads[task])
+                .cpu()
+                .numpy()
+                for task in self.parts
+            }
+        )
 
     @cached_property
     def _experts(self) -> dict[str, dict[int, Tensor]]:
@@ -215,14 +233,17 @@ def score(found: Tensor, expert: Tensor, head: Head | None) -> Tensor:
 
 def _record(found: Choice, trials: _Trials) -> dict[str, Any]:
     """The search as plain values, for `config.yaml`."""
-    has_heads = all(at.head is not None for at in trials.study.tasks.values())
+    bare = [task for task, at in trials.study.tasks.items() if at.head is None]
+    drift = f"relative final drift of all tasks, as there is no head for {', '.join(bare)}"
     return {
-        "score": "KL(expert || calibrated) of class probabilities, nat"
-        if has_heads
-        else "relative final drift",
+        "score": "KL(expert || calibrated) of class probabilities, nat" if not bare else drift,
         "start": dataclasses.asdict(trials.start),
-        "chosen": dataclasses.asdict(found.chosen),
+        "chosen": None if found.chosen is None else dataclasses.asdict(found.chosen),
         "is_start_kept": found.chosen == trials.start,
+        "is_merged_kept": found.chosen is None,
+        "level": LEVEL,
+        "deciding": {name: _told(at) for name, at in found.deciding.items()},
+        "over_merged": _told(found.over_merged),
         "found": dataclasses.asdict(found.found),
         "advantage": _finite(found.advantage),
         "standard_error": _finite(found.standard_error),
@@ -235,6 +256,10 @@ def _record(found: Choice, trials: _Trials) -> dict[str, Any]:
         # Of all samples: each trial leaves one fold out.
         "cost_in_calibrations": len(found.trials) * (1 - 1 / NUM_FOLDS),
     }
+
+
+def _told(found: Comparison) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in dataclasses.asdict(found).items()}
 
 
 def _finite(value: float) -> float | None:

@@ -50,13 +50,13 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Accuracy per task and variant with its interval, and the mean over tasks."""
     tasks = chosen_tasks(run, options)
     rows = _rows(run, options)[["task", "variant", "n", "seed", *_NAMES]].rename(columns=_NAMES)
-    rows = with_average(rows, "accuracy", tasks)
+    rows = with_average(rows, "accuracy", tasks, has_intervals=True)
     return Drawn(
         task_figure(run, rows, _MARKS, dark=options.dark, key=data_key(run, "accuracy", options)),
         alt=f"Accuracy over {counted(len(tasks), 'task')}: {averages_in_words(rows, 'accuracy')}.",
         data=rows,
         notes=(
             f"{ranged(rows['n'], 'test sample')} per task.",
-            "Whiskers: 95 % Wilson intervals; the mean over tasks has none.",
+            "Whiskers: 95 % Wilson intervals; that of the mean over tasks is over samples, of these very tasks.",
         ),
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens import variants
-from driftlens.records.intervals import unpaired_difference
+from driftlens.records.intervals import student, unpaired_difference
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of
 from driftlens_reports.charts.at_layer import needs_at, rows_at
@@ -43,12 +43,13 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 
 def _cosine_gains(paired: pd.DataFrame) -> pd.DataFrame:
-    """Mean gain over samples, with 1.96 standard errors of the mean either way."""
+    """Mean gain over samples, paired, with Student's 95 % interval."""
     gains = (paired["cos"] - paired["cos_baseline"]).astype(float)
     gain = gains.groupby([paired["task"], paired["variant"]], sort=False)
-    mean, error = gain.mean(), 1.96 * gain.std(ddof=1) / np.sqrt(gain.size())
+    mean, counts = gain.mean(), gain.size()
+    error = (counts - 1).map(student) * gain.std(ddof=1) / np.sqrt(counts)
     columns = {
-        "n": gain.size(),
+        "n": counts,
         _COSINE: mean,
         f"{_COSINE} low": mean - error,
         f"{_COSINE} high": mean + error,
@@ -116,7 +117,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         data=rows,
         notes=(
             f"{ranged(rows['n'], 'diagnosis sample')} and {ranged(rows['test n'], 'test sample')} per task.",
-            "Bars: 1.96 standard errors of the mean gain in cosine; 95 % interval of the gain in accuracy from the two "
+            "Bars: Student's 95 % interval of the mean gain in cosine; that of the gain in accuracy is from the two "
             "counts alone (wider than it need be, as both answered the same samples).",
             *overlap_notes(run),
         ),

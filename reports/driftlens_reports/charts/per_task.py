@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from driftlens import variants
+from driftlens.records.intervals import Interval, mean_over_tasks
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.theme import Look, apply_theme, look, palette
 from driftlens_reports.charts.words import joined, label, literal, shown
@@ -42,23 +43,28 @@ class Marks:
     as_bars: bool = False
 
 
-def with_average(rows: pd.DataFrame, column: str, tasks: Sequence[str]) -> pd.DataFrame:
+def with_average(
+    rows: pd.DataFrame, column: str, tasks: Sequence[str], *, has_intervals: bool = False
+) -> pd.DataFrame:
     """The rows, and one more per variant: the mean over tasks, every task weighing the same.
 
     Null where a task has no number: a mean of the others would look better or worse than it is. With one task there is
-    nothing to average, and no row is added.
+    nothing to average, and no row is added. Where `low` and `high` are ends of 95 % intervals, the mean has its own,
+    over samples: the tasks are the ones that were chosen.
     """
     if len(tasks) < 2:
         return rows
-    means = [
-        {
-            "task": AVERAGE,
-            "variant": variant,
-            column: float(own.mean()) if own.count() == len(tasks) else None,
-        }
-        for variant, own in rows.groupby("variant", sort=False)[column]
-    ]
-    return pd.concat([rows, pd.DataFrame(means).astype({column: rows[column].dtype})], ignore_index=True)
+    means = []
+    for variant, own in rows.groupby("variant", sort=False):
+        mean = {column: float(own[column].mean()) if own[column].count() == len(tasks) else None}
+        if has_intervals and mean[column] is not None:
+            ends = own[[column, "low", "high"]].astype(float).to_numpy()
+            found = mean_over_tasks([Interval(*row) for row in ends])
+            mean |= {"low": found.low, "high": found.high}
+        means.append({"task": AVERAGE, "variant": variant, **mean})
+    added = pd.DataFrame(means)
+    kinds = {name: rows[name].dtype for name in added if name not in ("task", "variant")}
+    return pd.concat([rows, added.astype(kinds)], ignore_index=True)
 
 
 def task_figure(run: DriftRun, rows: pd.DataFrame, marks: Marks, *, dark: bool, key: str) -> go.Figure:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from driftlens.records.checks import SelfCheck
+from driftlens.records.checks import self_checks as checks_of
 from driftlens.records.run import DriftRun
-from driftlens.records.self_checks import SelfCheck
-from driftlens.records.self_checks import self_checks as checks_of
 from driftlens_reports.paper import captions
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
 from driftlens_reports.paper.plate import Plate, legend, short

@@ -22,5 +22,5 @@ def accuracy_llm(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
             "MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy. Fine-tuned (STL) is the best "
             "of base and single experts, column by column."
         ),
-        needed="runs of Llama models fill them: `driftlens init --template llama` writes a spec.",
+        needed="runs of Llama models fill them, which DriftLens can't load yet.",
     )

@@ -19,6 +19,6 @@ def accuracy_text(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
         label="tab:flan-t5-results",
         kind="text",
         caption="FLAN-T5 on GLUE: exact match (%), for STS-B Spearman's rank correlation (times 100).",
-        needed="runs of FLAN-T5 models fill them: `driftlens init --template flan-t5` writes a spec.",
+        needed="runs of FLAN-T5 models fill them, which DriftLens can't load yet.",
         metrics=[("STS-B", "STS-B (Spearman)")],
     )

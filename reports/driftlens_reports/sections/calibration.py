@@ -8,12 +8,13 @@ from driftlens.records.before_after import (
     accuracy_change_note,
     accuracy_changes,
     credit_sentences,
+    final_drift_changes,
     outcomes,
+    selection_sentences,
 )
-from driftlens.records.gains import gains
+from driftlens.records.compare import gains
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
-from driftlens.records.selection import selection_sentences
 from driftlens.variants import part_of, title
 from driftlens_reports.content import Table
 from driftlens_reports.sections.tabulate import table
@@ -37,7 +38,7 @@ def calibration_sentences(run: DriftRun) -> list[str]:
 def calibration_tables(run: DriftRun) -> list[Table]:
     """Settings, before and after of every calibration, and the gains split by its control."""
     names = list(run.manifest.calibrations)
-    results = [build(run, name) for name in names for build in (_outcomes, _changes, _answers)]
+    results = [build(run, name) for name in names for build in (_outcomes, _drifts, _changes, _answers)]
     tables = [_settings(run.manifest.calibrations), *results, _split(run)]
     return [entry for entry in tables if entry.rows]
 
@@ -102,6 +103,25 @@ def _outcomes(run: DriftRun, name: str) -> Table:
         rows,
         note="L2 drift is a mean over diagnosis samples, followed by half its 95 % interval. Low and high are "
         "those of the accuracy on test samples. The expert has an accuracy only: its own drift is zero by definition.",
+    )
+
+
+def _drifts(run: DriftRun, name: str) -> Table:
+    return table(
+        f"drift-change-{name}",
+        f"{name}: change of the final L2 drift against the merged model",
+        {
+            **{"task": "text", "change": "number", "95 % low": "number", "95 % high": "number"},
+            **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
+        },
+        [
+            (
+                *(task, at.difference.value, at.difference.low, at.difference.high),
+                *(at.relative.value, at.relative.low, at.relative.high, at.n),
+            )
+            for task, at in final_drift_changes(run, name).items()
+        ],
+        note="Of the mean over diagnosis samples; intervals are Student's, paired by sample.",
     )
 
 

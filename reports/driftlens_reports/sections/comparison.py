@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from driftlens.records.before_after import accuracy_change
+from driftlens.records.compare import accuracy_of, drift_changes
+from driftlens.records.intervals import Interval, mean_over_tasks
 from driftlens.records.run import DriftRun
-from driftlens.records.single import accuracy_of
 from driftlens.variants import control_of, part_of
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Kind
@@ -75,16 +77,50 @@ def changes(run: DriftRun, compared: Compared) -> Iterator[Change]:
     )
     for (measure, kind, worse), read in zip(_MEASURES, readers, strict=True):
         values = {task: [read(task, variant) for variant in compared.there] for task in run.tasks}
-        whole = [row for row in values.values() if row and not any(math.isnan(value) for value in row)]
+        whole = {
+            task: row for task, row in values.items() if row and not any(math.isnan(value) for value in row)
+        }
         if whole:
-            means = [sum(column) / len(whole) for column in zip(*whole, strict=True)]
-            yield _change(
-                measure, kind, worse, len(whole), dict(zip(compared.there, means, strict=True)), compared
-            )
+            means = [sum(column) / len(whole) for column in zip(*whole.values(), strict=True)]
+            interval = _interval(run, measure, list(whole), compared, final)
+            by_variant = dict(zip(compared.there, means, strict=True))
+            yield _change(measure, kind, worse, len(whole), by_variant, compared, interval)
+
+
+def _interval(
+    run: DriftRun,
+    measure: str,
+    tasks: Sequence[str],
+    compared: Compared,
+    final: Mapping[tuple[str, str], facts.FinalDrift],
+) -> Interval:
+    """The change of a measure's mean over tasks with its interval; NaN ends where its samples are not stored."""
+    if compared.before is None or compared.after is None or measure == "cosine to the expert":
+        return Interval(math.nan)
+    pair = (compared.before, compared.after)
+    if measure == "accuracy":
+        changes = [accuracy_change(run, task, pair) for task in tasks]
+        return mean_over_tasks([Interval(at.change, at.low, at.high) for at in changes])
+    last, found = run.layer_index("final"), []
+    for task in tasks:
+        start = final[task, compared.before]
+        change = drift_changes(run, run, task, pair).get(last)
+        if change is None or not start.drift:
+            return Interval(math.nan)
+        # The expert's norm, by which drift is divided, is taken as known.
+        scale = start.relative / start.drift if measure == "relative drift" else 1.0
+        found.append(change.difference.scaled(scale))
+    return mean_over_tasks(found)
 
 
 def _change(
-    measure: str, kind: Kind, worse: Worse, num_tasks: int, means: dict[str, float], compared: Compared
+    measure: str,
+    kind: Kind,
+    worse: Worse,
+    num_tasks: int,
+    means: dict[str, float],
+    compared: Compared,
+    interval: Interval,
 ) -> Change:
     before, control, after = (
         None if name is None else means[name] for name in (compared.before, compared.control, compared.after)
@@ -100,6 +136,8 @@ def _change(
         control=control,
         after=after,
         change=change,
+        change_low=None if math.isnan(interval.low) else interval.low,
+        change_high=None if math.isnan(interval.high) else interval.high,
         relative_change=relative,
         rescaling=_difference(control, before),
         calibration=_difference(after, control),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from driftlens.records.rows import plain
+from driftlens.records.tables import plain
 from driftlens_reports.content import Cell, Column, Kind, Table
 
 _UNITS = {

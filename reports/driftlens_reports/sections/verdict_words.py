@@ -9,7 +9,7 @@ from driftlens.variants import title
 from driftlens_reports import facts
 from driftlens_reports.content import Change, Outcome
 from driftlens_reports.sections.comparison import Compared
-from driftlens_reports.wording import number, percent, points
+from driftlens_reports.wording import number, percent, percent_interval, points, points_interval
 
 
 def verdict_sentences(
@@ -52,7 +52,18 @@ def _change_sentence(change: Change, compared: Compared, num_tasks: int) -> str:
     said = ", ".join(f"{title(name)} {write(value)}" for name, value in values if name and value is not None)
     if change.change is None:
         return f"{over}: {said}."
-    return f"{over}: {said} ({signed(change)})."
+    return f"{over}: {said} ({signed(change)}{_interval(change)})."
+
+
+def _interval(change: Change) -> str:
+    """The 95 % interval of a change, in the unit that `signed` has; empty where it is not known."""
+    if change.change_low is None or change.change_high is None:
+        return ""
+    if change.kind == "share":
+        return f", 95 % interval {points_interval(change.change_low, change.change_high)}"
+    scale = change.before if change.worse == "higher" and change.before else 1.0
+    ends = (change.change_low / scale, change.change_high / scale)
+    return f", 95 % interval {percent_interval(*ends)}"
 
 
 def signed(change: Change) -> str:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.records.intervals import unpaired_difference
+from driftlens.records.intervals import Interval, mean_over_tasks, unpaired_difference
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.gain import NO_RIVAL
@@ -67,14 +67,13 @@ def test_accuracy_has_the_base_the_control_and_the_expert_with_the_tables_interv
     order = list(dict.fromkeys(trace.legendgroup for trace in figure.data))
     assert order == ["base", "merged", CONTROL, CALIBRATED, "expert"]
     for trace in figure.data:
-        rows = full.accuracy(variant=trace.legendgroup)
-        if trace.error_y.array is None:
-            assert trace.x == (AVERAGE,), "only the mean over tasks has no interval"
-            continue
+        rows = full.accuracy(variant=trace.legendgroup)[["value", "ci_low", "ci_high"]].to_numpy(dtype=float)
+        mean = mean_over_tasks([Interval(*row) for row in rows])
+        assert trace.x[-1] == AVERAGE
         up = np.array(trace.y) + np.array(trace.error_y.array)
         down = np.array(trace.y) - np.array(trace.error_y.arrayminus)
-        assert up == pytest.approx(rows["ci_high"].to_numpy()) and down == pytest.approx(
-            rows["ci_low"].to_numpy()
+        assert up == pytest.approx([*rows[:, 2], mean.high]) and down == pytest.approx(
+            [*rows[:, 1], mean.low]
         )
 
 

@@ -7,6 +7,8 @@ import pathlib
 
 import pytest
 
+from driftlens.records.compare import drift_changes
+from driftlens.records.intervals import mean_over_tasks
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.build import Report
 from driftlens_reports.content import Change
@@ -37,6 +39,23 @@ def test_mean_accuracy_is_that_of_the_accuracy_table(full: DriftRun) -> None:
     means = full.accuracy().groupby("variant")["value"].mean()
     change = changes(full)["accuracy"]
     assert (change.before, change.after) == pytest.approx((means["merged"], means[AFTER]))
+
+
+def test_changes_of_means_over_tasks_have_the_intervals_of_their_strata(full: DriftRun) -> None:
+    last, found = full.layer_index("final"), changes(full)
+    drift = mean_over_tasks(
+        [drift_changes(full, full, task, ("merged", AFTER))[last].difference for task in full.tasks]
+    )
+    of_drift, of_accuracy = found["final drift"], found["accuracy"]
+    assert (of_drift.change_low, of_drift.change_high) == pytest.approx((drift.low, drift.high))
+    assert of_drift.change == pytest.approx(drift.value)
+    assert of_accuracy.change_low < of_accuracy.change < of_accuracy.change_high
+    assert found["cosine to the expert"].change_low is None
+    sentences = Report(full, "summary").content.verdict.sentences
+    (said,) = (text for text in sentences if text.startswith("Mean accuracy over 3 tasks"))
+    assert (
+        f"95 % interval {100 * of_accuracy.change_low:+.1f} to {100 * of_accuracy.change_high:+.1f})." in said
+    )
 
 
 def test_rescaling_and_calibration_add_up_to_the_change(full: DriftRun) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from driftlens.errors import NumericsError
-from driftlens.models.dissection import run
+from driftlens.models.dissection import run, same_values
 from driftlens.models.frames import raw_inputs, result
 
 
@@ -22,7 +22,7 @@ def check_deterministic(module: nn.Module, batch: Any) -> None:
         NumericsError: the two outputs differ; says by how much.
     """
     first, second = (result(run(module, raw_inputs(batch))) for _ in range(2))
-    if first.shape == second.shape and bool(_same(first, second).all()):
+    if same_values(first, second):
         return
     difference = float((first - second).abs().max()) if first.shape == second.shape else float("nan")
     raise NumericsError(
@@ -31,7 +31,3 @@ def check_deterministic(module: nn.Module, batch: Any) -> None:
         "stochastic depth, noise, or a kernel that is not deterministic.",
         difference=difference,
     )
-
-
-def _same(first: Tensor, second: Tensor) -> Tensor:
-    return (first == second) | (first.isnan() & second.isnan())

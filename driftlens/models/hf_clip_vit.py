@@ -139,7 +139,7 @@ def _tower(module: nn.Module) -> tuple[Any, str]:
 
 
 def _start(inputs: Tensor) -> tuple[State, SideInputs]:
-    return {"pixels": inputs}, {}
+    return {"pixels": inputs}, SideInputs()
 
 
 def _library_states(module: nn.Module, inputs: Tensor) -> list[State]:

@@ -139,7 +139,7 @@ def _why_not_blocks(tower: Any) -> str | None:
 
 
 def _start(inputs: Tensor) -> tuple[State, SideInputs]:
-    return {"pixels": inputs}, {}
+    return {"pixels": inputs}, SideInputs()
 
 
 def _library_states(module: nn.Module, inputs: Tensor) -> list[State]:

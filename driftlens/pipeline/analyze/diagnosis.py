@@ -134,7 +134,7 @@ class _Recorder:
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
         stream = view.layer.stream
-        vectors = pooled(state[stream], self._pool, view.side.get(f"{stream}_mask"))
+        vectors = pooled(state[stream], self._pool, view.side.mask(stream))
         self._features[key].append(vectors.float().cpu().numpy())
 
     def columns(self, variant: str, layer: int) -> dict[str, Array]:

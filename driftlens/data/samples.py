@@ -27,6 +27,7 @@ class SampleSet:
         labels: class name per sample, or None when the data has no labels.
         load: positions -> raw inputs of those samples, preprocessed and stacked.
         batch_size: samples per batch.
+        notices: what a reader of the results must be told about the samples.
     """
 
     task: str
@@ -35,6 +36,7 @@ class SampleSet:
     labels: tuple[str, ...] | None
     load: Callable[[Sequence[int]], Any]
     batch_size: int = 32
+    notices: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

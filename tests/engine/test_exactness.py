@@ -11,7 +11,7 @@ import torch
 NEW_SWITCHES = hasattr(torch.backends, "fp32_precision")
 
 SCRIPT = """
-import sys, torch
+import os, sys, torch
 from driftlens.engine.exactness import exact_products
 
 b = torch.backends
@@ -36,49 +36,60 @@ def everything():
     b.fp32_precision = chosen
     return found
 
-exec(sys.argv[1])
-before = everything()
-x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-exact = (x.double() @ x.double()).float()
-for _ in range(2):
-    with exact_products():
-        assert set(state()) == {"ieee"}, state()
-        assert torch.get_float32_matmul_precision() == "highest"
+def check(choice):
+    exec(choice)
+    before = everything()
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    exact = (x.double() @ x.double()).float()
+    for _ in range(2):
         with exact_products():
-            torch.testing.assert_close(x @ x, exact, rtol=1e-5, atol=1e-4)
-        assert set(state()) == {"ieee"}, state()
-assert everything() == before, (before, everything())
-try:
-    with exact_products():
-        raise KeyError
-except KeyError:
-    assert everything() == before
+            assert set(state()) == {"ieee"}, state()
+            assert torch.get_float32_matmul_precision() == "highest"
+            with exact_products():
+                torch.testing.assert_close(x @ x, exact, rtol=1e-5, atol=1e-4)
+            assert set(state()) == {"ieee"}, state()
+    assert everything() == before, (before, everything())
+    try:
+        with exact_products():
+            raise KeyError
+    except KeyError:
+        assert everything() == before
+
+for choice in sys.argv[1:]:
+    if os.fork() == 0:  # a child each: what was set once can't be made as if it never was
+        try:
+            check(choice)
+        except BaseException:
+            print(f"after {choice!r}:", file=sys.stderr)
+            raise
+        sys.exit(0)
+    if os.wait()[1] != 0:
+        sys.exit(1)
 """
 
 
+CHOICES = [
+    "",
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.set_float32_matmul_precision('high')",
+    "b.fp32_precision = 'tf32'",
+    "b.fp32_precision = 'bf16'",
+    "b.fp32_precision = 'ieee'",
+    "b.cuda.matmul.fp32_precision = 'tf32'",
+    "b.cudnn.conv.fp32_precision = 'ieee'",
+    "b.cudnn.fp32_precision = 'tf32'",
+    "b.mkldnn.matmul.fp32_precision = 'bf16'",
+    "b.mkldnn.fp32_precision = 'bf16'",
+    "torch.set_float32_matmul_precision('medium'); b.cuda.matmul.fp32_precision = 'ieee'",
+    "b.mkldnn.matmul.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')",
+    "b.cudnn.allow_tf32 = False",
+]
+
+
 @pytest.mark.skipif(not NEW_SWITCHES, reason="torch 2.9 brought these switches")
-@pytest.mark.parametrize(
-    "choice",
-    [
-        "",
-        "torch.set_float32_matmul_precision('medium')",
-        "torch.set_float32_matmul_precision('high')",
-        "b.fp32_precision = 'tf32'",
-        "b.fp32_precision = 'bf16'",
-        "b.fp32_precision = 'ieee'",
-        "b.cuda.matmul.fp32_precision = 'tf32'",
-        "b.cudnn.conv.fp32_precision = 'ieee'",
-        "b.cudnn.fp32_precision = 'tf32'",
-        "b.mkldnn.matmul.fp32_precision = 'bf16'",
-        "b.mkldnn.fp32_precision = 'bf16'",
-        "torch.set_float32_matmul_precision('medium'); b.cuda.matmul.fp32_precision = 'ieee'",
-        "b.mkldnn.matmul.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('high')",
-        "b.cudnn.allow_tf32 = False",
-    ],
-)
-def test_every_choice_is_overridden_and_comes_back(choice: str) -> None:
-    """In a process of its own: torch can't tell a switch that was set to its default from one never touched."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, choice], capture_output=True, text=True)
+def test_every_choice_is_overridden_and_comes_back() -> None:
+    """In processes of their own: torch can't tell a switch that was set to its default from one never touched."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *CHOICES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

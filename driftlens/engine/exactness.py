@@ -29,7 +29,7 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def _exact_switches() -> Iterator[None]:
-    """The switches of torch 2.9: of one kind of operation, which win over a backend's, which win over the general one."""
+    """The switches of torch 2.9: one kind of operation's wins over its backend's, and that over the general one."""
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     finer = [cudnn, mkldnn, cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]

@@ -169,6 +169,7 @@ class LayerChain:
         token_weights: rules named by `Site.token_weights`: state and side -> weights [n, t].
         require_shared: (models by name, a batch) -> nothing; refuses models that the side inputs of one of them don't
             serve. None where side inputs come from the raw inputs alone.
+        tied: of every checkpoint key whose tensor lies under several keys, all of these.
         settings: what the architecture fixes beyond shapes (activation, eps, heads), for comparison and the manifest.
     """
 
@@ -178,6 +179,7 @@ class LayerChain:
     library_states: Callable[[nn.Module, Any], list[State]]
     token_weights: Mapping[str, Callable[[State, SideInputs], Tensor]] = field(default_factory=dict)
     require_shared: Callable[[Iterable[tuple[str, nn.Module]], Any], None] | None = None
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

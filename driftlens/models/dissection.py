@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -228,6 +229,16 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
         ]
         if (name := f"{path}.{own}" if path else own) in saved and value.is_floating_point()
     }
+
+
+def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of every weight that lies in several places of a module, the names it has there."""
+    names: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            place = id(value) if value.is_meta else value.data_ptr()
+            names[place, value.shape, value.stride()].append(name)
+    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
 
 
 def _prefix(block: nn.Module) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 
 from driftlens.models.block_list import block_list, has_block_list
 from driftlens.models.chain import Layer, LayerChain, Slot
-from driftlens.models.dissection import Dissection
+from driftlens.models.dissection import Dissection, tied_weights
 from driftlens.models.padding import Mask
 from driftlens.models.registry import adapters
 from driftlens.models.sites import registered_sites
@@ -76,6 +76,7 @@ class SequentialAdapter:
             start=parts.start,
             library_states=parts.library_states,
             require_shared=parts.require_shared,
+            tied=tied_weights(module),
             settings={
                 "blocks": found.path,
                 "block_classes": sorted({type(b).__name__ for b in parts.blocks}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from driftlens.diagnostics.task_vectors import alignment_rows
+from driftlens.engine.exactness import exact_products
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.study.identity import model_info
@@ -80,7 +82,7 @@ def run_phase(writer: RunWriter, name: str, work: Callable[[], None], *, again: 
     """Do one phase unless it is done already, and record what it used; `again` does it in any case."""
     if writer.done(name) and not again:
         return
-    with writer.phase(name) as usage:
+    with exact_products(), writer.phase(name) as usage:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         work()
@@ -156,6 +158,8 @@ def store_diagnosis(writer: RunWriter, task: str, found: TaskDiagnosis) -> None:
         writer.append("outputs", _stacked(found.outputs), replace=True)
     for warning in found.warnings:
         writer.warn(warning)
+    if not math.isnan(found.precision_error):
+        writer.describe(precision={task: found.precision_error})
     if found.adjoint:
         writer.append("adjoint", _stacked(found.adjoint), replace=True)
     for (variant, layer), array in found.features.items():

@@ -45,4 +45,5 @@ class FeatCal(featcal.FeatCal):
         """
         fitted = fit_modules(self, merged, base, experts, data, **options)
         self.model_, self.history_, self.modules_ = fitted.model, fitted.history, fitted.modules
+        self.notices_ = fitted.notices
         return self

@@ -414,8 +414,8 @@ def bias_of_the_merged_weight(patch: Patch) -> None:
 def token_weights_counted_twice(patch: Patch) -> None:
     original = layer_sums.LayerSums._weights
 
-    def squared(self, rule, rows, state, side):  # type: ignore[no-untyped-def]
-        weights = original(self, rule, rows, state, side)
+    def squared(self, rule, site, rows, state, side):  # type: ignore[no-untyped-def]
+        weights = original(self, rule, site, rows, state, side)
         return None if weights is None else weights.square()
 
     patch.setattr(layer_sums.LayerSums, "_weights", squared)

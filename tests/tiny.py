@@ -93,7 +93,7 @@ def causal(mask: Tensor) -> Tensor:
 
 def decoder_chain(model: Decoder) -> LayerChain:
     def start(inputs: Mapping[str, Tensor]) -> tuple[State, SideInputs]:
-        return {}, {"ids": inputs["ids"], "hidden_mask": inputs["mask"]}
+        return {}, SideInputs({"ids": inputs["ids"], "hidden_mask": inputs["mask"]})
 
     def stem(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         return {"hidden": masked(F.embedding(side["ids"], parameters["weight"]), side)}
@@ -135,7 +135,9 @@ def decoder_chain(model: Decoder) -> LayerChain:
 
 def encoder_decoder_chain(model: EncoderDecoder) -> LayerChain:
     def start(inputs: Mapping[str, Tensor]) -> tuple[State, SideInputs]:
-        return {}, {"ids": inputs["ids"], "targets": inputs["targets"], "encoded_mask": inputs["mask"]}
+        return {}, SideInputs(
+            {"ids": inputs["ids"], "targets": inputs["targets"], "encoded_mask": inputs["mask"]}
+        )
 
     def seen(encoded: Tensor, side: SideInputs) -> Tensor:
         return encoded * side["encoded_mask"][..., None]

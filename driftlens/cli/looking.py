@@ -188,7 +188,10 @@ def _comparison_document(found: Comparison, equal: Equality | None, tolerance: f
     document: dict[str, Any] = {
         "before": {"id": found.before.id, "name": found.before.name},
         "after": {"id": found.after.id, "name": found.after.name},
-        **{name: getattr(found, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers", "gains")},
+        **{
+            name: getattr(found, name)
+            for name in ("pairs", "mismatches", "notes", "tasks", "layers", "gains")
+        },
         "equality": None,
     }
     if equal is not None:

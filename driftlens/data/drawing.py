@@ -46,15 +46,16 @@ def draw(
         raise _too_few(view, n, len(left), task, split)
     if n == "all":
         return tuple(left)
-    order = _generator(seed, task, split).permutation(len(left))
-    return tuple(left[index] for index in order[:wanted])
+    return tuple(left[index] for index in shuffled(len(left), seed, task=task, split=split)[:wanted])
 
 
-def _generator(seed: int, task: str, split: Split) -> np.random.Generator:
+def shuffled(count: int, seed: int, *, task: str, split: Split) -> list[int]:
+    """The numbers 0 to count - 1 in the order in which samples are drawn; `draw` says what decides it."""
     # Python's own hash() of text changes from process to process; this one does not.
     digest = hashlib.sha256(f"{split}/{task}".encode("utf-8", "surrogatepass")).digest()
     words = np.frombuffer(digest, dtype="<u4").tolist()
-    return np.random.default_rng(np.random.SeedSequence([seed, *words]))
+    generator = np.random.default_rng(np.random.SeedSequence([seed, *words]))
+    return [int(index) for index in generator.permutation(count)]
 
 
 def _too_few(view: SplitView, n: int | Literal["all"], left: int, task: str, split: Split) -> DataError:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from driftlens.data.drawing import shuffled
 from driftlens.data.samples import SampleSet
+from driftlens.data.sources import Split
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.utils.data import DataLoader
 
 Inputs = dict[str, "Tensor"]
 _ONLY = ""
@@ -27,10 +32,28 @@ class _Part:
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
 
-    def cut(self, count: int) -> _Part:
-        """The first `count` samples."""
-        labels = None if self.labels is None else self.labels[:count]
-        return _Part({name: tensor[:count] for name, tensor in self.inputs.items()}, labels)
+    def pick(self, rows: Sequence[int]) -> _Part:
+        """Some of the samples, in the order asked for."""
+        import torch
+
+        index = torch.as_tensor(list(rows), dtype=torch.long)
+        labels = None if self.labels is None else self.labels[index]
+        return _Part({name: tensor[index] for name, tensor in self.inputs.items()}, labels)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What can be read from its beginning as often as one likes.
+
+    Attributes:
+        start: yields the samples at these positions, or all there are, in parts.
+        total: how many samples there are; None where nobody knows before the end.
+        notices: what a reader must be told.
+    """
+
+    start: Callable[[Sequence[int] | None], Iterator[_Part]]
+    total: int | None
+    notices: tuple[str, ...] = ()
 
 
 def live_samples(
@@ -38,29 +61,43 @@ def live_samples(
     source: Any,
     *,
     n: int | None = None,
-    split: str = "diagnosis",
+    seed: int = 0,
+    split: Split = "diagnosis",
     batch_size: int = 32,
     class_names: Sequence[str] | None = None,
 ) -> SampleSet:
-    """The first `n` samples of `source`, copied to memory; ids are `0`, `1` and so on.
+    """`n` samples of `source`, drawn at random and copied to memory; ids are their positions in the source.
+
+    Whether a loader shuffles doesn't matter: its data set is read instead, in its own order. Of iterables whose length
+    nobody knows, the first `n` samples are taken. The result's notices say so.
 
     Args:
         task: the task's name.
         source: a tensor [n, ...]; a torch Dataset or DataLoader; or an iterable of batches. A batch is a
-            tensor, a dict of tensors, or a pair of one of these and a tensor of labels [n].
-        n: how many samples to keep; None keeps all. Fewer are kept where there are fewer.
+            tensor, a mapping to tensors (a dict, a tokenizer's `BatchEncoding`), or a pair of one of these and a
+            tensor of labels [n].
+        n: how many samples to keep; None keeps all. All are kept, in their order, where there are no more.
+        seed: decides which samples are drawn, together with task and split.
         split: what the samples are for.
         batch_size: samples per batch of the result.
         class_names: what the numbers among the labels mean; None makes the numbers themselves the names.
 
     Raises:
-        DataError: the first batch differs when it is drawn again (a shuffling loader), batches that don't fit
+        DataError: the first batch differs when it is drawn again (a random augmentation), batches that don't fit
             together, labels that are no whole numbers, or no samples at all.
     """
     import torch
 
     where = f"data[{task!r}]"
-    parts = list(_first(_repeatable(source, batch_size, where), n, where))
+    found = _opened(source, batch_size, where)
+    positions, notices = None, list(found.notices)
+    if n is not None and found.total is not None and n < found.total:
+        positions = shuffled(found.total, seed, task=task, split=split)[:n]
+        notices.append(f"{n} of {found.total} samples are drawn at random with seed {seed}")
+    parts = list(_read(found, positions, n, where))
+    count = sum(len(part) for part in parts)
+    if found.total is None and count == n:
+        notices.append(f"the first {n} samples are taken; give a Dataset to have them drawn at random")
     inputs = {name: _joined([part.inputs[name] for part in parts], where) for name in parts[0].inputs}
     numbers = (
         None
@@ -68,26 +105,38 @@ def live_samples(
         else torch.cat([part.labels for part in parts if part.labels is not None])
     )
 
-    def load(positions: Sequence[int]) -> Any:
-        chosen = torch.as_tensor(list(positions), dtype=torch.long)
-        picked = {name: tensor[chosen] for name, tensor in inputs.items()}
+    def load(rows: Sequence[int]) -> Any:
+        picked = _Part(inputs, None).pick(rows).inputs
         return picked.get(_ONLY, picked)
 
-    ids = tuple(str(position) for position in range(sum(len(part) for part in parts)))
-    return SampleSet(task, split, ids, _names(numbers, class_names, where), load, batch_size)
+    return SampleSet(
+        task,
+        split,
+        tuple(str(position) for position in (range(count) if positions is None else positions)),
+        _names(numbers, class_names, where),
+        load,
+        batch_size,
+        tuple(f"task {task}: {notice}" for notice in notices),
+    )
 
 
-def _repeatable(source: Any, batch_size: int, where: str) -> Callable[[], Iterator[Any]]:
-    """A function that starts `source` from its beginning and yields batches."""
-    import torch
+def _opened(source: Any, batch_size: int, where: str) -> _Source:
     from torch import Tensor
-    from torch.utils.data import DataLoader, Dataset, IterableDataset
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
     if isinstance(source, Tensor):
-        return lambda: iter(torch.split(source, batch_size))
+        return _in_memory([source], where)
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        # A generator of its own, because starting a loader draws from the global one.
-        return lambda: iter(DataLoader(source, batch_size=batch_size, generator=torch.Generator()))
+        return _from_dataset(DataLoader(source, batch_size=batch_size), where)
+    if isinstance(source, DataLoader) and source.batch_size is not None:
+        if type(source.sampler) is RandomSampler:
+            return _from_dataset(
+                source, where, "the loader shuffles; its data set is read in its own order instead"
+            )
+        if type(source.sampler) is SequentialSampler:
+            return _from_dataset(source, where)
+    if isinstance(source, list | tuple):
+        return _in_memory(source, where)
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise DataError(
             f"{where}: expected a tensor, a Dataset or an iterable of batches, got {type(source).__name__}",
@@ -98,22 +147,55 @@ def _repeatable(source: Any, batch_size: int, where: str) -> Callable[[], Iterat
             f"{where}: a {type(source).__name__} can be read only once",
             hint="Give list(batches) or a DataLoader.",
         )
-    return lambda: iter(source)
+    return _Source(lambda _: (_parsed(batch, where) for batch in source), None)
 
 
-def _first(start: Callable[[], Iterator[Any]], n: int | None, where: str) -> Iterator[_Part]:
+def _in_memory(batches: Sequence[Any], where: str) -> _Source:
+    parts = [_parsed(batch, where) for batch in batches]
+    ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def at(position: int) -> _Part:
+        index = bisect.bisect_right(ends, position)
+        return parts[index].pick([position - ends[index]])  # counted from the part's end
+
+    return _Source(lambda chosen: iter(parts) if chosen is None else map(at, chosen), sum(map(len, parts)))
+
+
+def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source:
+    """A loader's data set in its own order, collated and read as the loader does."""
+    import torch
+    from torch.utils.data import DataLoader, Subset
+
+    dataset: Any = loader.dataset
+
+    def start(positions: Sequence[int] | None) -> Iterator[_Part]:
+        again: DataLoader[Any] = DataLoader(
+            dataset if positions is None else Subset(dataset, list(positions)),
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last and positions is None,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            # A generator of its own, because starting a loader draws from the global one.
+            generator=torch.Generator(),
+        )
+        return (_parsed(batch, where) for batch in again)
+
+    return _Source(start, len(dataset), notices)
+
+
+def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where: str) -> Iterator[_Part]:
     """Batches up to `n` samples, after the first was drawn twice and compared."""
-    probe = next(start(), None)
+    probe = next(source.start(positions), None)
     if probe is None:
         raise DataError(f"{where}: no batches", hint="Give at least one batch with one sample.")
     left = n
-    for index, batch in enumerate(start()):
-        part = _parsed(batch, where)
+    for index, part in enumerate(source.start(positions)):
         if index == 0:
             first = part
-            _check_same(_parsed(probe, where), part, where)
+            _check_same(probe, part, where)
         _check_form(first, part, where)
-        yield part if left is None else part.cut(left)
+        yield part if left is None else part.pick(range(min(left, len(part))))
         left = None if left is None else left - len(part)
         if left is not None and left <= 0:
             return
@@ -170,7 +252,8 @@ def _check_same(first: _Part, again: _Part, where: str) -> None:
         return
     raise DataError(
         f"{where}: the first batch differs when it is drawn again",
-        hint="Every model must see the same samples: shuffle=False, no random augmentation.",
+        hint="Every model must see the same samples: no random augmentation, and shuffle=False where batches "
+        "come from anything but a DataLoader.",
     )
 
 

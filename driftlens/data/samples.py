@@ -36,6 +36,7 @@ class SampleSet:
         load: positions -> raw inputs of those samples, preprocessed and stacked.
         batch_size: samples per batch.
         source: digest of the data that the samples were drawn from, where that is more than the samples themselves.
+        notices: what a reader of the results must be told about the samples.
     """
 
     task: str
@@ -45,6 +46,7 @@ class SampleSet:
     load: Callable[[Sequence[int]], Any]
     batch_size: int = 32
     source: Callable[[], str] | None = None
+    notices: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -110,7 +110,7 @@ class Contributions:
     def _carry(self, view: LayerView, propagation: State) -> State:
         """A v for every vector carried so far; the drift and a random direction ride along to check and to compare."""
         drift_in = floating(subtract(view.merged_in, view.expert_in))
-        random = _random_like(drift_in, self.settings.seed + view.layer.index, view.start)
+        random = _random_like(drift_in, self.settings.seed + view.layer.index, view)
         riders = [drift_in, random] if self.settings.random else [drift_in]
         stack = _stacked(self.vectors, riders)
         nodes = self.settings.nodes
@@ -185,13 +185,18 @@ def _stacked(vectors: State, riders: list[State]) -> State:
     return {name: torch.cat([leaf, last[name]]) for name, leaf in vectors.items()} or last
 
 
-def _random_like(state: State, seed: int, start: int) -> State:
-    """Normal directions, drawn on the CPU so that they don't depend on the device; own to layer and batch."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + start)
-    return {
+def _random_like(state: State, seed: int, view: LayerView) -> State:
+    """Normal directions, drawn on the CPU so that they don't depend on the device; own to layer and batch.
+
+    They are zero on padding, as every feature is.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + view.start)
+    found = {
         name: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
         for name, leaf in state.items()
     }
+    masks = {name: mask for name in found if (mask := view.side.mask(name)) is not None}
+    return found | {name: found[name] * mask[..., None].to(found[name]) for name, mask in masks.items()}
 
 
 def _spectral_norm(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ def drift_columns(view: LayerView, pool: Pool) -> Columns:
     """
     split = decompose(view)
     stream = view.layer.stream
-    mask = view.side.get(f"{stream}_mask")
+    mask = view.side.mask(stream)
 
     def pool_of(state: State) -> Tensor:
         return pooled(state[stream], pool, mask)

@@ -38,9 +38,7 @@ def capture(
         chain, module, sources, device=first.device, dtype=first.dtype, modules={"model": module}
     )
     for layer, states in layer_states(models, "model", _numbered(inputs)):
-        vectors = [
-            pooled(state[layer.stream], pool, side.get(f"{layer.stream}_mask")) for _, state, side in states
-        ]
+        vectors = [pooled(state[layer.stream], pool, side.mask(layer.stream)) for _, state, side in states]
         yield layer, torch.cat(vectors)
 
 

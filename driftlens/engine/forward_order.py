@@ -386,7 +386,7 @@ class _Walk:
         return {task: float(torch.cat(sizes).mean()) for task, sizes in drift.items() if sizes}
 
     def _drift(self, layer: Layer, out: State, batch: WaitingBatch) -> Tensor:
-        mask = batch.side.get(f"{layer.stream}_mask")
+        mask = batch.side.mask(layer.stream)
         expert = batch.get(_EXPERT)[layer.stream]
         difference = pooled(out[layer.stream], self.pooling, mask) - pooled(expert, self.pooling, mask)
         return torch.linalg.vector_norm(difference.double(), dim=1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from driftlens.engine.linear_sums import LinearSums
 from driftlens.engine.norm_sums import NormSums
 from driftlens.engine.problems import ClosedForm, Problem, Wanted
+from driftlens.engine.row_weights import row_weights
 from driftlens.engine.site_rows import SiteRows
 from driftlens.errors import SpecError
 from driftlens.linalg.gram import GramPool
@@ -46,6 +47,7 @@ class LayerSums:
         grams: GramPool | None = None,
     ) -> None:
         self._chain = chain
+        self._layer = layer
         dtype: torch.dtype = getattr(torch, calibrator.solve_dtype)
         memory = grams or GramPool()
         grouped: dict[tuple[str, Wanted], list[Site]] = {}
@@ -110,11 +112,11 @@ class LayerSums:
             rows = _flat(merged_rows.inputs[group.sites[0].name])
             theirs = _flat(expert_rows.inputs[group.sites[0].name])
             outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
-            weights = self._weights(group.wanted.token_weights, rows, state, side)
+            weights = self._weights(group.wanted.token_weights, group.sites[0], merged_rows, state, side)
             group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches))
         for norm in self._norms:
             rows = _flat(merged_rows.inputs[norm.site.name])
-            norm.add(rows, self._weights(norm.rule, rows, state, side))
+            norm.add(rows, self._weights(norm.rule, norm.site, merged_rows, state, side))
 
     def end_task(self, expert: Parameters) -> None:
         """Fold the task at hand into the sums over tasks."""
@@ -128,10 +130,11 @@ class LayerSums:
         linear: list[Problem] = [group.problem(merged, base) for group in self._groups]
         return linear + [norm.problem(merged, base) for norm in self._norms]
 
-    def _weights(self, rule: str, rows: Tensor, state: State, side: SideInputs) -> Tensor | None:
-        if rule == UNIFORM:
-            return None
-        return self._chain.token_weights[rule](state, side).flatten().to(rows)
+    def _weights(
+        self, rule: str, site: Site, rows: SiteRows, state: State, side: SideInputs
+    ) -> Tensor | None:
+        weights = None if rule == UNIFORM else self._chain.token_weights[rule](state, side)
+        return row_weights(site.name, rows.inputs[site.name], weights, side.mask(self._layer.stream))
 
 
 def require_rule(chain: LayerChain, rule: str) -> None:

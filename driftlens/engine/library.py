@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ def streamed_weights(
         device: where buffers are put meanwhile.
     """
     blocks = {path: module.get_submodule(path) for path in block_paths}
-    in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name, _ in block.named_parameters()}
-    outside = [name for name, _ in module.named_parameters() if name not in in_blocks]
+    in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
+    outside = [name for name in _weights(module) if name not in in_blocks]
     with ExitStack() as stack:
         stack.enter_context(_buffers_on(module, device))
         stack.enter_context(_replaced(module, outside, read))
@@ -38,7 +38,7 @@ def streamed_weights(
 
 @contextmanager
 def _streamed_block(block: nn.Module, path: str, read: Callable[[str], Tensor]) -> Iterator[None]:
-    names = [name for name, _ in block.named_parameters()]
+    names = _weights(block)
     loaded = ExitStack()
 
     def load(*_: Any) -> None:
@@ -56,18 +56,35 @@ def _streamed_block(block: nn.Module, path: str, read: Callable[[str], Tensor]) 
             handle.remove()
 
 
+def _weights(module: nn.Module) -> list[str]:
+    """Names of parameters, tied ones under each of their names, and of saved buffers of floating numbers."""
+    saved = module.state_dict(keep_vars=True)
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return [
+        name
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and (name not in buffers or value.is_floating_point())
+    ]
+
+
 @contextmanager
 def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of parameters, and the parameters back afterwards."""
+    """Put other tensors in the place of weights, and the weights back afterwards."""
     owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    before = [owner._parameters[leaf] for owner, leaf in owners]
+    before = [owner._parameters.get(leaf, owner._buffers.get(leaf)) for owner, leaf in owners]
     try:
         for name, (owner, leaf) in zip(names, owners, strict=True):
-            owner._parameters[leaf] = nn.Parameter(read(name), requires_grad=False)
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = nn.Parameter(read(name), requires_grad=False)
+            else:
+                owner._buffers[leaf] = read(name)
         yield
     finally:
-        for (owner, leaf), parameter in zip(owners, before, strict=True):
-            owner._parameters[leaf] = parameter
+        for (owner, leaf), weight in zip(owners, before, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = cast("nn.Parameter", weight)
+            else:
+                owner._buffers[leaf] = weight
 
 
 @contextmanager

@@ -81,6 +81,14 @@ class ModelPool:
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(model, source, dict(attachments or {}))
 
+    def in_float64(self) -> ModelPool:
+        """The same models, computed in float64; on the CPU where the device knows no such numbers."""
+        device = torch.device("cpu") if self.device.type == "mps" else self.device
+        wide = ModelPool(self.chain, self._skeleton, {}, device=device, dtype=torch.float64)
+        for name, variant in self._models.items():
+            wide.add(name, variant.weights, variant.attachments)
+        return wide
+
     def parameters(self, model: str, layer: Layer) -> dict[str, Tensor]:
         """The parameters of one layer of one model, by the layer's own names, on `device` in `dtype`.
 

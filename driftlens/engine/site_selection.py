@@ -32,12 +32,14 @@ def select_sites(
         chain: the model taken apart.
         layers: which layers, as `driftlens.layers.select_layers` takes them; None means all.
         sites: globs on module paths (`*.attn.*`); None means every linear and norm module inside blocks. Stem, final
-            norm and projection are calibrated only where a pattern names them.
+            norm and projection are calibrated only where a pattern names them. Modules whose weight serves another
+            place too are left out, see `tied_sites`.
         update: what is solved for; sites of which nothing would change are left out.
 
     Raises:
         LayerNotFoundError: a pattern matches nothing, naming the three nearest paths, or nothing is left to calibrate.
-        IncompatibleModelsError: a site that is meant runs more than once in its layer.
+        IncompatibleModelsError: a site that is meant runs more than once in its layer, or one that a pattern names
+            shares its weight with another place.
     """
     paths = {
         (layer.index, site.name): site_path(layer, site) for layer in chain.layers for site in layer.sites
@@ -46,6 +48,7 @@ def select_sites(
         _require_match(pattern, list(paths.values()))
     wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
     found: dict[int, tuple[str, ...]] = {}
+    tied = tied_sites(chain)
     for layer in chain.layers:
         if wanted is not None and layer.index not in wanted:
             continue
@@ -54,17 +57,45 @@ def select_sites(
             for site in layer.sites
             if _is_updated(site, update) and _is_meant(layer, paths[layer.index, site.name], sites)
         ]
+        if sites is None:
+            chosen = [site for site in chosen if paths[layer.index, site.name] not in tied]
         for site in chosen:
             _require_one_input(site, paths[layer.index, site.name])
+            _require_one_place(paths[layer.index, site.name], tied)
         if chosen:
             found[layer.index] = tuple(site.name for site in chosen)
     if not found:
         raise LayerNotFoundError(
             f"nothing to calibrate: {chain.architecture} has no site that matches "
             f"layers {layers!r}, sites {sites!r} and update {list(update)}",
-            hint=f"Its sites are called like {', '.join(list(paths.values())[:3]) or '(there are none)'}.",
+            hint=f"Its sites are called like {', '.join(list(paths.values())[:3]) or '(there are none)'}; "
+            f"{len(tied)} of them share their weights with other places.",
         )
     return found
+
+
+def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
+    """Paths of sites whose weight or bias serves other places too -> the other places' keys.
+
+    Each place would be solved for by itself and the last one win, so such sites have no solution of their own.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for layer in chain.layers:
+        for site in layer.sites:
+            slots = (layer.parameters.get(f"{site.name}.{part}") for part in ("weight", "bias"))
+            keys = [slot.key for slot in slots if slot is not None]
+            others = tuple(other for key in keys for other in chain.tied.get(key, ()) if other not in keys)
+            if others:
+                found[site_path(layer, site)] = others
+    return found
+
+
+def _require_one_place(path: str, tied: Mapping[str, tuple[str, ...]]) -> None:
+    if path in tied:
+        raise IncompatibleModelsError(
+            f"{path} shares its weight with {', '.join(tied[path][:3])}, so it can't be calibrated for one place alone",
+            hint="Leave it out with a pattern of sites, or give each place a weight of its own.",
+        )
 
 
 def _require_match(pattern: str, paths: Sequence[str]) -> None:

@@ -11,15 +11,19 @@ returns zeros in their rows, so that padding carries no drift.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from driftlens.errors import SpecError
+
+if TYPE_CHECKING:
+    from driftlens.models.frames import Frame, Inputs
+
 State = dict[str, Tensor]
-SideInputs = Mapping[str, Tensor]
 Parameters = Mapping[str, Tensor]
 Tap = Callable[[str, Tensor], Callable[[Tensor], None] | None]
 """Called with a site's name and its input [n, t, k] just before the site runs.
@@ -33,6 +37,54 @@ ParameterKey = tuple[int, str]
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]
+
+
+@dataclass(frozen=True, eq=False)
+class SideInputs(Mapping[str, Tensor]):
+    """Tensors of one batch by name: masks, positions, rotary tables, token ids.
+
+    Attributes:
+        tensors: by name. `<stream>_mask` [n, t] is true where a token of that stream counts.
+        frames: how a module calls its blocks, with references into `tensors`; of generic modules only.
+        inputs: the batch's raw inputs, likewise; of generic modules only.
+
+    Raises:
+        SpecError: an entry is no tensor.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    frames: tuple[Frame, ...] = ()
+    inputs: Inputs | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.tensors.items():
+            if not isinstance(value, Tensor):
+                raise SpecError(
+                    f"the side input {name!r} is a {type(value).__name__}; expected a tensor",
+                    hint="Caches and other objects that layers write to can't be shared between models.",
+                )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def mask(self, stream: str) -> Tensor | None:
+        """Where tokens of a stream count, [n, t]; None where all of them do."""
+        return self.tensors.get(f"{stream}_mask")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; what is shared with another batch counts here too."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to(self, device: torch.device) -> SideInputs:
+        """The same on another device."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -115,6 +167,9 @@ class LayerChain:
         library_states: (module, raw inputs) -> the states at boundaries 1..L, from one ordinary forward pass of the
             library's own module, read off its native blocks. This is what the chain is checked against.
         token_weights: rules named by `Site.token_weights`: state and side -> weights [n, t].
+        require_shared: (models by name, a batch) -> nothing; refuses models that the side inputs of one of them don't
+            serve. None where side inputs come from the raw inputs alone.
+        tied: of every checkpoint key whose tensor lies under several keys, all of these.
         settings: what the architecture fixes beyond shapes (activation, eps, heads), for comparison and the manifest.
     """
 
@@ -123,6 +178,8 @@ class LayerChain:
     start: Callable[[Any], tuple[State, SideInputs]]
     library_states: Callable[[nn.Module, Any], list[State]]
     token_weights: Mapping[str, Callable[[State, SideInputs], Tensor]] = field(default_factory=dict)
+    require_shared: Callable[[Iterable[tuple[str, nn.Module]], Any], None] | None = None
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,6 +224,8 @@ class Adapter(Protocol):
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     """One vector per sample.
 
+    A mask of other tokens than those of `hidden` is not asked: a head may give tokens of its own.
+
     Args:
         hidden: [n, t, d], or [n, d], which is returned as it is.
         how: `cls` the first token, `last` the last unmasked one, `mean` the mean over unmasked tokens, `all` the whole
@@ -178,6 +237,7 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     """
     if hidden.dim() == 2:
         return hidden
+    mask = None if mask is None or mask.shape != hidden.shape[:2] else mask
     if how == "cls":
         return hidden[:, 0]
     if how == "all":

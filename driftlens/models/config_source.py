@@ -1,13 +1,16 @@
-"""Small configuration files of a model, from a local folder or the Hugging Face Hub."""
+"""Small configuration files of a model, from a local folder or the Hugging Face Hub, and modules built from them."""
 
 from __future__ import annotations
 
 import json
 import logging
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
-from driftlens.errors import CheckpointError, SpecError
+from torch import nn
+
+from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.models.hub import is_hub_id
 
 log = logging.getLogger("driftlens")
@@ -73,3 +76,26 @@ def _fetched(repository: str, file: str, offline: bool) -> pathlib.Path | None:
             f"{repository}: {file} can't be fetched from the Hub: {str(error).strip().splitlines()[0]}",
             hint="Check the id and the network, log in if the model is gated, or give the path of a folder.",
         ) from error
+
+
+def weightless(build: Callable[[], nn.Module], source: str) -> Any:
+    """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients.
+
+    Args:
+        build: constructs the library's module from a configuration.
+        source: where the configuration came from, for the message.
+
+    Raises:
+        IncompatibleModelsError: the library can't build what the configuration describes.
+    """
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            module = build()
+    except Exception as error:  # whatever a constructor makes of values in somebody's file
+        raise IncompatibleModelsError(
+            f"the model that {source} describes can't be built: {type(error).__name__}: {error}",
+            hint="Check its configuration file, and that the library is recent enough for it.",
+        ) from error
+    return module.eval().requires_grad_(False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import SpecError
+from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.block_list import BlockList
 from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap
 from driftlens.models.frames import (
@@ -19,8 +21,10 @@ from driftlens.models.frames import (
     raw_inputs,
     result,
     side_inputs,
+    tensors_given,
 )
 from driftlens.models.interception import bypassed, call, evaluating, observe, run_until
+from driftlens.models.padding import Mask, padding_mask, without_padding
 from driftlens.models.sites import BLOCK_ITSELF, site_kind, tapped
 
 
@@ -30,10 +34,12 @@ class Dissection:
     Args:
         module: the whole model.
         found: its blocks.
+        mask: which tokens count; see `driftlens.models.padding.Mask`.
     """
 
-    def __init__(self, module: nn.Module, found: BlockList) -> None:
+    def __init__(self, module: nn.Module, found: BlockList, mask: Mask = None) -> None:
         self.module = module
+        self.mask = mask
         self.paths = list(found.blocks)
         self.blocks = list(found.blocks.values())
 
@@ -55,7 +61,8 @@ class Dissection:
         Runs the module once, with its own weights, to see how it calls its blocks.
 
         Raises:
-            SpecError: features don't flow from block to block.
+            SpecError: features don't flow from block to block, a block is given something that carries state, or
+                the batch's mask can't be read.
         """
         named = raw_inputs(inputs)
         recording = observe(self._named_blocks(self.module), lambda: run(self.module, named), keep=False)
@@ -64,12 +71,13 @@ class Dissection:
             for name, value in named.values.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         }
-        return state, side_inputs(self.paths, recording.frames, named)
+        return state, side_inputs(self.paths, recording.frames, named, padding_mask(named, self.mask))
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
         args, kwargs = inputs_in(side).arguments(state)
-        return {"hidden": run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))}
+        hidden = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
+        return {"hidden": without_padding(self.paths[0], hidden, side.mask("hidden"))}
 
     def block(
         self,
@@ -86,7 +94,8 @@ class Dissection:
         args, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
         own = {name.removeprefix(_prefix(block)): value for name, value in parameters.items()}
         with tapped(block, sites, tap):
-            return {"hidden": features_of(self.paths[position], call(block, own, args, kwargs))}
+            hidden = features_of(self.paths[position], call(block, own, args, kwargs))
+        return {"hidden": without_padding(self.paths[position], hidden, side.mask("hidden"))}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """What the module returns when the given features leave its last block.
@@ -96,16 +105,78 @@ class Dissection:
         args, kwargs = inputs_in(side).arguments({})
         frames = [frame_at(side, position) for position in range(len(self.blocks))]
         with bypassed(self.blocks, frames, state["hidden"].clone()):
-            return {"hidden": result(call(self.module, parameters, args, kwargs))}
+            return {"hidden": _head_output(call(self.module, parameters, args, kwargs), side.mask("hidden"))}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
         named = raw_inputs(inputs)
+        mask = padding_mask(named, self.mask)
         recording = observe(self._named_blocks(module), lambda: run(module, named), keep=True)
-        return [{"hidden": hidden} for hidden in [*recording.features, result(recording.output)]]
+        states = [
+            without_padding(path, x, mask) for path, x in zip(self._ends(), recording.features, strict=True)
+        ]
+        return [{"hidden": hidden} for hidden in [*states, _head_output(recording.output, mask)]]
+
+    def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
+        """Refuse models whose blocks are given anything but features that differs from model to model.
+
+        What blocks are given beside their features is recorded from one model and handed to all, which is right for
+        masks, positions and rotary tables, and wrong for what is computed from weights: an encoder's output, a
+        position bias, an embedding of a condition.
+
+        Args:
+            models: by name, each of this structure.
+            inputs: a batch on which they are compared, bit by bit.
+
+        Raises:
+            IncompatibleModelsError: names the block, its argument and the two models.
+        """
+        first, known = "", dict[tuple[str, str], Tensor]()
+        for name, module in models:
+            found = self._given(module, raw_inputs(inputs))
+            first, known = (first, known) if first else (name, found)
+            for path, argument in {**known, **found}:
+                if not same_values(known.get((path, argument)), found.get((path, argument))):
+                    raise IncompatibleModelsError(
+                        f"block {path!r} is given {argument!r} beside its features, and that differs between {first} "
+                        f"and {name}: it is computed from weights; expected the same for all models",
+                        hint="Wrap the model so that this is part of the features or computed inside each block, or "
+                        "pass blocks= the path of another list.",
+                        block=path,
+                        argument=argument,
+                    )
+
+    def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
+        """The tensors that a model hands to its blocks beside their features, by block and argument."""
+        frames = observe(self._named_blocks(module), lambda: run(module, inputs), keep=False).frames
+        return {
+            (path, argument): tensor
+            for path, frame in zip(self.paths, frames, strict=True)
+            for argument, tensor in tensors_given(frame).items()
+        }
+
+    def _ends(self) -> list[str]:
+        return [self.paths[0], *self.paths]
 
     def _named_blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         return {path: module.get_submodule(path) for path in self.paths}
+
+
+def same_values(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are alike in shape and bit by bit, not-a-number included."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _head_output(output: Any, mask: Tensor | None) -> Tensor:
+    """The features a model returns, without padding where they are features of the same tokens."""
+    features = result(output)
+    return (
+        without_padding("", features, mask)
+        if mask is not None and features.shape[:2] == mask.shape
+        else features
+    )
 
 
 def run(module: nn.Module, inputs: Inputs) -> Any:
@@ -158,6 +229,16 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
         ]
         if (name := f"{path}.{own}" if path else own) in saved and value.is_floating_point()
     }
+
+
+def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of every weight that lies in several places of a module, the names it has there."""
+    names: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            place = id(value) if value.is_meta else value.data_ptr()
+            names[place, value.shape, value.stride()].append(name)
+    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
 
 
 def _prefix(block: nn.Module) -> str:

@@ -1,18 +1,18 @@
 """How a model calls its blocks: everything about a call except the features that flow through it.
 
 A `Frame` is kept per block and batch. The tensors in it (masks, positions, rotary tables) and the raw inputs
-lie in the side inputs under readable names (`blocks.0.mask`, `inputs.tokens`); the frames, with references in
-the place of tensors, lie beside them under the private key `_frames`, the raw inputs under `_inputs`.
+lie in the side inputs under readable names (`blocks.0.mask`, `inputs.tokens`); the frames and the raw inputs
+lie beside them, with references in the place of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from driftlens.errors import SpecError
 from driftlens.models.chain import SideInputs, State
@@ -80,6 +80,11 @@ class Inputs:
         values = {name: mapped(replaced.get(name, value), _copy) for name, value in self.values.items()}
         return ((), values) if self.by_keyword else (tuple(values.values()), {})
 
+    def batch(self) -> Any:
+        """The batch as the model takes it: a dict, a tensor or a tuple."""
+        values = tuple(self.values.values())
+        return dict(self.values) if self.by_keyword else values[0] if "input" in self.values else values
+
 
 def raw_inputs(inputs: Any) -> Inputs:
     """A batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments.
@@ -143,40 +148,63 @@ def result(output: Any) -> Tensor:
     )
 
 
-def side_inputs(paths: Sequence[str], frames: Sequence[Frame], inputs: Inputs) -> SideInputs:
-    """Frames and raw inputs as side inputs: every tensor once, under a readable name."""
-    tensors: dict[str, Tensor] = {}
-    kept_inputs = Inputs(_stowed(inputs.values, "inputs", tensors), inputs.by_keyword)
-    kept_frames = [
-        Frame(
-            _stowed(frame.args, path, tensors),
-            _stowed(frame.kwargs, path, tensors),
-            frame.place,
-            _stowed(frame.rest, f"{path}.output", tensors),
-            frame.dtype,
+def side_inputs(
+    paths: Sequence[str], frames: Sequence[Frame], inputs: Inputs, mask: Tensor | None = None
+) -> SideInputs:
+    """Frames and raw inputs as side inputs: every tensor once, under a readable name.
+
+    Args:
+        paths: of the blocks.
+        frames: how each of them was called.
+        inputs: the batch.
+        mask: where tokens count, [n, t].
+
+    Raises:
+        SpecError: a block is given something that carries state, such as a key-value cache.
+    """
+    tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
+    kept_inputs = replace(inputs, values=_stowed(inputs.values, "inputs", tensors))
+    kept_frames = tuple(
+        replace(
+            frame,
+            args=_stowed(frame.args, path, tensors),
+            kwargs=_stowed(frame.kwargs, path, tensors),
+            rest=_stowed(frame.rest, f"{path}.output", tensors, stateless=False),
         )
         for path, frame in zip(paths, frames, strict=True)
-    ]
-    # The two private entries are not tensors; only the layers of this chain look at them.
-    return cast(SideInputs, {**tensors, "_inputs": kept_inputs, "_frames": kept_frames})
+    )
+    return SideInputs(tensors, kept_frames, kept_inputs)
 
 
 def frame_at(side: SideInputs, position: int) -> Frame:
     """The frame of one block, tensors back in their places."""
-    frame = cast(list[Frame], side["_frames"])[position]
-    return Frame(
-        _fetched(frame.args, side),
-        _fetched(frame.kwargs, side),
-        frame.place,
-        _fetched(frame.rest, side),
-        frame.dtype,
+    frame = side.frames[position]
+    return replace(
+        frame,
+        args=_fetched(frame.args, side),
+        kwargs=_fetched(frame.kwargs, side),
+        rest=_fetched(frame.rest, side),
     )
 
 
 def inputs_in(side: SideInputs) -> Inputs:
     """The raw inputs, tensors back in their places."""
-    inputs = cast(Inputs, side["_inputs"])
-    return Inputs(_fetched(inputs.values, side), inputs.by_keyword)
+    assert side.inputs is not None
+    return replace(side.inputs, values=_fetched(side.inputs.values, side))
+
+
+def tensors_given(frame: Frame) -> dict[str, Tensor]:
+    """The tensors among a block's arguments, its features left out, by the argument's name or position."""
+    return dict(_named_leaves({**dict(enumerate(frame.args)), **frame.kwargs}))
+
+
+def _named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping | tuple | list):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, entry in entries:
+            yield from _named_leaves(entry, f"{name}.{key}" if name else str(key))
 
 
 @dataclass(frozen=True)
@@ -184,19 +212,36 @@ class _Reference:
     key: str
 
 
-def _stowed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _stowed(value: Any, name: str, tensors: dict[str, Tensor], *, stateless: bool = True) -> Any:
     """`value` with its tensors moved to `tensors`; the same tensor is filed once."""
     if isinstance(value, Tensor):
         known = next((key for key, tensor in tensors.items() if tensor is value), name)
         tensors[known] = value
         return _Reference(known)
     if isinstance(value, Mapping):
-        return {key: _stowed(entry, f"{name}.{key}", tensors) for key, entry in value.items()}
+        return {
+            key: _stowed(entry, f"{name}.{key}", tensors, stateless=stateless) for key, entry in value.items()
+        }
     if type(value) in (tuple, list):
         return type(value)(
-            _stowed(entry, f"{name}.{position}", tensors) for position, entry in enumerate(value)
+            _stowed(entry, f"{name}.{position}", tensors, stateless=stateless)
+            for position, entry in enumerate(value)
         )
+    if stateless:
+        _require_stateless(name, value)
     return value
+
+
+def _require_stateless(name: str, value: object) -> None:
+    """Refuse what can carry something from call to call: modules, and objects that are updated or hold tensors."""
+    held = [] if isinstance(value, type) else list(_named_leaves(getattr(value, "__dict__", {})))
+    if held or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
+        raise SpecError(
+            f"{name!r} is a {type(value).__name__}, which carries state that no other model may read; "
+            "expected tensors and plain values beside the features",
+            hint="Switch it off (a key-value cache with use_cache=False), or wrap the model so that its blocks "
+            "are called without it.",
+        )
 
 
 def _fetched(value: Any, side: SideInputs) -> Any:

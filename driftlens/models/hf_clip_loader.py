@@ -11,12 +11,11 @@ from torch import Tensor
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import tower_prefix
 from driftlens.models.architecture import Architecture, FolderFormat, TextTower, no_text_tower
-from driftlens.models.config_source import read_config
+from driftlens.models.config_source import read_config, weightless
 from driftlens.models.hf_clip_vit import LAYOUT, HfClipViT
 from driftlens.models.loading import StateSource
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.registry import loaders
-from driftlens.models.skeletons import weightless
 
 _TEXT_KEYS = ("text_model.", "text_projection.", "logit_scale")
 

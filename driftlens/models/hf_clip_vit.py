@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
-from driftlens.models.recording import record_outputs
+from driftlens.models.chain import Layer, LayerChain, Site, Slot, State
 from driftlens.models.registry import adapters
 from driftlens.models.vit import (
     BlockNames,
@@ -29,7 +28,15 @@ from driftlens.models.vit import (
     vit_head,
     vit_stem,
 )
-from driftlens.models.vit_parts import ACTIVATIONS, activation_name, scrambled, token_weight_rules
+from driftlens.models.vit_parts import (
+    ACTIVATIONS,
+    activation_name,
+    known_activation,
+    record_outputs,
+    scrambled,
+    start,
+    token_weight_rules,
+)
 
 STEM = StemNames(
     patches="embeddings.patch_embedding.weight",
@@ -87,7 +94,7 @@ class HfClipViT:
         return LayerChain(
             architecture=self.name,
             layers=(_stem(tower, prefix), *blocks, _head(module, tower, prefix)),
-            start=_start,
+            start=start,
             library_states=_library_states,
             token_weights=token_weight_rules(tower.embeddings.position_embedding.weight.shape[0]),
             settings=_settings(tower),
@@ -138,10 +145,6 @@ def _tower(module: nn.Module) -> tuple[Any, str]:
     return (module, "") if inner is None else (inner, "vision_model.")
 
 
-def _start(inputs: Tensor) -> tuple[State, SideInputs]:
-    return {"pixels": inputs}, {}
-
-
 def _library_states(module: nn.Module, inputs: Tensor) -> list[State]:
     tower, _ = _tower(module)
     last = getattr(module, "visual_projection", tower.post_layernorm)
@@ -167,7 +170,7 @@ def _block(block: Any, prefix: str, index: int) -> Layer:
         names=BLOCK,
         num_heads=block.self_attn.num_heads,
         eps=block.layer_norm1.eps,
-        activation=ACTIVATIONS[_activation(block)],
+        activation=ACTIVATIONS[known_activation(block.mlp.activation_fn)],
     )
     sites = block_sites(BLOCK, eps=block.layer_norm1.eps)
     slots = {key: Slot(f"{path}.{key}") for site in sites for key in _affine(site.name)}
@@ -191,16 +194,10 @@ def _affine(site: str) -> tuple[str, str]:
     return f"{site}.weight", f"{site}.bias"
 
 
-def _activation(block: Any) -> str:
-    name = activation_name(block.mlp.activation_fn)
-    assert name is not None  # towers with another one have been refused
-    return name
-
-
 def _settings(tower: Any) -> dict[str, object]:
     block, embeddings = tower.encoder.layers[0], tower.embeddings
     return {
-        "activation": _activation(block),
+        "activation": known_activation(block.mlp.activation_fn),
         "eps": block.layer_norm1.eps,
         "num_heads": block.self_attn.num_heads,
         "patch_size": [embeddings.patch_size] * 2,

@@ -20,18 +20,25 @@ from driftlens.models.frames import OTHER_LIST, Frame, features_of, find_feature
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Eval mode for `module` and all inside it, each put back to what it was.
 
-    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it knows no forward-mode derivatives.
+    The fused kernel of `nn.MultiheadAttention` is off meanwhile: it knows no forward-mode derivatives. So are
+    key-value caches that a configuration switches on, as those of transformers do: every pass starts from nothing.
     """
     training = [part for part in module.modules() if part.training]
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None))}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         for part in training:
             part.training = False
+        for config in caching:
+            config.use_cache = False
         yield
     finally:
         for part in training:
             part.training = True
+        for config in caching:
+            config.use_cache = True
         torch.backends.mha.set_fastpath_enabled(fused)
 
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import tower_prefix
 from driftlens.models.architecture import Architecture, FolderFormat, TextTower, no_text_tower
-from driftlens.models.config_source import read_config, read_json
+from driftlens.models.config_source import read_config, read_json, weightless
 from driftlens.models.loading import StateSource
 from driftlens.models.open_clip_vit import LAYOUT, OpenClipViT
 from driftlens.models.preprocessing import open_clip_preprocess
 from driftlens.models.registry import loaders
-from driftlens.models.skeletons import weightless
 
 CONFIG_FILE = "open_clip_config.json"
 _FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
-from driftlens.models.recording import record_outputs
+from driftlens.models.chain import Layer, LayerChain, Site, Slot, State
 from driftlens.models.registry import adapters
 from driftlens.models.vit import (
     BlockNames,
@@ -29,7 +28,15 @@ from driftlens.models.vit import (
     vit_head,
     vit_stem,
 )
-from driftlens.models.vit_parts import ACTIVATIONS, activation_name, scrambled, token_weight_rules
+from driftlens.models.vit_parts import (
+    ACTIVATIONS,
+    activation_name,
+    known_activation,
+    record_outputs,
+    scrambled,
+    start,
+    token_weight_rules,
+)
 
 BLOCK = BlockNames(
     norm1="ln_1",
@@ -86,7 +93,7 @@ class OpenClipViT:
         return LayerChain(
             architecture=self.name,
             layers=(_stem(tower, prefix), *blocks, _head(tower, prefix)),
-            start=_start,
+            start=start,
             library_states=_library_states,
             token_weights=token_weight_rules(tower.positional_embedding.shape[0]),
             settings=_settings(tower),
@@ -138,10 +145,6 @@ def _why_not_blocks(tower: Any) -> str | None:
     return None
 
 
-def _start(inputs: Tensor) -> tuple[State, SideInputs]:
-    return {"pixels": inputs}, {}
-
-
 def _library_states(module: nn.Module, inputs: Tensor) -> list[State]:
     tower, _ = _tower(module)
     outputs = record_outputs([tower.ln_pre, *tower.transformer.resblocks, tower], lambda: tower(inputs))
@@ -167,7 +170,7 @@ def _block(block: Any, prefix: str, index: int) -> Layer:
         names=names,
         num_heads=block.attn.num_heads,
         eps=block.ln_1.eps,
-        activation=ACTIVATIONS[_activation(block)],
+        activation=ACTIVATIONS[known_activation(block.mlp.gelu)],
     )
     return Layer(
         index=index + 2,
@@ -220,16 +223,10 @@ def _norm_keys(norm: nn.Module, name: str) -> list[str]:
     return [f"{name}.{key}" for key in norm.state_dict()]
 
 
-def _activation(block: Any) -> str:
-    name = activation_name(block.mlp.gelu)
-    assert name is not None  # towers with another one have been refused
-    return name
-
-
 def _settings(tower: Any) -> dict[str, object]:
     block = tower.transformer.resblocks[0]
     return {
-        "activation": _activation(block),
+        "activation": known_activation(block.mlp.gelu),
         "eps": block.ln_1.eps,
         "num_heads": block.attn.num_heads,
         "patch_size": list(tower.patch_size),

@@ -2,8 +2,8 @@
 
 The stem is all the module does before its first block, the head all it does after the last; a block is run on
 its own. What flows is `hidden`: the first tensor each block is given and the first it returns. Whatever else
-a block is given (masks, positions) is recorded once per batch from the module itself and is the same for
-every model.
+a block is given (masks, positions) is recorded once per batch from the module itself and must be the same for
+every model. Rows of padding are zeros wherever the batch's mask says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 
 from driftlens.models.block_list import block_list, has_block_list
 from driftlens.models.chain import Layer, LayerChain, Slot
-from driftlens.models.dissection import Dissection
+from driftlens.models.dissection import Dissection, tied_weights
+from driftlens.models.padding import Mask
 from driftlens.models.registry import adapters
 from driftlens.models.sites import registered_sites
 from driftlens.models.tracing import Trace, trace
@@ -27,12 +28,14 @@ class SequentialAdapter:
 
     Args:
         blocks: path of the list of blocks; None looks for it (see `block_list`).
+        mask: which tokens count; see `driftlens.models.padding.Mask`.
     """
 
     name = "sequential"
 
-    def __init__(self, blocks: str | None = None) -> None:
+    def __init__(self, blocks: str | None = None, mask: Mask = None) -> None:
         self.blocks = blocks
+        self.mask = mask
 
     def matches(self, module: nn.Module) -> bool:
         """Whether `module` has a list of children with weights."""
@@ -56,7 +59,7 @@ class SequentialAdapter:
                 block.
         """
         found = block_list(module, self.blocks)
-        parts = Dissection(module, found)
+        parts = Dissection(module, found, self.mask)
         seen = None if example is None else trace(parts, example)
         blocks = [_block(parts, position, seen) for position in range(len(parts.blocks))]
         outer = {name: Slot(name) for name in parts.outer_weights()}
@@ -72,6 +75,8 @@ class SequentialAdapter:
             ),
             start=parts.start,
             library_states=parts.library_states,
+            require_shared=parts.require_shared,
+            tied=tied_weights(module),
             settings={
                 "blocks": found.path,
                 "block_classes": sorted({type(b).__name__ for b in parts.blocks}),

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from driftlens.errors import NumericsError
 from driftlens.models.chain import Site
-from driftlens.models.dissection import Dissection, fitted
-from driftlens.models.frames import features_of, frame_at, mapped
+from driftlens.models.dissection import Dissection, fitted, run, same_values
+from driftlens.models.frames import features_of, frame_at, mapped, raw_inputs, result
 from driftlens.models.interception import call
 from driftlens.models.sites import traced_sites
 
@@ -49,8 +50,8 @@ def trace(parts: Dissection, example: Any) -> Trace:
         for position, (block, path) in enumerate(zip(parts.blocks, parts.paths, strict=True)):
             hidden = features["hidden"]
             args, kwargs = frame_at(side, position).arguments(hidden.clone())
-            run = partial(call, block, {}, args, kwargs)
-            found, output = traced_sites(block, parts.block_weights(position), run)
+            alone = partial(call, block, {}, args, kwargs)
+            found, output = traced_sites(block, parts.block_weights(position), alone)
             features = {"hidden": features_of(path, output)}
             sites.append(found)
             is_residual.append(features["hidden"].shape == hidden.shape)
@@ -81,3 +82,25 @@ class _Watch(TorchFunctionMode):
         name = self._names.get(id(value))
         if name is not None:
             self.seen.add(name)
+
+
+def check_deterministic(module: nn.Module, batch: Any) -> None:
+    """Refuse a model that answers one batch in two ways, in eval mode, bit for bit.
+
+    Args:
+        module: the model; it is not modified.
+        batch: raw inputs.
+
+    Raises:
+        NumericsError: the two outputs differ; says by how much.
+    """
+    first, second = (result(run(module, raw_inputs(batch))) for _ in range(2))
+    if same_values(first, second):
+        return
+    difference = float((first - second).abs().max()) if first.shape == second.shape else float("nan")
+    raise NumericsError(
+        f"{type(module).__name__} gives two outputs for one batch; they differ by up to {difference:.3g}",
+        hint="Something random runs in eval mode: dropout as a function without `training=self.training`, "
+        "stochastic depth, noise, or a kernel that is not deterministic.",
+        difference=difference,
+    )

@@ -1,8 +1,10 @@
-"""What CLIP adapters share besides the arithmetic: token weights, activations by behaviour, random towers."""
+"""What CLIP adapters share besides the arithmetic: token weights, activations, random towers, recordings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,18 @@ def activation_name(activation: Activation) -> str | None:
         found = activation(probe)
     same = (name for name, known in ACTIVATIONS.items() if torch.allclose(found, known(probe), 0, 1e-12))
     return next(same, None)
+
+
+def known_activation(activation: Activation) -> str:
+    """The same of a tower that has been accepted, so that it has a name."""
+    name = activation_name(activation)
+    assert name is not None
+    return name
+
+
+def start(inputs: Tensor) -> tuple[State, SideInputs]:
+    """State at boundary 0 of an image tower, which needs nothing beside its pixels."""
+    return {"pixels": inputs}, SideInputs()
 
 
 def token_weight_rules(num_tokens: int) -> dict[str, Callable[[State, SideInputs], Tensor]]:
@@ -88,3 +102,24 @@ def scrambled(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return module.eval()
+
+
+def record_outputs(modules: Sequence[nn.Module], run: Callable[[], object]) -> list[Tensor]:
+    """Output of each of `modules` while `run` runs without gradients, in the order of `modules`.
+
+    Modules that return tuples (encoder layers of transformers 4) are recorded by their first entry. The
+    hooks are gone afterwards, also when `run` fails.
+    """
+    seen: dict[int, Tensor] = {}
+
+    def hook_at(position: int) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            seen[position] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    with ExitStack() as hooks, torch.no_grad():
+        for position, module in enumerate(modules):
+            hooks.callback(module.register_forward_hook(hook_at(position)).remove)
+        run()
+    return [seen[position] for position in range(len(modules))]

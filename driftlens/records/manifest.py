@@ -112,6 +112,7 @@ class Manifest:
         environment: environment variables that may change numbers.
         device: where tensors were computed.
         dtype: in which type.
+        precision: largest relative error of the drift of a few samples against float64, by task, where measured.
         threads: thread counts by library, and by phase where another number of torch's suited it better.
         seeds: every seed, by what it draws.
         deterministic: whether deterministic algorithms were asked for.
@@ -147,6 +148,7 @@ class Manifest:
     environment: Mapping[str, str] = field(default_factory=dict)
     device: str = ""
     dtype: str = ""
+    precision: Mapping[str, float] = field(default_factory=dict)
     threads: Mapping[str, int] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
     deterministic: bool = False

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformers import BatchEncoding
 
 from driftlens.data.live import live_samples
 from driftlens.errors import DataError
@@ -38,23 +39,84 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(("source", "labelled"), SOURCES.values(), ids=SOURCES)
-@pytest.mark.parametrize("n", [None, 1, 4, 5, 7, 100])
-def test_the_first_samples_are_kept_in_order(source: Any, labelled: bool, n: int | None) -> None:
+@pytest.mark.parametrize("n", [None, 7, 100])
+def test_all_samples_are_kept_in_order(source: Any, labelled: bool, n: int | None) -> None:
     samples = live_samples("cars", source, n=n, batch_size=3)
-    count = min(n or 7, 7)
-    assert samples.ids == tuple(str(row) for row in range(count))
-    assert torch.equal(torch.cat([batch.inputs for batch in samples.batches()]), X[:count])
-    assert samples.labels == (tuple(str(int(label)) for label in Y[:count]) if labelled else None)
-    assert torch.equal(samples.load([count - 1, 0]), X[[count - 1, 0]])
+    assert samples.ids == tuple(map(str, range(7)))
+    assert torch.equal(torch.cat([batch.inputs for batch in samples.batches()]), X)
+    assert samples.labels == (tuple(str(int(label)) for label in Y) if labelled else None)
+    assert torch.equal(samples.load([6, 0]), X[[6, 0]])
+    assert samples.notices == ()
+
+
+@pytest.mark.parametrize(("source", "labelled"), SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("n", [1, 4, 5])
+def test_fewer_samples_are_drawn_at_random_and_known_by_their_place(
+    source: Any, labelled: bool, n: int
+) -> None:
+    samples = live_samples("cars", source, n=n, batch_size=3, seed=5)
+    rows = [int(name) for name in samples.ids]
+    assert len(set(rows)) == len(rows) == n
+    assert torch.equal(torch.cat([batch.inputs for batch in samples.batches()]), X[rows])
+    assert samples.labels == (tuple(str(int(Y[row])) for row in rows) if labelled else None)
+    assert live_samples("cars", X, n=n, seed=5).ids == samples.ids, "the seed alone decides"
+    assert samples.notices == (f"task cars: {n} of 7 samples are drawn at random with seed 5",)
+    assert len({live_samples("cars", X, n=n, seed=seed).ids for seed in range(9)}) > 1
+
+
+def test_sorted_data_give_every_class() -> None:
+    labels = torch.arange(1000) // 100
+    samples = live_samples("cars", TensorDataset(labels[:, None].float(), labels), n=200)
+    assert samples.labels is not None
+    assert set(samples.labels) == {str(label) for label in range(10)}
+
+
+def doubled(rows: list[tuple[Tensor, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+    return {"x": 2 * torch.stack([x for x, _ in rows])}, torch.stack([y for _, y in rows])
+
+
+@pytest.mark.parametrize("n", [None, 3])
+def test_a_loader_that_shuffles_is_read_in_the_order_of_its_data_set(n: int | None) -> None:
+    loader = DataLoader(Rows(), batch_size=2, shuffle=True, collate_fn=doubled)
+    state = torch.get_rng_state()
+    samples = live_samples("cars", loader, n=n)
+    assert torch.equal(torch.get_rng_state(), state)
+    rows = [int(name) for name in samples.ids]
+    assert rows == (list(range(7)) if n is None else rows) and len(rows) == (n or 7)
+    assert torch.equal(samples.load(range(len(rows)))["x"], 2 * X[rows])
+    assert samples.labels == tuple(str(int(Y[row])) for row in rows)
+    assert samples.notices[0].startswith("task cars: the loader shuffles")
+
+
+class Stream:
+    """An iterable that can be started again and doesn't know its length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.split(X, 2))
+
+
+def test_of_a_stream_the_first_samples_are_taken_and_that_is_said() -> None:
+    samples = live_samples("cars", Stream(), n=3)
+    assert samples.ids == ("0", "1", "2") and torch.equal(samples.load([0, 1, 2]), X[:3])
+    assert samples.notices == (
+        "task cars: the first 3 samples are taken; give a Dataset to have them drawn at random",
+    )
+
+
+def test_a_tokenizers_batch_is_a_batch() -> None:
+    batch = BatchEncoding({"input_ids": Y[:, None], "attention_mask": Y[:, None] > 0})
+    loaded = live_samples("cars", [batch, batch]).load([0, 13])
+    assert sorted(loaded) == ["attention_mask", "input_ids"]
+    assert torch.equal(loaded["input_ids"], Y[[0, 6], None])
 
 
 def test_a_batch_may_be_a_dict_of_tensors() -> None:
     batches = [({"ids": X[:4], "mask": Y[:4]}, Y[:4]), ({"ids": X[4:], "mask": Y[4:]}, Y[4:])]
-    samples = live_samples("cars", batches, n=6)
+    samples = live_samples("cars", batches)
     loaded = samples.load([5, 1])
     assert torch.equal(loaded["ids"], X[[5, 1]])
     assert torch.equal(loaded["mask"], Y[[5, 1]])
-    assert samples.labels == ("2", "0", "1", "2", "0", "1")
+    assert samples.labels == ("2", "0", "1", "2", "0", "1", "10")
 
 
 def test_numbers_may_be_given_names() -> None:
@@ -84,18 +146,17 @@ class Noisy(Rows):
         return X[index] + torch.rand(3), Y[index]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(
-            DataLoader(
-                TensorDataset(X, Y), batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(0)
-            ),
-            id="a shuffling loader",
-        ),
-        pytest.param(Noisy(), id="a random augmentation"),
-    ],
-)
+class Shuffling:
+    """Batches in an order of their own every time."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(X[torch.randperm(7, generator=self.generator)].split(4))
+
+
+@pytest.mark.parametrize("source", [Shuffling(), Noisy()], ids=["shuffled batches", "random augmentation"])
 def test_batches_that_change_between_passes_are_refused(source: Any) -> None:
     with pytest.raises(DataError, match="differs when it is drawn again") as caught:
         live_samples("cars", source)

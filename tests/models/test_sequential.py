@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.errors import NumericsError, SpecError
 from driftlens.models.chain import LayerChain, State
-from driftlens.models.determinism import check_deterministic
 from driftlens.models.frames import result
 from driftlens.models.loading import module_source
 from driftlens.models.registry import adapters
 from driftlens.models.sequential import SequentialAdapter
+from driftlens.models.tracing import check_deterministic
 from tests.models.stacks import STACKS, WIDTH, Attention, Plain, Residual, Stack, rows
 
 N = 4

@@ -14,18 +14,20 @@ from numpy.typing import NDArray
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.diagnostics.drift import drift_columns, layer_values, sample_values
 from driftlens.diagnostics.output import class_rows, output_columns
-from driftlens.engine.walk import LayerView, on_device, waiting_bytes, walk
+from driftlens.engine.walk import LayerView, waiting_bytes, walk
 from driftlens.linalg.cka import linear_cka
-from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State, pooled
 from driftlens.models.heads import Head
 from driftlens.pipeline.analyze.causes import Sensitivity, adjoint_columns, sensitivities
+from driftlens.pipeline.analyze.verification import LibraryDrift, precision_error
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter
 from driftlens.variants import expert_of
 
 Array = NDArray[np.float64]
 Row = dict[str, object]
+Features = Mapping[tuple[str, int], NDArray[np.float32]]
+"""Pooled features [n, d] by (variant, layer)."""
 
 
 @dataclass
@@ -33,6 +35,7 @@ class TaskDiagnosis:
     """What one task's walk found.
 
     `features` holds pooled features [n, d] (float32) by (variant, layer); the expert's are among them.
+    `precision_error` is that of `driftlens.pipeline.analyze.verification`; NaN where it was not measured.
     """
 
     layers: list[Row] = field(default_factory=list)
@@ -41,6 +44,7 @@ class TaskDiagnosis:
     adjoint: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
+    precision_error: float = float("nan")
 
 
 @torch.no_grad()
@@ -48,13 +52,14 @@ def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
     """Drift, its parts and the output drift of every variant on one task's diagnosis samples.
 
     Raises:
-        NumericsError: weights or features are NaN or infinite.
+        NumericsError: weights or features are NaN or infinite, or the drift is not that of ordinary forward passes or
+            of float64.
         Cancelled: somebody asked to stop.
     """
     at_hand = study.tasks[task]
     meter = _Meter(study, task, reporter)
     recorder = _Recorder(study.settings.pool, study.variants[0])
-    library = _LibraryDrift.of(study, task, next(at_hand.diagnosis.batches()))
+    library = LibraryDrift(study, task, next(at_hand.diagnosis.batches()))
     for chunk in _chunks(study, task, at_hand.diagnosis):
         views = walk(study.pool, task, study.variants, chunk, ids=at_hand.diagnosis.ids)
         for view in views:
@@ -62,7 +67,10 @@ def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
                 meter.step(view.layer.index, "drift")
             recorder.add(view)
             library.compare(view)
-    found = _tables(study, task, at_hand, recorder, library)
+    features = recorder.features()
+    found = _tables(study, task, at_hand, recorder, features, library)
+    if task == next(iter(study.tasks)):
+        _verify(study, task, features, found)
     if study.settings.jacobian is not None:
         for variant in study.explained_variants:
             _explain(study, task, variant, found, meter)
@@ -134,7 +142,7 @@ class _Recorder:
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
         stream = view.layer.stream
-        vectors = pooled(state[stream], self._pool, view.side.get(f"{stream}_mask"))
+        vectors = pooled(state[stream], self._pool, view.side.mask(stream))
         self._features[key].append(vectors.float().cpu().numpy())
 
     def columns(self, variant: str, layer: int) -> dict[str, Array]:
@@ -145,43 +153,22 @@ class _Recorder:
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
 
 
-class _LibraryDrift:
-    """Drift of one batch as the models' own library gives it, to hold the walk's drift against."""
-
-    def __init__(self, drift: dict[str, list[State]]) -> None:
-        self._drift = drift
-        self.error: dict[tuple[str, int], float] = {}
-
-    @classmethod
-    def of(cls, study: Study, task: str, batch: Batch) -> _LibraryDrift:
-        pool = study.pool
-        inputs = on_device(batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(expert_of(task), inputs)
-        return cls(
-            {
-                variant: [
-                    subtract(*pair)
-                    for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
-                ]
-                for variant in study.variants
-            }
-        )
-
-    def compare(self, view: LayerView) -> None:
-        """Keep |e - e_library| / |e| of the first batch; NaN where there is no drift."""
-        if view.start != 0:
-            return
-        ours = subtract(view.merged_out, view.expert_out)
-        theirs = self._drift[view.variant][view.layer.index - 1]
-        size = float(norm(ours).sum())
-        difference = float(norm(subtract(ours, theirs)).sum())
-        self.error[view.variant, view.layer.index] = difference / size if size > 0 else np.nan
+def _verify(study: Study, task: str, features: Features, found: TaskDiagnosis) -> None:
+    try:
+        found.precision_error = precision_error(study, task, features)
+    except RuntimeError as error:  # a model's own code may insist on float32
+        found.warnings.append(f"the drift could not be checked against float64: {str(error).splitlines()[0]}")
 
 
 def _tables(
-    study: Study, task: str, at_hand: TaskSamples, recorder: _Recorder, library: _LibraryDrift
+    study: Study,
+    task: str,
+    at_hand: TaskSamples,
+    recorder: _Recorder,
+    features: Features,
+    library: LibraryDrift,
 ) -> TaskDiagnosis:
-    found = TaskDiagnosis(features=recorder.features())
+    found = TaskDiagnosis(features=dict(features))
     stored = [layer for layer in study.pool.chain.layers if layer.index in study.settings.stored_layers]
     for variant in study.variants:
         for layer in stored:

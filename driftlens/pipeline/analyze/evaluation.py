@@ -121,7 +121,7 @@ def _by_batch(pool: ModelPool, model: str, task: str, samples: SampleSet, poolin
         for layer, states in layer_states(pool, model, chunk, task=task):
             if layer.role == "head":
                 for _, state, side in states:
-                    yield pooled(state[layer.stream], pooling, side.get(f"{layer.stream}_mask"))
+                    yield pooled(state[layer.stream], pooling, side.mask(layer.stream))
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from driftlens.data.live import live_samples
+from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
@@ -19,10 +22,12 @@ from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, Pool
-from driftlens.models.determinism import check_deterministic
+from driftlens.models.frames import raw_inputs
 from driftlens.models.heads import Head
+from driftlens.models.padding import Mask, unmasked_padding
 from driftlens.models.sequential import SequentialAdapter
 from driftlens.models.sources import module_source
+from driftlens.models.tracing import check_deterministic
 from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
@@ -40,6 +45,7 @@ def live_study(
     heads: Mapping[str, Head] | None = None,
     layers: str | Sequence[str | int] = "blocks",
     blocks: str | None = None,
+    mask: Mask = None,
     pool: Pool = "cls",
     n: int | None = 256,
     batch_size: int = 32,
@@ -60,19 +66,22 @@ def live_study(
         heads: score maps per task; with labels they give accuracy.
         layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
         blocks: path of the list of blocks, where it can't be found by itself (generic modules only).
+        mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
+            of a batch, or False where nothing is padded; `attention_mask` is found by itself.
         pool: how one vector per sample is taken.
-        n: samples per task; None takes all.
+        n: samples per task, drawn at random; None takes all.
         batch_size: samples per forward pass.
         cka: whether linear CKA is computed.
         jacobian: settings of path-averaged Jacobians; None leaves them out.
         adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
         device: where it is computed; the merged model's own device by default.
-        seed: of random directions.
+        seed: of the samples drawn and of random directions.
         name: of the run.
 
     Raises:
-        SpecError: tasks of `experts` and `data` differ.
-        IncompatibleModelsError: the modules differ in class, parameters or shapes.
+        SpecError: tasks of `experts` and `data` differ, or blocks pass on more than features.
+        IncompatibleModelsError: the modules differ in class, parameters or shapes, or in what they give their blocks
+            beside features.
         NumericsError: a module gives two outputs for one batch in eval mode.
         DataError: the data doesn't repeat, or its batches don't fit together.
     """
@@ -84,22 +93,27 @@ def live_study(
     modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged}
     modules = ({"base": base} if base is not None else {}) | modules
     _require_one_class(modules)
-    diagnosis = {task: live_samples(task, data[task], n=n, batch_size=batch_size) for task in sorted(data)}
+    diagnosis = {
+        task: live_samples(task, data[task], n=n, seed=seed, batch_size=batch_size) for task in sorted(data)
+    }
     first = next(merged.parameters())
-    place = torch.device(device) if device is not None else first.device
-    example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, first.device, first.dtype)
-    chain = _chain(merged, example, blocks)
-    check_deterministic(merged, example)
+    place, dtype = torch.device(device) if device is not None else first.device, _computed_in(merged)
+    skeleton = _in_dtype(merged, dtype)
+    example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, first.device, dtype)
+    chain = _chain(skeleton, example, blocks, mask)
+    check_deterministic(skeleton, example)
+    if chain.require_shared is not None:
+        chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     head_of = dict(heads or {})
     return Study(
         name=name,
         pool=ModelPool(
             chain,
-            merged,
+            skeleton,
             {key: module_source(module, key) for key, module in modules.items()},
             device=place,
-            dtype=first.dtype,
-            modules=modules,
+            dtype=dtype,
+            modules={key: module for key, module in modules.items() if _is_in(module, dtype, place)},
         ),
         variants=(*(["base"] if base is not None else []), "merged"),
         tasks={task: _task(samples, head_of.get(task)) for task, samples in diagnosis.items()},
@@ -111,7 +125,11 @@ def live_study(
             adjoint=adjoint,
         ),
         seed=seed,
-        notices=("accuracy is measured on the diagnosis samples",) if head_of else (),
+        notices=(
+            *(notice for samples in diagnosis.values() for notice in samples.notices),
+            *_padding_notices(diagnosis, merged, mask),
+            *(["accuracy is measured on the diagnosis samples"] if head_of else []),
+        ),
         provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
         preprocessing="by the caller",
         architecture={"loader": "live", "source": type(merged).__name__},
@@ -142,10 +160,38 @@ def analyze_study(
     return open_run(out)
 
 
-def _chain(module: nn.Module, example: Any, blocks: str | None) -> LayerChain:
-    if blocks is None:
+def _chain(module: nn.Module, example: Any, blocks: str | None, mask: Mask) -> LayerChain:
+    if blocks is None and mask is None:
         return architecture_of(module, example).chain
-    return SequentialAdapter(blocks).chain(module, example)
+    return SequentialAdapter(blocks, mask).chain(module, example)
+
+
+def _computed_in(module: nn.Module) -> torch.dtype:
+    """The widest dtype among a module's parameters; float32 for those in half precision."""
+    found = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    return functools.reduce(torch.promote_types, found, torch.float32)
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module itself, or a copy of it where a parameter has another floating dtype."""
+    return module if _is_in(module, dtype) else copy.deepcopy(module).to(dtype)
+
+
+def _is_in(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> bool:
+    return all(
+        parameter.dtype == dtype and parameter.device == (device or parameter.device)
+        for parameter in module.parameters()
+        if parameter.is_floating_point()
+    )
+
+
+def _padding_notices(data: Mapping[str, SampleSet], module: nn.Module, mask: Mask) -> Iterator[str]:
+    pad_token = getattr(getattr(module, "config", None), "pad_token_id", None)
+    for task, samples in data.items():
+        inputs = raw_inputs(next(samples.batches()).inputs)
+        notice = unmasked_padding(inputs, pad_token) if mask is None else None
+        if notice is not None and "attention_mask" not in inputs.values:
+            yield f"task {task}: {notice}"
 
 
 def _task(samples: Any, head: Head | None) -> TaskSamples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from driftlens.diagnostics.task_vectors import alignment_rows
+from driftlens.engine.exactness import exact_products
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.study.identity import model_info
@@ -92,7 +94,7 @@ def run_phase(
     """
     if writer.done(name) and not again:
         return
-    with writer.phase(name) as usage, suitable_threads(writer, name, study):
+    with exact_products(), writer.phase(name) as usage, suitable_threads(writer, name, study):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         work()
@@ -201,6 +203,8 @@ def store_diagnosis(writer: RunWriter, task: str, found: TaskDiagnosis) -> None:
         writer.append("outputs", _stacked(found.outputs), replace=True)
     for warning in found.warnings:
         writer.warn(warning)
+    if not math.isnan(found.precision_error):
+        writer.describe(precision={task: found.precision_error})
     if found.adjoint:
         writer.append("adjoint", _stacked(found.adjoint), replace=True)
     for (variant, layer), array in found.features.items():

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from driftlens.calibration.calibrator import Calibrator, closed_form
+from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.problems import SiteReport
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.site_selection import select_sites, tied_sites
 from driftlens.models.chain import ParameterKey
 from driftlens.models.export import fused
+from driftlens.models.padding import Mask
 from driftlens.pipeline.analyze.live import live_study
+from driftlens.pipeline.analyze.verification import check_closure
 from driftlens.pipeline.calibrate.walk import history_rows
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 
@@ -32,14 +35,17 @@ class FittedModules:
         model: the copy, in eval mode.
         history: one row per calibrated module, columns as in the calibration table of a run.
         modules: paths of the calibrated modules, in forward order.
+        notices: what the user should know: how samples were drawn, what was left out.
     """
 
     model: nn.Module
     history: pd.DataFrame
     modules: tuple[str, ...]
+    notices: tuple[str, ...] = ()
 
 
 @torch.no_grad()
+@exact_products()
 def fit_modules(
     calibrator: Calibrator,
     merged: nn.Module,
@@ -50,7 +56,9 @@ def fit_modules(
     layers: Sequence[str | int] | None = None,
     sites: Sequence[str] | None = None,
     blocks: str | None = None,
+    mask: Mask = None,
     n: int | None = 256,
+    seed: int = 0,
     batch_size: int = 32,
     device: str | torch.device | None = None,
     on_progress: ProgressSink | None = None,
@@ -67,7 +75,9 @@ def fit_modules(
         layers: which layers, by pattern or index; all blocks if left out.
         sites: patterns on module paths; linear and norm modules inside blocks if left out.
         blocks: path of the list of blocks, where it can't be found by itself.
-        n: samples per task; None takes all.
+        mask: which tokens count, as for `driftlens.pipeline.analyze.live.live_study`; padding weighs nothing.
+        n: samples per task, drawn at random; None takes all.
+        seed: of the samples drawn.
         batch_size: samples per forward pass.
         device: where it is computed; the merged model's own device by default.
         on_progress: called with every `ProgressEvent`.
@@ -75,6 +85,7 @@ def fit_modules(
 
     Raises:
         SpecError: a setting that can't be, or tasks of `experts` and `data` differ.
+        NumericsError: the drift is not that of ordinary forward passes; nothing is solved then.
         DriftLensError: see the tree in `driftlens.errors`.
     """
     calibrator.check(has_base=base is not None)
@@ -84,12 +95,16 @@ def fit_modules(
         data=data,
         base=base,
         blocks=blocks,
+        mask=mask,
         n=n,
+        seed=seed,
         batch_size=batch_size,
         device=device,
     )
     chain, reporter = study.pool.chain, Reporter(on_progress, cancel)
     chosen = select_sites(chain, layers=layers, sites=sites, update=calibrator.update)
+    tied = tied_sites(chain)
+    check_closure(study)
     updates: dict[ParameterKey, torch.Tensor] = {}
     reports: list[tuple[int, SiteReport]] = []
     for layer in calibrate(
@@ -108,7 +123,10 @@ def fit_modules(
         reports += [(layer.layer, report) for report in layer.reports]
     reporter.step("calibrate", max(chosen), max(chosen))
     tensors = fused(chain, updates, study.pool.source("merged"))
-    return FittedModules(_copy_with(merged, tensors), _history(reports), _paths(reports))
+    notices = study.notices
+    if tied and sites is None:
+        notices += (f"left as they are, because their weights serve other places too: {', '.join(tied)}",)
+    return FittedModules(_copy_with(merged, tensors), _history(reports), _paths(reports), notices)
 
 
 def _copy_with(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -141,7 +141,7 @@ def layer_costs(
     for layer in architecture.chain.layers:
         parameters = _on_meta(layer, weights, dtype)
         with FlopCounterMode(display=False) as counter:
-            state = layer.call(parameters, state, {name: value.to(meta) for name, value in side.items()})
+            state = layer.call(parameters, state, side.to(meta))
         found.append(
             LayerCost(
                 operations=counter.get_total_flops(),

@@ -1,0 +1,486 @@
+"""Modules of every kind handed in as they are: their drift is right, or they are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import driftlens as dl
+from driftlens.errors import IncompatibleModelsError, NumericsError, SpecError
+from driftlens.pipeline.analyze import phases
+from driftlens.pipeline.analyze.verification import require_closed
+from driftlens.records.run import DriftRun
+from tests.cases import Stack, perturbed, with_seed
+
+WORDS, WIDTH = 40, 16
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return transformers.LlamaModel(config)
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=32)
+    return transformers.GPT2Model(config)
+
+
+def bert(**settings: Any) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        **settings,
+    )
+    return transformers.BertModel(config)
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=WORDS, d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0
+    )
+    return transformers.T5Model(config)
+
+
+def words(n: int = 6, length: int = 7, seed: int = 0) -> Tensor:
+    return torch.randint(2, WORDS, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+def models(build: Callable[[], nn.Module], scale: float = 0.05) -> dict[str, nn.Module]:
+    base = with_seed(build)().eval()
+    return {name: perturbed(base, seed, scale) for name, seed in (("base", 0), ("merged", 1), ("expert", 2))}
+
+
+def analyzed(given: dict[str, nn.Module], data: Any, out: pathlib.Path, **options: Any) -> DriftRun:
+    return dl.analyze(
+        base=given["base"],
+        merged=given["merged"],
+        experts={"task": given["expert"]},
+        data={"task": data},
+        out=out,
+        progress="none",
+        **options,
+    )
+
+
+def fitted(
+    given: dict[str, nn.Module], data: Any, calibrator: dl.FeatCal | None = None, **options: Any
+) -> Any:
+    calibrator = calibrator or dl.FeatCal()
+    return calibrator.fit(
+        given["merged"], given["base"], {"task": given["expert"]}, {"task": data}, **options
+    )
+
+
+def final_drift(given: dict[str, nn.Module], **inputs: Tensor) -> float:
+    with torch.no_grad():
+        outs = [given[name](**inputs).last_hidden_state[:, -1] for name in ("merged", "expert")]
+    return float((outs[0] - outs[1]).norm(dim=1).mean())
+
+
+@pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
+def test_a_decoder_runs_without_its_cache_and_keeps_its_configuration(
+    build: Callable[[], nn.Module], tmp_path: pathlib.Path
+) -> None:
+    given = models(build)
+    assert given["merged"].config.use_cache is True
+    ids = words()
+    run = analyzed(given, [{"input_ids": ids}], tmp_path / "run", pool="last")
+    layers = run.layers(variant="merged")
+    assert layers["closure_error"].max() < 1e-4
+    assert layers["drift_l2_mean"].iloc[-1] == pytest.approx(final_drift(given, input_ids=ids), rel=1e-4)
+    assert all(module.config.use_cache is True for module in given.values())
+    fitted(given, [{"input_ids": ids}])
+
+
+class Cached(nn.Module):
+    """Blocks that write into an object which is handed from one to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(CachedBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = transformers.DynamicCache()
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden, cache)
+        return hidden
+
+
+class CachedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        return x + self.linear(x)
+
+
+def test_a_cache_that_can_not_be_switched_off_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match=r"'blocks.0.1' is a DynamicCache, which carries state") as caught:
+        analyzed(models(Cached), torch.randn(4, 5), tmp_path / "run")
+    assert "use_cache=False" in caught.value.hint
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("blocks", ["encoder.block", "decoder.block"])
+def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differs(
+    blocks: str, tmp_path: pathlib.Path
+) -> None:
+    batch = {"input_ids": words(), "decoder_input_ids": words(length=4, seed=1)}
+    with pytest.raises(
+        IncompatibleModelsError, match=rf"block '{blocks}.\d' is given '\d'.*computed from weights"
+    ):
+        analyzed(models(t5), [batch], tmp_path / "run", blocks=blocks)
+    with pytest.raises(IncompatibleModelsError, match="differs between base and expert:task"):
+        fitted(models(t5), [batch], blocks=blocks)
+    assert not (tmp_path / "run").exists()
+
+
+def test_t5_is_right_where_all_models_share_what_is_handed_to_the_blocks(tmp_path: pathlib.Path) -> None:
+    """A frozen position bias; of the decoder, the whole encoder."""
+    base = with_seed(t5)().eval()
+    batch = {"input_ids": words(), "decoder_input_ids": words(length=4, seed=1)}
+    for blocks, frozen in (("encoder.block", "relative"), ("decoder.block", "encoder|shared|relative")):
+        given = models(t5)
+        for module in given.values():
+            own = module.state_dict()
+            for name, value in base.state_dict().items():
+                if any(part in name for part in frozen.split("|")):
+                    own[name].copy_(value)
+        run = analyzed(given, [batch], tmp_path / blocks, blocks=blocks, pool="last")
+        found = run.layers(variant="merged")
+        assert found["closure_error"].max() < 1e-4
+        assert found["drift_l2_mean"].iloc[-1] == pytest.approx(final_drift(given, **batch), rel=1e-4)
+
+
+class Conditioned(nn.Module):
+    """Blocks scaled by what a time embedding makes of the second input."""
+
+    def __init__(self, learned: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.time = nn.Linear(1, 6) if learned else None
+        self.register_buffer("table", torch.linspace(0, 1, 6))
+        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(3))
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        condition = time * self.table if self.time is None else self.time(time)
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return hidden
+
+
+class ConditionedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * (1 + condition)
+
+
+def conditioned() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(6, 5, generator=generator), "time": torch.rand(6, 1, generator=generator)}
+
+
+def test_a_condition_computed_from_weights_is_refused_and_one_of_inputs_alone_is_not(
+    tmp_path: pathlib.Path,
+) -> None:
+    with pytest.raises(IncompatibleModelsError, match=r"'blocks\.0' is given '1' beside its features"):
+        analyzed(models(Conditioned), [conditioned()], tmp_path / "refused")
+    given = models(lambda: Conditioned(learned=False))
+    layers = analyzed(given, [conditioned()], tmp_path / "run").layers(variant="merged")
+    with torch.no_grad():
+        drift = given["merged"](**conditioned()) - given["expert"](**conditioned())
+    assert layers["drift_l2_mean"].iloc[-1] == pytest.approx(drift.norm(dim=1).mean().item(), rel=1e-4)
+
+
+def padded(more: int = 0, mask: Callable[[Tensor], Tensor] = lambda mask: mask) -> transformers.BatchEncoding:
+    """Six samples of lengths 3 to 7, padded to the longest and by `more` tokens beyond."""
+    lengths = torch.tensor([7, 3, 5, 4, 7, 6])
+    ids = torch.nn.functional.pad(words(), (0, more))
+    seen = torch.arange(ids.shape[1]) < lengths[:, None]
+    return transformers.BatchEncoding({"input_ids": ids * seen, "attention_mask": mask(seen.long())})
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean", "last", "all"])
+def test_padding_changes_no_drift(pool: Any, tmp_path: pathlib.Path) -> None:
+    given = models(bert)
+    jacobian = dl.JacobianSettings(samples=2)
+    runs = [
+        analyzed(given, [padded(more)], tmp_path / f"run{more}", pool=pool, jacobian=jacobian)
+        for more in (0, 9)
+    ]
+    one, other = (run.layers() for run in runs)
+    assert max(one["closure_error"].max(), other["closure_error"].max()) < 1e-4
+    # Directions are drawn anew for every shape; that padding is none of them shows in their size.
+    np.testing.assert_allclose(one["random_gain_mean"], other["random_gain_mean"], rtol=0.15)
+    own = ["closure_error", "jacobian_error", "random_gain_mean"]
+    pd.testing.assert_frame_equal(other.drop(columns=own), one.drop(columns=own), rtol=1e-6, atol=1e-6)
+
+
+def test_mean_pooled_drift_of_padded_samples_is_that_of_their_tokens(tmp_path: pathlib.Path) -> None:
+    given, batch = models(bert), padded(4)
+    found = analyzed(given, [batch], tmp_path / "run", pool="mean").layers(variant="merged")
+    seen = batch["attention_mask"].bool()
+    with torch.no_grad():
+        outs = [given[name](**batch).last_hidden_state for name in ("merged", "expert")]
+    want = [(outs[0][i, seen[i]].mean(0) - outs[1][i, seen[i]].mean(0)).norm().item() for i in range(6)]
+    assert found["drift_l2_mean"].iloc[-1] == pytest.approx(np.mean(want), rel=1e-5)
+
+
+def test_padding_weighs_nothing_in_a_calibration() -> None:
+    given = models(bert)
+    one, other = (fitted(given, [padded(more)]).model_.state_dict() for more in (0, 9))
+    moved = 0.0
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+        moved = max(moved, float((value - given["merged"].state_dict()[name]).abs().max()))
+    assert moved > 1e-3
+
+
+@pytest.mark.parametrize(
+    "mask",
+    ["seen", lambda batch: batch["input_ids"] != 0, lambda batch: (batch["input_ids"] != 0).float()],
+    ids=["an entry", "a function", "a function that gives floats"],
+)
+def test_a_mask_may_be_named_or_computed(mask: Any, tmp_path: pathlib.Path) -> None:
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = bert()
+
+        def forward(self, input_ids: Tensor, seen: Tensor) -> Tensor:
+            return self.inner(input_ids=input_ids, attention_mask=seen).last_hidden_state
+
+    batch = padded()
+    renamed = {"input_ids": batch["input_ids"], "seen": batch["attention_mask"]}
+    given = models(Renamed)
+    found = analyzed(given, [renamed], tmp_path / "run", pool="mean", mask=mask).layers()
+    inner = {name: module.inner for name, module in given.items()}
+    want = analyzed(inner, [batch], tmp_path / "want", pool="mean").layers()
+    np.testing.assert_allclose(found["drift_l2_mean"], want["drift_l2_mean"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words_"),
+    [
+        (lambda m: (1.0 - m) * -1e9, {}, r"attention_mask is torch.float32 \[6, 7\]"),
+        (lambda m: m[:, None, None] > 0, {}, r"attention_mask is torch.bool \[6, 1, 1, 7\]"),
+        (lambda m: m, {"mask": "nosuch"}, "nosuch is NoneType"),
+        (lambda m: m, {"mask": lambda batch: batch["input_ids"][:, 3:] > 0}, r"the mask is \[6, 4\]"),
+    ],
+    ids=["additive", "four axes", "no such entry", "other tokens"],
+)
+def test_a_mask_that_can_not_be_read_is_refused_with_what_to_do(
+    change: Callable[[Tensor], Tensor], options: dict[str, Any], words_: str, tmp_path: pathlib.Path
+) -> None:
+    with pytest.raises(SpecError, match=words_) as caught:
+        analyzed(models(bert), [padded(mask=change)], tmp_path / "run", **options)
+    assert "Pass mask=" in caught.value.hint
+
+
+def test_samples_that_look_padded_are_pointed_out(tmp_path: pathlib.Path) -> None:
+    given, batch = models(lambda: bert(pad_token_id=0)), padded()
+    run = analyzed(given, [{"input_ids": batch["input_ids"]}], tmp_path / "run")
+    (notice,) = run.manifest.notices
+    assert notice.startswith("task task: 4 of 6 samples of a batch look padded in 'input_ids'")
+    assert not analyzed(given, [{"input_ids": words()}], tmp_path / "full").manifest.notices
+
+
+class TiedBlocks(nn.Module):
+    """Three blocks, whose first linear module has one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TiedBlock() for _ in range(3))
+        self.out = nn.Linear(5, 2)
+        for block in self.blocks[1:]:
+            block.first.weight = self.blocks[0].first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+class TiedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5, bias=False), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def test_a_weight_of_several_places_is_left_alone_and_named_or_refused_by_name() -> None:
+    given, data = models(TiedBlocks), torch.randn(32, 5, generator=torch.Generator().manual_seed(0))
+    calibrator = fitted(given, data)
+    assert list(calibrator.modules_) == [f"blocks.{i}.second" for i in range(3)]
+    assert any("blocks.0.first, blocks.1.first, blocks.2.first" in notice for notice in calibrator.notices_)
+    tied = calibrator.model_.blocks[0].first.weight
+    assert tied is calibrator.model_.blocks[2].first.weight
+    assert torch.equal(tied, given["merged"].blocks[0].first.weight)
+    with pytest.raises(
+        IncompatibleModelsError, match=r"blocks.0.first shares its weight with blocks.1.first"
+    ):
+        fitted(given, data, sites=["*.first"])
+
+
+class Looking(Stack):
+    """Blocks that read something of the module that no argument shows, so that they can't be run alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.blocks[1].hint = self.embed(x).mean(dim=1, keepdim=True)
+        return super().forward(x)
+
+
+class LookingBlock(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.hint = block, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) if self.hint is None else self.block(x) + self.hint
+
+
+def looking() -> nn.Module:
+    module = Looking()
+    module.blocks[1] = LookingBlock(module.blocks[1])
+    return module
+
+
+def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, data = models(looking), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(
+        NumericsError, match=r"behind layer 3 \(blocks.1\), task 'task'.*closure error 0"
+    ) as caught:
+        analyzed(given, data, tmp_path / "run", blocks="blocks")
+    assert caught.value.context["closure_error"] > caught.value.context["tolerance"]
+    monkeypatch.setattr("driftlens.pipeline.calibrate.live.calibrate", lambda *_, **__: pytest.fail("solved"))
+    with pytest.raises(NumericsError, match="closure error"):
+        fitted(given, data, blocks="blocks")
+
+
+def test_models_without_drift_are_closed(tmp_path: pathlib.Path) -> None:
+    base = with_seed(Stack)().eval()
+    given = dict.fromkeys(("base", "merged", "expert"), base)
+    run = analyzed(given, torch.randn(6, 5), tmp_path / "run", blocks="blocks")
+    assert run.layers()["drift_l2_mean"].max() == 0 and run.layers()["closure_error"].isna().all()
+    require_closed(run.layers(), "float32")
+
+
+def test_the_table_of_a_run_with_a_broken_closure_is_refused() -> None:
+    rows = {
+        "task": "cars",
+        "variant": "merged",
+        "layer": [1, 2],
+        "path": ["stem", "blocks.0"],
+        "drift_rel": 0.1,
+    }
+    require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 1e-6]}), "float32")
+    require_closed(pd.DataFrame({**rows, "closure_error": [float("nan"), 0.02]}), "bfloat16")
+    with pytest.raises(NumericsError, match=r"merged behind layer 2 \(blocks.0\), task 'cars'"):
+        require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 0.02]}), "float32")
+    with pytest.raises(NumericsError, match="layer 1"):
+        require_closed(pd.DataFrame({**rows, "closure_error": [1e-6, 1e-6]}), "float64")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_modules_in_half_precision_are_computed_in_float32(
+    dtype: torch.dtype, tmp_path: pathlib.Path
+) -> None:
+    single = models(Stack)
+    half = {name: copy.deepcopy(module).to(dtype) for name, module in single.items()}
+    wide = {name: copy.deepcopy(module).float() for name, module in half.items()}
+    data = torch.randn(32, 5, generator=torch.Generator().manual_seed(0))
+    runs = [analyzed(given, data, tmp_path / str(i), blocks="blocks") for i, given in enumerate((half, wide))]
+    assert {run.manifest.dtype for run in runs} == {"float32"}
+    np.testing.assert_allclose(*(run.layers()["drift_l2_mean"] for run in runs), rtol=1e-6)
+    found, want = (
+        fitted(given, data, dl.FeatCal(lam=1e-5), blocks="blocks").model_ for given in (half, wide)
+    )
+    eps = torch.finfo(dtype).eps
+    for name, value in want.state_dict().items():
+        assert found.state_dict()[name].dtype == dtype
+        change = (found.state_dict()[name].float() - value).norm() / value.norm()
+        assert change < 4 * eps, name
+
+
+class Hurried(nn.Linear):
+    """Products as processors with bfloat16 units compute them, where the process allows it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or torch.get_float32_matmul_precision() != "medium":
+            return super().forward(x)
+        return nn.functional.linear(x.bfloat16().float(), self.weight.bfloat16().float(), self.bias)
+
+
+def hurried() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(Hurried(5, 5), nn.Tanh()) for _ in range(3)), Hurried(5, 4))
+
+
+def test_a_process_that_allows_fewer_bits_changes_nothing_and_a_run_that_has_them_is_noticed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, data = models(hurried), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    want = analyzed(given, data, tmp_path / "want")
+    weights = fitted(given, data).model_.state_dict()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = analyzed(given, data, tmp_path / "found")
+        fitted_weights = fitted(given, data).model_.state_dict()
+        assert torch.get_float32_matmul_precision() == "medium"
+        monkeypatch.setattr(phases, "exact_products", nullcontext)
+        with pytest.raises(NumericsError, match="off that computed in float64") as caught:
+            analyzed(given, data, tmp_path / "bypassed")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "TF32, bfloat16" in caught.value.hint
+    pd.testing.assert_frame_equal(found.layers(), want.layers())
+    torch.testing.assert_close(fitted_weights, weights, rtol=0, atol=0)
+    assert 0 < found.manifest.precision["task"] < 1e-4
+
+
+def test_samples_are_drawn_with_the_seed_and_that_is_said(tmp_path: pathlib.Path) -> None:
+    given, data = models(Stack), torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
+    runs = [
+        analyzed(given, data, tmp_path / str(i), blocks="blocks", n=4, seed=seed)
+        for i, seed in enumerate((3, 3, 4))
+    ]
+    ids = [run.sample_ids("task") for run in runs]
+    assert ids[0] == ids[1] != ids[2] and len(set(ids[0])) == 4
+    assert runs[0].manifest.notices == (
+        "task task: 4 of 20 samples are drawn at random with seed 3",
+    ) or list(runs[0].manifest.notices) == ["task task: 4 of 20 samples are drawn at random with seed 3"]
+    calibrators = [fitted(given, data, blocks="blocks", n=8, seed=seed) for seed in (3, 3, 4)]
+    weights = [calibrator.model_.blocks[0].state_dict() for calibrator in calibrators]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
+from driftlens.errors import did_you_mean
 from driftlens.spec.data import Data, PythonData
 from driftlens.spec.heads import Head
 from driftlens.spec.sections import (
@@ -26,8 +26,6 @@ from driftlens.spec.types import Name, Part, Text, problem
 from driftlens.spec.yaml_text import to_yaml
 
 VERSION = 1
-BASE_FREE_MERGES = frozenset(["average"])
-"""Merge methods that need no base."""
 
 T = TypeVar("T")
 
@@ -77,11 +75,6 @@ class RunSpec(Part):
                 f"expected exactly one of merged and merge, got {given}",
                 "Write `merged: {weights: FILE}`, or `merge: {method: task_arithmetic, scaling: 0.3}`.",
             )
-        if self.merge is not None and self.base is None and self.merge.method not in BASE_FREE_MERGES:
-            raise problem(
-                f"merge.method {self.merge.method!r} needs a base",
-                "Add `base: {weights: FILE}`; without a base there is `method: average`.",
-            )
         return self
 
     @model_validator(mode="after")
@@ -118,12 +111,9 @@ def _require_tasks(section: str, named: Iterable[str], tasks: Iterable[str]) -> 
     known = list(tasks)
     for task in named:
         if task not in known:
-            near = difflib.get_close_matches(task, known, n=1)
             raise problem(
                 f"{section}.{task}: no expert is called {task!r}; experts are {', '.join(known)}",
-                f"Did you mean {near[0]!r}?"
-                if near
-                else f"Add experts.{task}, or take {section}.{task} out.",
+                did_you_mean(task, known) or f"Add experts.{task}, or take {section}.{task} out.",
             )
 
 

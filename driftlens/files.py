@@ -38,7 +38,7 @@ def atomic_path(path: PathLike, *, need: int | None = None) -> Iterator[pathlib.
         RunError: the folder can't be written to, or the disk is full (free and needed bytes are in the hint).
     """
     target = pathlib.Path(path)
-    with _scratch(target, need) as scratch:
+    with scratch_beside(target, need) as scratch:
         written = scratch / target.name
         yield written
         _flush(written)
@@ -66,7 +66,7 @@ def atomic_folder(
     occupied = target.exists() and not (target.is_dir() and not any(target.iterdir()))
     if occupied and not (replace and target.is_dir()):
         raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
-    with _scratch(target, need) as scratch:
+    with scratch_beside(target, need) as scratch:
         filled = scratch / target.name
         filled.mkdir()
         yield filled
@@ -112,8 +112,12 @@ def free_bytes(path: PathLike) -> int:
 
 
 @contextlib.contextmanager
-def _scratch(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
-    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`."""
+def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
+    """A folder next to `target` that is gone afterwards; a full disk anywhere inside becomes a `RunError`.
+
+    Raises:
+        RunError: no folder can be made there, or the disk is full; `need` is how many bytes the message asks for.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(

@@ -175,12 +175,6 @@ def test_a_wrong_value_is_refused_by_path_and_remedy(override: str, message: str
             "defaults of all tasks",
             id="reserved task name",
         ),
-        pytest.param(
-            {"base": None, "merged": None, "merge": {"method": "ties"}},
-            "merge.method 'ties' needs a base",
-            "method: average",
-            id="merge without base",
-        ),
         pytest.param({"experts": None}, "experts: missing", "required", id="no experts section"),
     ],
 )

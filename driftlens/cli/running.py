@@ -160,22 +160,25 @@ def analyze(
 @app.command()
 def merge(
     spec: SpecFile,
-    method: Annotated[str, typer.Option(help="A registered merge method: average, task_arithmetic.")],
+    method: Annotated[str, typer.Option(help="A merge method; one that is not there gets the list.")],
     out: Annotated[Path, typer.Option(help="A .safetensors file, or a folder the original library loads.")],
     parameters: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="name=value", help="A parameter of the method; repeatable."),
     ] = None,
+    device: Device = None,
     offline: Offline = False,
+    trust: Trust = False,
 ) -> None:
-    """Merge the experts of a spec and save the result in the format of the base."""
-    from driftlens.pipeline.study.merging import save_merge
-    from driftlens.pipeline.study.opening import open_models, open_pool
+    """Merge the experts of a spec and save the result in the format of the base.
+
+    Only methods that look at calibration samples open the data of the spec.
+    """
+    from driftlens.pipeline.study.merging import merge_experts
     from driftlens.spec import load_spec
 
-    models = open_models(load_spec(spec), Access(offline=offline))
-    open_pool(load_spec(spec), models, device="cpu")  # compares keys and shapes
-    save_merge(models, method, assignments(parameters), out)
+    access = Access(device=device, offline=offline, trust=trust)
+    merge_experts(load_spec(spec), method, assignments(parameters), out, access)
     say(f"wrote {out}")
 
 

@@ -116,7 +116,7 @@ def live_samples(
         _names(numbers, class_names, where),
         load,
         batch_size,
-        tuple(f"task {task}: {notice}" for notice in notices),
+        notices=tuple(f"task {task}: {notice}" for notice in notices),
     )
 
 

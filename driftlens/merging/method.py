@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor
 
 from driftlens.errors import SpecError
 from driftlens.registry import Registry
+from driftlens.settings import resolve, settings_of
 
 StateDict = Mapping[str, Tensor]
+"""Tensors of one model by name, in float32; to be read, not modified."""
 
+Reads = Literal["entry", "tensor", "site", "model", "moments", "samples"]
 
-MergeFunction = Callable[..., dict[str, Tensor]]
-"""(base, experts by task, *, parameters) -> merged parameters under the base's names; inputs are not modified."""
+READS: Mapping[Reads, str] = {
+    "entry": "every entry by itself",
+    "tensor": "one tensor at a time",
+    "site": "one linear module at a time",
+    "model": "all tensors of all models",
+    "moments": "one linear module at a time, with the moments of its inputs on calibration samples",
+    "samples": "all models, and calibration samples without labels",
+}
+"""What a merge method may read, in words, by its `reads`. The function is called with `base`, `experts` by task, and:
+
+- `entry`: some rows of one tensor, under its name; it returns the same, merged.
+- `tensor`: one whole tensor, under its name; it returns the same, merged.
+- `site`: one linear module as `weight` [out, in] and, where it has one, `bias` [out]; queries, keys and values are
+  apart and upright however a file stores them. It returns the same, merged.
+- `moments`: as `site`, and third, by task, E[x x'] [in, in] in float64 of the inputs x that the task's expert feeds it.
+- `model`: every tensor; each is read whenever it is asked for, so looping over them twice reads all files twice. It
+  yields (name, merged tensor) in any order.
+- `samples`: as `model`, and third the opened study, whose samples are the calibration samples without their labels;
+  gradients are on.
+
+Settings follow as keyword-only arguments; see `driftlens.settings`. Tensors of integers never come along.
+"""
+
+MergeFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -27,9 +52,12 @@ class MergeMethod:
         title: what reports print.
         source: paper.
         laws: what holds for all inputs; the contract tests check each law of each method.
-        function: the computation.
-        needs_base: whether the result depends on the base.
-        elementwise: whether each tensor is merged by itself, so that a model can be merged tensor by tensor.
+        function: the computation; its keyword-only parameters are the method's settings.
+        reads: what the function is called with, see `READS`.
+        needs_base: whether the result depends on the base; otherwise any model may stand in its place.
+        others: the `entry` method for what is no linear module, where `reads` is `site` or `moments`; it gets those of
+            the settings that it has too.
+        passes: how often the function goes through all tensors, where `reads` is `model` or `samples`.
     """
 
     name: str
@@ -37,52 +65,78 @@ class MergeMethod:
     source: str
     laws: frozenset[str]
     function: MergeFunction
-    needs_base: bool
-    elementwise: bool
+    reads: Reads = "entry"
+    needs_base: bool = True
+    others: str = "average"
+    passes: int = 1
 
-    def resolve(self, parameters: Mapping[str, object]) -> dict[str, object]:
-        """All parameters of the method, those given over the defaults.
+    @property
+    def reads_sites(self) -> bool:
+        """Whether linear modules come one by one, and all else goes to the method called `others`."""
+        return self.reads in ("site", "moments")
+
+    @property
+    def runs_models(self) -> bool:
+        """Whether calibration samples are needed."""
+        return self.reads in ("moments", "samples")
+
+    def resolve(
+        self, parameters: Mapping[str, object], *, has_base: bool = True, without: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """All settings of the method, those given over the defaults.
+
+        Args:
+            parameters: those given.
+            has_base: whether there is a base.
+            without: tasks of which there are no calibration samples.
 
         Raises:
-            SpecError: a parameter the method does not have, or a value that is not a finite number.
+            SpecError: a setting the method does not have, a value that is not allowed, or a base or calibration samples
+                are needed and there are none.
         """
-        signature = inspect.signature(self.function)
-        known = {
-            name: p.default
-            for name, p in signature.parameters.items()
-            if p.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-        for name, value in parameters.items():
-            if name not in known:
-                raise SpecError(
-                    f"merge method {self.name!r} has no parameter {name!r}",
-                    hint=f"It takes {', '.join(known) or 'none'}.",
-                )
-            if isinstance(known[name], float):
-                _require_finite(self.name, name, value)
-        return {**known, **parameters}
+        settings = resolve(self.function, parameters, f"merge method {self.name!r}")
+        if not has_base and (self.needs_base or (self.reads_sites and merge_methods[self.others].needs_base)):
+            raise SpecError(
+                f"merge method {self.name!r} needs a base",
+                hint="Add `base: {weights: FILE}` to the spec; without a base there is `method: average`.",
+            )
+        if self.runs_models and without:
+            raise SpecError(
+                f"merge method {self.name!r} reads calibration samples, and there are none of {', '.join(without)}",
+                hint=f"Add data.{without[0]}: {{kind: imagefolder, ...}} to the spec; labels are not needed.",
+            )
+        return settings
 
+    def record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What is written down of a merge by this method with these settings."""
+        known = {"method": self.name, "title": self.title, "source": self.source, "reads": self.reads}
+        return {**known, "parameters": dict(sorted(settings.items()))}
 
-def _require_finite(method: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise SpecError(f"merge method {method!r} wants a finite number for {name!r}, got {value!r}")
+    def rest(self, settings: Mapping[str, object]) -> tuple[MergeFunction, dict[str, Any]]:
+        """The function for what is no linear module, and its settings, given the method's own."""
+        entry = merge_methods[self.others]
+        known = [setting.name for setting in settings_of(entry.function)]
+        return entry.function, entry.resolve({name: settings[name] for name in known if name in settings})
 
 
 class _MergeMethods(Registry[MergeMethod]):
     def method(
-        self,
-        name: str,
-        *,
-        title: str,
-        source: str,
-        laws: set[str],
-        needs_base: bool = True,
-        elementwise: bool = True,
+        self, name: str, *, title: str, source: str, laws: set[str], **known: Any
     ) -> Callable[[MergeFunction], MergeFunction]:
-        """Decorator that files a merge function with what is known of it, and returns it unchanged."""
+        """Decorator that files a merge function with what is known of it, and returns it unchanged.
+
+        Arguments are the attributes of `MergeMethod`.
+
+        Raises:
+            TypeError: a keyword-only parameter of the function can't be a setting.
+            ValueError: `reads` is none of those there are.
+        """
 
         def file(function: MergeFunction) -> MergeFunction:
-            entry = MergeMethod(name, title, source, frozenset(laws), function, needs_base, elementwise)
+            entry = MergeMethod(name, title, source, frozenset(laws), function, **known)
+            if entry.reads not in READS:
+                raise ValueError(f"{name!r} reads {entry.reads!r}; expected one of {', '.join(READS)}")
+            settings_of(function)
             self.register(name)(entry)
             return function
 

@@ -124,6 +124,8 @@ class Manifest:
         architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads).
         preprocessing: which code turned images into pixels.
         models: by variant; experts as `expert:TASK`.
+        merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty where it was
+            given, and in older runs.
         classes: class names by task, in the order of the head's rows.
         sample_ids: by split (calibration, diagnosis, test) and task, in the order of the rows.
         sample_id_digests: digest of each such list.
@@ -160,6 +162,7 @@ class Manifest:
     architecture: Mapping[str, Any] = field(default_factory=dict)
     preprocessing: str = ""
     models: Mapping[str, ModelInfo] = field(default_factory=dict)
+    merge: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sample_ids: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     sample_id_digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

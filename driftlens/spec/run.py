@@ -25,8 +25,6 @@ from driftlens.spec.types import Name, Part, Text, problem
 from driftlens.spec.yaml_text import to_yaml
 
 VERSION = 1
-BASE_FREE_MERGES = frozenset(["average"])
-"""Merge methods that need no base."""
 
 T = TypeVar("T")
 
@@ -74,11 +72,6 @@ class RunSpec(Part):
             raise problem(
                 f"expected exactly one of merged and merge, got {given}",
                 "Write `merged: {weights: FILE}`, or `merge: {method: task_arithmetic, scaling: 0.3}`.",
-            )
-        if self.merge is not None and self.base is None and self.merge.method not in BASE_FREE_MERGES:
-            raise problem(
-                f"merge.method {self.merge.method!r} needs a base",
-                "Add `base: {weights: FILE}`; without a base there is `method: average`.",
             )
         return self
 

@@ -19,7 +19,7 @@ from driftlens.pipeline.analyze.phases import (
     run_phases,
 )
 from driftlens.pipeline.study.identity import require_same_models
-from driftlens.pipeline.study.merging import save_merge
+from driftlens.pipeline.study.merging import merge_of, save_merge
 from driftlens.pipeline.study.opening import OpenModels, open_study
 from driftlens.pipeline.study.reopening import MERGED_FILE, reopened, require_analyzed, require_spec
 from driftlens.pipeline.study.study import Study
@@ -60,6 +60,8 @@ def analyze(
         DriftLensError: see the tree in `driftlens.errors`; the run directory's status says the same.
     """
     resolved = load_spec(spec, overrides)
+    if resolved.merge is not None:  # first of all: nothing need be opened to see that a setting is wrong
+        merge_of(resolved, resolved.merge.method, resolved.merge.parameters)
     study, models = open_study(resolved, access=access)
     goes_on = resume and (Path(out) / "manifest.json").exists()
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
@@ -102,10 +104,12 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
 def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -> None:
     assert spec.merge is not None
     merge = spec.merge
+    method, settings = merge_of(spec, merge.method, merge.parameters)
+    writer.describe(merge=method.record(settings))
 
     def save() -> None:
-        with writer.file(MERGED_FILE) as path:
-            save_merge(models, merge.method, merge.parameters, path)
+        with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
+            save_merge(models, merge.method, merge.parameters, path, study)
 
     run_phase(writer, "merge", save)
     saved = open_checkpoint(writer.folder / MERGED_FILE)

@@ -267,7 +267,7 @@ class Cost:
 
     def text(self) -> str:
         """The same in words."""
-        parts = [f"{_size(self.memory_bytes)} of memory", f"{_size(self.disk_bytes)} on disk"]
+        parts = [f"{size_text(self.memory_bytes)} of memory", f"{size_text(self.disk_bytes)} on disk"]
         parts += [_duration(self.seconds)] if self.seconds is not None else []
         return f"about {', '.join(parts)}"
 
@@ -326,7 +326,8 @@ def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """A number of bytes as a person reads it."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:

@@ -9,14 +9,17 @@ import torch
 from driftlens.access import Access
 from driftlens.data.task_data import TaskData
 from driftlens.layers import select_layers
-from driftlens.merging.method import merge_methods
+from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.chain import Layer
+from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.analyze.phases import suitable_threads
-from driftlens.pipeline.preflight.costs import Cost, LayerCost, estimate, layer_costs, workload
+from driftlens.pipeline.preflight.costs import Cost, LayerCost, estimate, layer_costs, size_text, workload
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.tasks import check_data, check_heads, check_ties, score_experts
 from driftlens.pipeline.study.findings import Collector, Finding
+from driftlens.pipeline.study.merging import PIECE, merge_of
 from driftlens.pipeline.study.opening import OpenModels, open_study, resolve_device, settings_of
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.spec import RunSpec
@@ -49,7 +52,7 @@ def preflight(
     if models is not None:
         check_heads(spec, models, data, layers[-1].width if layers else None, collect)
         collect.findings += suspicions(models.architecture.chain, models.sources)
-    _check_merge(spec, collect)
+    _check_merge(spec, models, data, layers, collect)
     cost = None
     if models is not None and place is not None and not collect.has_problems:
         cost = _cost(spec, models, data, layers, place)
@@ -98,14 +101,54 @@ def _quick_gelu_hint(architecture: Architecture) -> str:
     )
 
 
-def _check_merge(spec: RunSpec, collect: Collector) -> None:
+def _check_merge(
+    spec: RunSpec,
+    models: OpenModels | None,
+    data: Mapping[str, TaskData],
+    layers: tuple[LayerCost, ...],
+    collect: Collector,
+) -> None:
     merge = spec.merge
     if merge is None:
         return
-    parameters = collect.attempt("merge", lambda: merge_methods[merge.method].resolve(merge.parameters))
-    if parameters is not None:
-        listed = ", ".join(f"{name} {value}" for name, value in parameters.items())
-        collect.ok("merge", f"{merge.method}{', ' if listed else ''}{listed}")
+    found = collect.attempt("merge", lambda: merge_of(spec, merge.method, merge.parameters))
+    if found is None:
+        return
+    entry, settings = found
+    parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
+    text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
+    if entry.reads_sites:
+        text += f", and merges all else by {merge_methods[entry.others].title}"
+    if models is not None and models.sources:
+        samples = sum(len(opened.calibration()) for opened in data.values())
+        text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
+    collect.ok("merge", text)
+
+
+def _merge_cost(
+    entry: MergeMethod, num_tasks: int, models: OpenModels, samples: int, layers: tuple[LayerCost, ...]
+) -> str:
+    """How often the files are read, and what is in memory at a time."""
+    headers = next(iter(models.sources.values())).headers
+    largest = max(torch.Size(header.shape).numel() for header in headers.values())
+    # In float32 and at a time: the base's, each expert's, the result, and one to compute with.
+    words = (num_tasks + 3) * min(largest, PIECE if entry.reads == "entry" else largest)
+    if entry.reads == "moments":
+        words += max(_moment_words(layer, headers) for layer in models.architecture.chain.layers) * num_tasks
+        words += 2 * samples * max((layer.state_bytes for layer in layers), default=0) // 4
+    passes = entry.passes + (entry.reads == "moments")  # which runs the experts first
+    least = "at least " if entry.reads in ("model", "samples") else ""
+    times = "once" if passes == 1 else f"{passes} times"
+    return f"every file is read {times}, with {least}{size_text(4 * words)} in memory"
+
+
+def _moment_words(layer: Layer, headers: Mapping[str, TensorHeader]) -> int:
+    """Words of one task's moments of a layer, in float64; sites that read the same share theirs."""
+    slots = {
+        site.input: layer.parameters[f"{site.name}.weight"] for site in layer.sites if site.kind == "linear"
+    }
+    widths = [headers[slot.key].shape[0 if slot.transposed else 1] for slot in slots.values()]
+    return sum(2 * width * width for width in widths)
 
 
 def _layers(

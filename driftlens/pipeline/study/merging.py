@@ -1,112 +1,272 @@
-"""Merging checkpoints: tensor by tensor in float32, saved the way the base is."""
+"""Merging checkpoints: in float32, as much at a time as the method reads, saved the way the base is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from driftlens.errors import SpecError
-from driftlens.files import PathLike
-from driftlens.merging.method import MergeMethod, merge_methods
+from driftlens.access import Access
+from driftlens.engine.exactness import exact_products
+from driftlens.errors import ShapeError
+from driftlens.files import PathLike, scratch_beside
+from driftlens.merging.method import MergeFunction, MergeMethod, merge_methods
+from driftlens.models.chain import LayerChain, Slot
 from driftlens.models.export import save_model
-from driftlens.models.sources import StateSource, TensorHeader, check_finite
-from driftlens.pipeline.study.opening import OpenModels
-from driftlens.variants import expert_of
+from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
+from driftlens.pipeline.study.moments import site_moments
+from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool, open_study
+from driftlens.pipeline.study.study import Study
+from driftlens.spec import RunSpec
+from driftlens.variants import task_of
+
+PIECE = 2**22
+"""Entries that an `entry` method gets at a time: of twenty experts' largest tensors there may be no room for one."""
 
 
-class MergedSource:
-    """A merge of checkpoints, computed tensor by tensor whenever one is read.
+class _Weights(Mapping[str, Tensor]):
+    """The floating-point tensors of a checkpoint in float32, each read and checked whenever it is asked for."""
 
-    Arithmetic is in float32 whatever the dtypes of the files, and the result is in the base's dtype: a sum of twenty
-    half-precision task vectors would lose visible precision.
+    def __init__(self, source: StateSource) -> None:
+        self._source = source
+        self._keys = {key: None for key, header in source.headers.items() if header.dtype.is_floating_point}
 
-    Args:
-        method: an elementwise merge method.
-        base: start of the task vectors; for methods without one, any of the experts.
-        experts: by task.
-        parameters: of the method, all resolved.
-    """
+    def __getitem__(self, key: str) -> Tensor:
+        return self.at(Slot(key))
 
-    def __init__(
-        self,
-        method: MergeMethod,
-        base: StateSource,
-        experts: Mapping[str, StateSource],
-        parameters: Mapping[str, object],
-    ) -> None:
-        if not method.elementwise:
-            raise SpecError(f"merge method {method.name!r} can't merge tensor by tensor")
-        self.name = f"{method.title} of {', '.join(sorted(experts))}"
-        self._method = method
-        self._base = base
-        self._experts = dict(sorted(experts.items()))
-        self._parameters = dict(parameters)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
 
-    @property
-    def headers(self) -> Mapping[str, TensorHeader]:
-        """Those of the base."""
-        return self._base.headers
+    def __len__(self) -> int:
+        return len(self._keys)
 
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The merged tensor; tensors that are not floating point are the base's.
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # the inherited one would read the tensor
+
+    def at(self, slot: Slot) -> Tensor:
+        """What lies there, in the layer's layout.
 
         Raises:
-            NumericsError: the base's tensor or an expert's is NaN or infinite; names the file.
+            NumericsError: it is NaN or infinite; names the file, which nobody could tell after a sum.
         """
-        start = self._base.read(key, rows)
-        if not start.is_floating_point():
-            return start
-        experts = {task: {key: source.read(key, rows).float()} for task, source in self._experts.items()}
-        # Checked before they are summed: afterwards nobody could tell whose NaN it was.
-        check_finite(self._base.name, key, start)
-        for task, tensors in experts.items():
-            check_finite(self._experts[task].name, key, tensors[key])
-        merged = self._method.function({key: start.float()}, experts, **self._parameters)
-        return merged[key].to(start.dtype)
+        tensor = self._source.read(slot.key, slot.rows)
+        check_finite(self._source.name, slot.key, tensor)
+        tensor = tensor.float()
+        return tensor.mT if slot.transposed else tensor
 
 
-def merged_source(models: OpenModels, method: str, parameters: Mapping[str, object]) -> MergedSource:
-    """The experts of a spec, merged.
+@dataclasses.dataclass(frozen=True)
+class _Models:
+    """What is merged; `start` is the base, or without one an expert, of which names, dtypes and integers are taken."""
+
+    start: StateSource
+    base: _Weights
+    experts: Mapping[str, _Weights]
+
+    def merged(
+        self, function: MergeFunction, settings: Mapping[str, Any], slots: Mapping[str, Slot], *more: object
+    ) -> Iterator[tuple[Slot, Tensor]]:
+        """What a function makes of one part of all models: where it belongs, and its value."""
+        base = {name: self.base.at(slot) for name, slot in slots.items()}
+        experts = {
+            task: {name: expert.at(slot) for name, slot in slots.items()}
+            for task, expert in self.experts.items()
+        }
+        found = function(base, experts, *more, **settings)
+        return ((slot, found[name]) for name, slot in slots.items() if name in found)
+
+
+def merged_source(
+    models: OpenModels,
+    method: str,
+    parameters: Mapping[str, object],
+    study: Study | None = None,
+    *,
+    beside: PathLike | None = None,
+) -> StateSource:
+    """The experts of a spec, merged by what the method reads at a time; the result waits on disk to be read.
+
+    Args:
+        models: the checkpoints.
+        method: a registered merge method.
+        parameters: of the method; what is left out is as the method says.
+        study: the same, opened with its samples; only methods that run models need it.
+        beside: on whose disk the result waits, in files without a name; left out, where temporary files are.
 
     Raises:
-        SpecError: no such method, a parameter it doesn't have, or it needs a base and there is none.
+        SpecError: no such method, or as for `MergeMethod.resolve`.
+        NumericsError: a tensor of the base or of an expert is NaN or infinite; names the file.
+        CheckpointError: the method gave a tensor that the models don't have.
+        ShapeError: the method gave a tensor in another shape, twice, or not at all.
+        RunError: the disk is full.
     """
+    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
+    samples = {} if study is None else {task: at.calibration for task, at in study.tasks.items()}
     entry = merge_methods[method]
-    experts = {
-        name.removeprefix("expert:"): source
-        for name, source in models.sources.items()
-        if name.startswith("expert:")
-    }
-    if entry.needs_base and "base" not in models.sources:
-        raise SpecError(
-            f"merge method {method!r} needs a base", hint="Add `base: {weights: FILE}` to the spec."
-        )
+    settings = entry.resolve(
+        parameters,
+        has_base="base" in models.sources,
+        without=[task for task in sorted(experts) if not samples.get(task)],
+    )
     start = models.sources.get("base", next(iter(experts.values())))
-    return MergedSource(entry, start, experts, entry.resolve(parameters))
+    at_hand = _Models(start, _Weights(start), {task: _Weights(experts[task]) for task in sorted(experts)})
+    name = f"{entry.title} of {', '.join(sorted(experts))}"
+    tensors = _on_disk(start, beside)
+    missing = {key: tensors[key].numel() for key in at_hand.base}
+    with torch.set_grad_enabled(entry.reads == "samples"):
+        for slot, value in _parts(entry, settings, at_hand, models.architecture.chain, study):
+            require_key(start, slot.key)
+            place = tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
+            value = value.mT if slot.transposed else value
+            if value.shape != place.shape:
+                raise ShapeError(f"{name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
+            place.copy_(value.detach())
+            missing[slot.key] -= value.numel()
+    for key, count in missing.items():
+        if count:
+            raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
+    return TensorsSource(name, tensors)
 
 
-@torch.no_grad()
-def save_merge(models: OpenModels, method: str, parameters: Mapping[str, object], path: PathLike) -> None:
+def _on_disk(start: StateSource, beside: PathLike | None) -> dict[str, Tensor]:
+    """Room for a model like `start`, whose integers it holds, in files that lose their names: none is left behind."""
+    headers = start.headers
+    floats, need = _Weights(start), sum(header.nbytes for header in headers.values())
+    with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
+        return {
+            key: _room(folder / f"{number}", headers[key]) if key in floats else start.read(key)
+            for number, key in enumerate(headers)
+        }
+
+
+def _room(file: Path, header: TensorHeader) -> Tensor:
+    if not header.nbytes:
+        return torch.empty(header.shape, dtype=header.dtype)
+    # Written before it is mapped: a full disk is an error here, and would be a crash later.
+    file.write_bytes(bytes(header.nbytes))
+    count = torch.Size(header.shape).numel()
+    return torch.from_file(str(file), shared=True, size=count, dtype=header.dtype).reshape(header.shape)
+
+
+def _parts(
+    entry: MergeMethod, settings: Mapping[str, Any], models: _Models, chain: LayerChain, study: Study | None
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Everything that the method makes: where it belongs, and its value."""
+    if entry.reads in ("entry", "tensor"):
+        most = PIECE if entry.reads == "entry" else sys.maxsize
+        for key in models.base:
+            for slot in _pieces(key, models.start.headers[key].shape, most):
+                yield from models.merged(entry.function, settings, {key: slot})
+    elif entry.reads_sites:
+        yield from _sites(entry, settings, models, chain, study)
+    else:
+        more = () if study is None or entry.reads == "model" else (_unlabelled(study),)
+        for key, value in entry.function(models.base, models.experts, *more, **settings):
+            yield Slot(key), value
+
+
+def _pieces(key: str, shape: tuple[int, ...], most: int) -> list[Slot]:
+    """A tensor as runs of rows of at most so many entries, or of one row."""
+    rows = max(1, most // max(1, math.prod(shape[1:])))
+    if not shape or shape[0] <= rows:
+        return [Slot(key)]
+    return [Slot(key, rows=(first, min(first + rows, shape[0]))) for first in range(0, shape[0], rows)]
+
+
+def _sites(
+    entry: MergeMethod, settings: Mapping[str, Any], models: _Models, chain: LayerChain, study: Study | None
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Linear modules by the method, then all else, tensor by tensor, by the method that it names for this."""
+    others: list[Slot] = []
+    plain = ((layer, None) for layer in chain.layers)
+    for layer, moments in plain if study is None or entry.reads == "site" else site_moments(study):
+        once = {slot: name for name, slot in chain.owned(layer).items()}  # two sites may share a weight
+        owned = {name: slot for slot, name in once.items()}
+        for site in layer.sites:
+            parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
+            if (
+                site.kind == "linear"
+                and parts["weight"] in owned
+                and (moments is None or site.name in moments)
+            ):
+                slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
+                more = () if moments is None else (moments[site.name],)
+                yield from models.merged(entry.function, settings, slots, *more)
+        others += owned.values()
+    known = set(chain.parameter_keys())
+    others += [Slot(key) for key in models.base if key not in known]
+    function, shared = entry.rest(settings)
+    for slot in others:
+        yield from models.merged(function, shared, {slot.key: slot})
+
+
+def _unlabelled(study: Study) -> Study:
+    """The study with no samples but those for calibration, and no labels."""
+    tasks = {}
+    for task, at in study.tasks.items():
+        assert at.calibration is not None  # `MergeMethod.resolve` has looked
+        samples = dataclasses.replace(at.calibration, labels=None)
+        tasks[task] = dataclasses.replace(at, diagnosis=samples, calibration=samples, test=None, picture=None)
+    return dataclasses.replace(study, tasks=tasks)
+
+
+@exact_products()
+def save_merge(
+    models: OpenModels,
+    method: str,
+    parameters: Mapping[str, object],
+    path: PathLike,
+    study: Study | None = None,
+) -> None:
     """Merge and write the result in the format of the base.
 
     Raises:
         SpecError: as for `merged_source`, or the base can't be saved in this form.
         RunError: the path can't be written to.
+        DriftLensError: as for `merged_source`.
     """
-    source = merged_source(models, method, parameters)
-    shape = models.base if models.base is not None else models.sources[expert_of(_first_task(models))]
-    resolved = merge_methods[method].resolve(parameters)
-    described = ", ".join(f"{name}={value}" for name, value in sorted(resolved.items()))
-    save_model(
-        models.architecture,
-        shape,
-        source,
-        path,
-        metadata={"merge_method": method, "merge_parameters": described},
-    )
+    source = merged_source(models, method, parameters, study, beside=path)
+    entry = merge_methods[method]
+    record = entry.record(entry.resolve(parameters))
+    record["parameters"] = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
+    shape = models.base if models.base is not None else next(iter(models.sources.values()))
+    metadata = {f"merge_{name}": value for name, value in record.items()}
+    save_model(models.architecture, shape, source, path, metadata=metadata)
 
 
-def _first_task(models: OpenModels) -> str:
-    return min(name.removeprefix("expert:") for name in models.sources if name.startswith("expert:"))
+def merge_of(
+    spec: RunSpec, method: str, parameters: Mapping[str, object]
+) -> tuple[MergeMethod, dict[str, Any]]:
+    """A merge method that a spec's experts can be merged with, and all its settings; no file is opened.
+
+    Raises:
+        SpecError: no such method, or as for `MergeMethod.resolve`.
+    """
+    entry = merge_methods[method]
+    without = [task for task in spec.tasks if task not in spec.data.tasks]
+    return entry, entry.resolve(parameters, has_base=spec.base is not None, without=without)
+
+
+def merge_experts(
+    spec: RunSpec, method: str, parameters: Mapping[str, object], path: PathLike, access: Access
+) -> None:
+    """Open what the method reads of a spec, merge, and write the result in the format of the base.
+
+    Raises:
+        DriftLensError: as for `save_merge` and `open_models`, or `open_study` if the method runs models.
+    """
+    entry, _ = merge_of(spec, method, parameters)
+    study = None
+    if entry.runs_models:
+        study, models = open_study(spec, access=access)
+    else:
+        models = open_models(spec, access)
+        open_pool(spec, models, device="cpu")  # compares keys and shapes
+    save_merge(models, method, parameters, path, study)

@@ -1,0 +1,442 @@
+"""One file adds one merge method: a toy of every `reads`, each in a module of its own, found wherever it should be.
+
+Every toy's result is compared with the same computation written here, from state dicts or the library's own modules.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+import driftlens as dl
+from driftlens.errors import SpecError
+from driftlens.merging.method import READS, merge_methods
+from driftlens.models.safetensors_source import SafetensorsSource
+from driftlens.pipeline.study.merging import merged_source
+from driftlens.pipeline.study.opening import open_study
+from driftlens.records.manifest import read_manifest
+from driftlens.spec import load_spec
+from tests.cli.conftest import Result, run_cli
+from tests.merging.applying import apply, states
+from tests.merging.test_methods import LAWS, assert_same
+from tests.models.clip import under_transformers_names
+from tests.pipeline.checking import check, found
+from tests.pipeline.fixtures import spec_file, world
+from tests.pipeline.world import Weights, World, clip, pixels, write_spec
+
+__all__ = ["run_cli", "spec_file", "world"]
+
+Cli = Callable[..., Result]
+SHARE = 0.25
+
+HEAD = '''
+"""A toy."""
+
+from typing import Annotated
+
+import torch
+
+from driftlens.merging.method import merge_methods
+from driftlens.settings import Bounds
+
+Share = Annotated[float, Bounds(0, 1, low_open=True), "how far from the base"]
+
+
+def mean_vector(base, experts, name):
+    start = base[name]
+    return sum(expert[name] - start for expert in experts.values()) / len(experts)
+
+
+@merge_methods.method(
+    "toy_{reads}", title="Toy of {reads}", source="arXiv:0000.0000", laws={{"expert_order_free"}}, reads="{reads}"{more}
+)
+'''
+
+TOYS = {
+    "entry": '''
+def toy(base, experts, *, share: Share = 0.5):
+    """A step along the mean task vector."""
+    return {name: base[name] + share * mean_vector(base, experts, name) for name in base}
+''',
+    "tensor": '''
+def toy(base, experts, *, share: Share = 0.5):
+    """The mean of task vectors of which small entries, beside the tensor's largest, are dropped."""
+    def kept(vector):
+        return vector * (vector.abs() >= share * vector.abs().max())
+
+    return {
+        name: base[name] + sum(kept(expert[name] - base[name]) for expert in experts.values()) / len(experts)
+        for name in base
+    }
+''',
+    "site": '''
+def toy(base, experts, *, share: Share = 0.5):
+    """Every output of a module moves alike, by the size of the module's whole task vector."""
+    step = mean_vector(base, experts, "weight")
+    size = share * step.norm()
+    merged = {"weight": base["weight"] + size * step / step.norm(dim=1, keepdim=True)}
+    if "bias" in base:
+        merged["bias"] = base["bias"] + size * mean_vector(base, experts, "bias")
+    return merged
+''',
+    "model": '''
+def toy(base, experts, *, share: Share = 0.5):
+    """The mean task vector without entries that are small beside the largest of the whole model."""
+    largest = max(mean_vector(base, experts, name).abs().max() for name in base)
+    for name in reversed(list(base)):
+        start = {name: base[name]}
+        step = mean_vector(start, experts, name)
+        yield name, start[name] + step * (step.abs() >= share * largest)
+''',
+    "moments": '''
+def toy(base, experts, moments, *, share: Share = 0.5):
+    """RegMean, with moments whose off-diagonal entries are shrunk."""
+    shrunk = {task: share * gram + (1 - share) * gram.diag().diag() for task, gram in moments.items()}
+    wanted = sum(experts[task]["weight"].double() @ gram for task, gram in shrunk.items())
+    merged = {"weight": torch.linalg.solve(sum(shrunk.values()), wanted, left=False)}
+    if "bias" in base:
+        merged["bias"] = base["bias"] + mean_vector(base, experts, "bias")
+    return merged
+''',
+    "samples": '''
+def toy(base, experts, study, *, share: Share = 0.5):
+    """One step of gradient descent on how far along the mean task vector the first layer's outputs fit the experts'."""
+    name = next(name for name in base if base[name].dim() == 4)
+    along = torch.tensor(0.0, requires_grad=True)
+    loss = 0
+    for task in sorted(experts):
+        at = study.tasks[task]
+        assert at.calibration.labels is None and at.diagnosis.ids == at.calibration.ids and at.test is None
+        images = at.calibration.load(range(len(at.calibration)))
+        merged = base[name] + along * mean_vector(base, experts, name)
+        kernels = (merged, experts[task][name])
+        mine, theirs = (torch.nn.functional.conv2d(images, k, stride=k.shape[-1]) for k in kernels)
+        loss = loss + (mine - theirs).square().mean()
+    (slope,) = torch.autograd.grad(loss, along)
+    for name in base:
+        start = {name: base[name]}
+        yield name, start[name] - share * slope * mean_vector(start, experts, name)
+''',
+}
+MORE = {
+    "model": ", passes=2",
+    "samples": ", passes=2",
+    "moments": ', others="toy_other"',
+}
+OTHER = """
+
+@merge_methods.method("toy_other", title="Other", source="none", laws=set())
+def other(base, experts, *, share: Share = 0.5):
+    return {name: base[name] + share * mean_vector(base, experts, name) for name in base}
+"""
+
+
+@pytest.fixture(params=TOYS)
+def toy(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[str]:
+    """What a toy reads, while it is there."""
+    reads: str = request.param
+    name = f"a_toy_of_{reads}"
+    text = HEAD.format(reads=reads, more=MORE.get(reads, "")) + TOYS[reads].lstrip("\n")
+    folder = tmp_path / "plugin"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(text + (OTHER if reads == "moments" else ""), encoding="utf-8")
+    before = set(merge_methods)
+    with merge_methods.temporary(), pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        importlib.import_module(name)
+        yield reads
+    del sys.modules[name]
+    assert set(merge_methods) == before
+
+
+def spec_of(world: World, reads: str, form: Any = "open_clip", **settings: Any) -> dict[str, Any]:
+    merge = {"method": f"toy_{reads}", "share": SHARE, **settings}
+    return world.spec(form, merge=merge, metrics={"jacobian": False}, heads=None)
+
+
+def test_the_spec_and_preflight_know_it_and_its_settings(
+    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
+) -> None:
+    text = found(check(spec_of(world, toy)), "ok", "merge").text
+    assert text.startswith(f"Toy of {toy} (arXiv:0000.0000), share {SHARE}; it reads {READS[toy]}")  # type: ignore[index]
+    others = {"site": "Simple Averaging", "moments": "Other"}
+    assert ("merges all else by" in text) == (toy in others) and others.get(toy, "") in text
+    refusals = {
+        "shar=0.1": ("has no parameter 'shar'", "Did you mean 'share'?"),
+        "share=0": ("share is 0; expected a finite number more than 0 and at most 1", ""),
+        "share=big": ("share is 'big'; expected a finite number", ""),
+        "share=.inf": ("inf", ""),
+    }
+    file = write_spec(spec_file, spec_of(world, toy))
+    for override, (message, hint) in refusals.items():
+        refused = run_cli("validate", file, "--set", f"merge.{override}")
+        assert (
+            refused.code == 2 and message in refused.out + refused.err and hint in refused.out + refused.err
+        )
+        command = run_cli(
+            "merge", file, "--method", f"toy_{toy}", "--set", override, "--out", file.parent / "x"
+        )
+        assert command.code == 2 and message in command.err and hint in command.err
+    for misspelt in ({"shar": 0.1}, {"share": 2}):
+        with pytest.raises(SpecError):
+            dl.analyze(spec_of(world, toy, **misspelt), out=file.parent / "run", progress="none")
+    assert sorted(path.name for path in file.parent.iterdir()) == ["plugin", file.name]
+
+
+def test_a_run_is_made_of_it_and_says_so(
+    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
+) -> None:
+    run = dl.analyze(spec_of(world, toy), out=spec_file.parent / "run", progress="none")
+    assert read_manifest(run.path).merge == {
+        "method": f"toy_{toy}",
+        "title": f"Toy of {toy}",
+        "source": "arXiv:0000.0000",
+        "reads": toy,
+        "parameters": {"share": SHARE},
+    }
+    assert run.value("drift_l2_mean", task=world.tasks[0], variant="merged") > 0
+    merged = tower(load_file(run.path / "models" / "merged.safetensors"))
+    expected = EXPECTED[toy](world)
+    assert expected and all(torch.isfinite(value).all() for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value.float(), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(value.float(), tower(world.state("base"))[name], rtol=1e-4, atol=1e-5), name
+
+    file = spec_file.parent / "again.safetensors"
+    spec = write_spec(spec_file, world.spec())
+    done = run_cli("merge", spec, "--method", f"toy_{toy}", "--set", f"share={SHARE}", "--out", file)
+    assert done.code == 0, done.err
+    again = tower(load_file(file))
+    assert all(torch.equal(again[name], value) for name, value in merged.items())
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    assert (metadata["merge_title"], metadata["merge_source"]) == (f"Toy of {toy}", "arXiv:0000.0000")
+    assert metadata["merge_parameters"] == f"share={SHARE}"
+    assert not list(spec_file.parent.glob(".partial-*"))
+
+
+def test_its_laws_are_checked_by_those_of_all_methods(toy: str) -> None:
+    method = merge_methods[f"toy_{toy}"]
+    assert_same(*LAWS["expert_order_free"](method))
+    base, experts = states(method)
+    assert not all(torch.equal(value, base[name]) for name, value in apply(method, base, experts).items())
+    with pytest.raises(AssertionError):
+        assert_same(*LAWS["equal_experts_are_fixed"](method))
+
+
+def test_both_libraries_forms_of_one_model_are_merged_alike(
+    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
+) -> None:
+    if toy in ("tensor", "model"):
+        pytest.skip("what a fused tensor's largest entry is depends on the file")
+    saved = {}
+    for form in ("open_clip", "hf"):
+        file = spec_file.parent / f"{form}.safetensors"
+        spec = write_spec(spec_file, world.spec(form))
+        done = run_cli("merge", spec, "--method", f"toy_{toy}", "--set", f"share={SHARE}", "--out", file)
+        assert done.code == 0, done.err
+        saved[form] = load_file(file)
+    expected = under_transformers_names(tower(saved["open_clip"]))
+    assert expected.keys() == saved["hf"].keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(saved["hf"][name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_files_are_read_as_often_as_preflight_says(
+    toy: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = found(check(spec_of(world, toy)), "ok", "merge").text
+    said = 1 if "every file is read once" in text else 2 if "every file is read 2 times" in text else 0
+    study, models = open_study(load_spec(spec_of(world, toy)))
+    counts: dict[str, int] = {}
+    read = SafetensorsSource.read
+
+    def counting(self: SafetensorsSource, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        value = read(self, key, rows)
+        counts[self.name] = counts.get(self.name, 0) + value.numel()
+        return value
+
+    monkeypatch.setattr(SafetensorsSource, "read", counting)
+    merged_source(models, f"toy_{toy}", {}, study if merge_methods[f"toy_{toy}"].runs_models else None)
+    total = sum(value.numel() for value in tower(world.state("base")).values())
+    passes = [counts[str(world.weights(task))] / total for task in world.tasks]
+    assert len(counts) == 1 + len(world.tasks) and max(counts.values()) / total <= said + 0.5
+    # The toy that looks at samples reads one tensor again, and says two.
+    assert all(1 < count < said for count in passes) if toy == "samples" else passes == [said, said]
+
+
+def test_what_it_needs_and_is_not_there_is_refused_before_anything_is_opened(
+    toy: str, world: World, spec_file: pathlib.Path, run_cli: Cli
+) -> None:
+    spec = spec_of(world, toy)
+    baseless = {key: value for key, value in spec.items() if key != "base"}
+    assert "needs a base" in found(check(baseless), "problem", "merge").text
+    with pytest.raises(SpecError, match="needs a base"):
+        dl.analyze(baseless, out=spec_file.parent / "run", progress="none")
+    data = {"defaults": spec["data"]["defaults"], "flowers": spec["data"]["flowers"]}
+    file = spec_file.parent / "merged.safetensors"
+    command = (
+        "merge",
+        write_spec(spec_file, {**spec, "data": data}),
+        "--method",
+        f"toy_{toy}",
+        "--out",
+        file,
+    )
+    result = check({**spec, "data": data})
+    if toy in ("moments", "samples"):
+        message = "reads calibration samples, and there are none of shapes"
+        assert message in found(result, "problem", "merge").text
+        refused = run_cli(*command)
+        assert refused.code == 2 and message in refused.err and "data.shapes" in refused.hint
+        assert not file.exists()
+    else:
+        assert found(result, "ok", "merge")
+        assert run_cli(*command).code == 0 and file.exists()
+
+
+def tower(weights: Weights) -> Weights:
+    """The image tower of an open_clip state dict, by its own names."""
+    return {
+        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
+    }
+
+
+def steps(world: World) -> tuple[Weights, list[Weights], Weights]:
+    """In float64: the base, every task vector, and their mean."""
+    base = {name: value.double() for name, value in tower(world.state("base")).items()}
+    experts = [tower(world.state(task)) for task in world.tasks]
+    vectors = [{name: expert[name].double() - value for name, value in base.items()} for expert in experts]
+    mean = {name: torch.stack([vector[name] for vector in vectors]).mean(0) for name in base}
+    return base, vectors, mean
+
+
+def expected_entry(world: World) -> Weights:
+    base, _, mean = steps(world)
+    return {name: torch.lerp(value, value + mean[name], SHARE) for name, value in base.items()}
+
+
+def expected_tensor(world: World) -> Weights:
+    base, vectors, _ = steps(world)
+    found = {}
+    for name, value in base.items():
+        parts = [torch.where(v[name].abs() < SHARE * v[name].abs().amax(), 0, v[name]) for v in vectors]
+        found[name] = value + torch.stack(parts).mean(0)
+    return found
+
+
+def expected_model(world: World) -> Weights:
+    base, _, mean = steps(world)
+    largest = torch.cat([value.flatten() for value in mean.values()]).abs().max()
+    kept = {name: torch.where(value.abs() < SHARE * largest, 0, value) for name, value in mean.items()}
+    return {name: base[name] + value for name, value in kept.items() if value.any()}
+
+
+def expected_site(world: World) -> Weights:
+    base, _, mean = steps(world)
+    found = {}
+    for name, value in base.items():
+        module = name.rpartition(".")[0]
+        if value.dim() != 2 or not module.startswith("transformer."):
+            continue
+        bias = f"{module}.in_proj_bias" if name.endswith("in_proj_weight") else f"{module}.bias"
+        # Queries, keys and values are three modules in one tensor.
+        parts = 3 if name.endswith("in_proj_weight") else 1
+        weights, biases = [], []
+        for step, offset in zip(mean[name].chunk(parts), mean[bias].chunk(parts), strict=True):
+            size = SHARE * step.square().sum().sqrt()
+            weights.append(size * torch.nn.functional.normalize(step, dim=1))
+            biases.append(size * offset)
+        found[name] = value + torch.cat(weights)
+        found[bias] = base[bias] + torch.cat(biases)
+    # Stored as [in, out]: its outputs are columns.
+    step = mean["proj"]
+    found["proj"] = base["proj"] + SHARE * step.norm() * torch.nn.functional.normalize(step, dim=0)
+    others = {name: base[name] + value for name, value in mean.items() if name not in found}
+    assert {"conv1.weight", "ln_post.bias", "positional_embedding"} <= others.keys()
+    return {**found, **others}
+
+
+def expected_moments(world: World) -> Weights:
+    """By hooks on the library's own modules, which the merge never runs."""
+    base, _, mean = steps(world)
+    spec = load_spec(spec_of(world, "moments"))
+    study, _ = open_study(spec)
+    grams: dict[str, dict[str, Tensor]] = {}
+    for task in world.tasks:
+        at = study.tasks[task].calibration
+        assert at is not None
+        module = clip(world.state(task)).double()
+        for name, part in module.visual.named_modules():  # type: ignore[union-attr]
+            if name.endswith(("c_fc", "c_proj")):
+                part.register_forward_pre_hook(_remember(grams, name, task))
+            elif name.endswith("ln_1"):
+                inputs = _remember(grams, name.replace("ln_1", "attn"), task)
+                part.register_forward_hook(lambda module, _, out, keep=inputs: keep(module, (out,)))
+            elif name == "ln_post":
+                inputs = _remember(grams, "proj", task)
+                part.register_forward_hook(lambda module, _, out, keep=inputs: keep(module, (out[:, :1],)))
+        with torch.no_grad():
+            module.encode_image(pixels(world.data(task), at.ids))  # type: ignore[operator]
+    found = {}
+    for name, by_task in grams.items():
+        key = {"proj": "proj", "attn": f"{name}.in_proj_weight"}.get(
+            name.rpartition(".")[2], f"{name}.weight"
+        )
+        shrunk = {
+            task: SHARE * g + (1 - SHARE) * torch.diag(torch.diagonal(g)) for task, g in by_task.items()
+        }
+        inverse = torch.linalg.inv(torch.stack(list(shrunk.values())).sum(0))
+        weights = {task: tower(world.state(task))[key].double() for task in world.tasks}
+        if key == "proj":
+            found[key] = inverse @ sum(gram @ weights[task] for task, gram in shrunk.items())
+        else:
+            found[key] = sum(weights[task] @ gram for task, gram in shrunk.items()) @ inverse
+    assert len(found) == 3 * 3 + 1  # in_proj, c_fc and c_proj of three blocks, and the projection
+    others = ("conv1.weight", "ln_pre.weight", "transformer.resblocks.1.ln_2.bias")
+    return found | {name: base[name] + SHARE * mean[name] for name in others}
+
+
+def _remember(grams: dict[str, dict[str, Tensor]], name: str, task: str) -> Callable[..., None]:
+    def keep(_module: object, inputs: tuple[Tensor, ...]) -> None:
+        rows = inputs[0].flatten(0, -2)
+        grams.setdefault(name, {})[task] = rows.mT @ rows / len(rows)
+
+    return keep
+
+
+def expected_samples(world: World) -> Weights:
+    """The loss is a parabola in the length of the step, so its slope at zero is the difference of two values."""
+    base, vectors, mean = steps(world)
+    study, _ = open_study(load_spec(spec_of(world, "samples")))
+    slope = 0.0
+    for task, vector in zip(world.tasks, vectors, strict=True):
+        at = study.tasks[task].calibration
+        assert at is not None
+        patches = torch.nn.functional.unfold(pixels(world.data(task), at.ids), 4, stride=4).mT
+
+        def loss(along: float, patches: Tensor = patches, vector: Weights = vector) -> float:
+            step = along * mean["conv1.weight"] - vector["conv1.weight"]
+            return float((patches @ step.flatten(1).mT).square().mean())
+
+        slope += (loss(0.5) - loss(-0.5)) / 1.0
+    return {name: value - SHARE * slope * mean[name] for name, value in base.items()}
+
+
+EXPECTED: dict[str, Callable[[World], Weights]] = {
+    "entry": expected_entry,
+    "tensor": expected_tensor,
+    "site": expected_site,
+    "model": expected_model,
+    "moments": expected_moments,
+    "samples": expected_samples,
+}

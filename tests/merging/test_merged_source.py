@@ -1,0 +1,242 @@
+"""What `merged_source` does for every method: pieces, dtypes, integers, and refusals of what a method gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.errors import CheckpointError, DriftLensError, NumericsError, RunError, ShapeError, SpecError
+from driftlens.merging.method import Reads, merge_methods
+from driftlens.models.sources import TensorsSource
+from driftlens.models.tiny_stack import TinyStack
+from driftlens.pipeline.study import merging
+from driftlens.pipeline.study.merging import merged_source
+from driftlens.pipeline.study.moments import site_moments
+from driftlens.registry import Registry
+from driftlens.variants import expert_of
+from tests.merging.applying import Tensors, open_models, random_model, study_of
+
+BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enumerate("ab", start=1)}
+
+
+@pytest.fixture(autouse=True)
+def none_stays() -> Iterator[None]:
+    with merge_methods.temporary():
+        yield
+
+
+def filed(function: Callable[..., Any], reads: Reads, **known: Any) -> str:
+    merge_methods.method("toy", title="Toy", source="none", laws=set(), reads=reads, **known)(function)
+    return "toy"
+
+
+def test_large_tensors_come_in_runs_of_rows_only_where_every_entry_stands_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(merging, "PIECE", 200)
+    models, seen = open_models(BASE, EXPERTS), []
+
+    def entry(base: Tensors, experts: dict[str, Tensors]) -> Tensors:
+        seen.extend(value.numel() for value in base.values())
+        return {name: (experts["a"][name] + experts["b"][name]) / 2 for name in base}
+
+    pieces = merged_source(models, filed(entry, "entry"), {})
+    assert 200 >= max(seen) > 0 and sum(seen) == sum(value.numel() for value in BASE.values())
+    seen.clear()
+    with merge_methods.temporary():
+        merge_methods.method("whole", title="", source="", laws=set(), reads="tensor")(entry)
+        whole = merged_source(models, "whole", {})
+    assert max(seen) == max(value.numel() for value in BASE.values())
+    for name in BASE:
+        assert torch.equal(pieces.read(name), whole.read(name))
+        assert torch.equal(pieces.read(name, (0, 1)), pieces.read(name)[:1])
+
+
+def test_arithmetic_is_in_float32_and_the_result_in_the_dtype_of_the_base() -> None:
+    half = {name: value.half() for name, value in BASE.items()}
+    models = open_models(half, EXPERTS)
+    merged = merged_source(models, "task_arithmetic", {"scaling": 0.5})
+    for name, start in half.items():
+        vectors = sum(expert[name] - start.float() for expert in EXPERTS.values())
+        assert torch.equal(merged.read(name), (start.float() + 0.5 * vectors).half())
+
+
+def test_integers_are_those_of_the_base_and_no_method_sees_them(tmp_path: pathlib.Path) -> None:
+    count = torch.tensor([3, 4])
+    models = open_models(
+        {**BASE, "steps": count}, {task: {**e, "steps": count + 9} for task, e in EXPERTS.items()}
+    )
+
+    def model(base: Tensors, experts: dict[str, Tensors]) -> Iterator[tuple[str, Tensor]]:
+        assert "steps" not in base and len(base) == len(BASE)
+        return ((name, experts["a"][name]) for name in base)
+
+    merged = merged_source(models, filed(model, "model"), {}, beside=tmp_path / "merged.safetensors")
+    assert torch.equal(merged.read("steps"), count)
+    assert torch.equal(merged.read("norm.weight"), EXPERTS["a"]["norm.weight"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_weight_that_two_modules_share_is_merged_once() -> None:
+    models = open_models(BASE, EXPERTS)
+    layers = models.architecture.chain.layers
+    tied = dict(layers[1].parameters)
+    tied["key.weight"], tied["key.bias"] = tied["query.weight"], tied["query.bias"]
+    object.__setattr__(layers[1], "parameters", tied)
+    called: list[Tensor] = []
+
+    def site(base: Tensors, experts: dict[str, Tensors]) -> Tensors:
+        called.append(base["weight"])
+        return experts["b"]
+
+    merged = merged_source(models, filed(site, "site"), {})
+    assert len(called) == 3 * 6 - 1
+    assert torch.equal(merged.read("blocks.0.query.bias"), EXPERTS["b"]["blocks.0.query.bias"])
+
+
+NAME = "norm.weight"
+WRONG: dict[str, tuple[Callable[[str, Tensor], list[tuple[str, Tensor]]], type[DriftLensError], str]] = {
+    "left out": (
+        lambda name, value: [] if name == NAME else [(name, value)],
+        ShapeError,
+        f"{NAME!r} came not",
+    ),
+    "twice": (lambda name, value: [(name, value)] * (1 + (name == NAME)), ShapeError, f"{NAME!r} came twice"),
+    "wrong shape": (lambda name, value: [(name, value[:1])], ShapeError, r"came as \[1"),
+    "would broadcast": (
+        lambda name, value: [(name, value.mean())],
+        ShapeError,
+        r"came as \[\], not",
+    ),
+    "unknown": (lambda name, value: [(f"{name}s", value)], CheckpointError, "holds no tensor"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_a_method_may_not_give_is_refused(fault: str, tmp_path: pathlib.Path) -> None:
+    given, kind, message = WRONG[fault]
+
+    def model(base: Tensors, experts: dict[str, Tensors]) -> Iterator[tuple[str, Tensor]]:
+        for name, value in base.items():
+            yield from given(name, value)
+
+    with pytest.raises(kind, match=message):
+        merged_source(open_models(BASE, EXPERTS), filed(model, "model"), {}, beside=tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reads", ["entry", "tensor", "site", "model", "moments"])
+def test_the_file_that_holds_nan_is_named_whatever_is_read(reads: Reads) -> None:
+    broken = {**EXPERTS["b"], "blocks.1.up.weight": EXPERTS["b"]["blocks.1.up.weight"] * torch.nan}
+    models = open_models(BASE, {"a": EXPERTS["a"], "b": broken})
+
+    def toy(base: Tensors, experts: dict[str, Tensors], *more: object) -> Any:
+        found = {name: experts["b"][name] for name in base}
+        return found.items() if reads == "model" else found
+
+    study = study_of(models) if reads == "moments" else None
+    with pytest.raises(NumericsError, match=r"^b: tensor 'blocks\.1\.up\.weight'"):
+        merged_source(models, filed(toy, reads), {}, study)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: pathlib.Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    with pytest.raises(RunError, match="No space left"):
+        merged_source(open_models(BASE, EXPERTS), "average", {}, beside=tmp_path / "merged.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_methods_that_run_models_want_a_study_with_calibration_samples() -> None:
+    def regmean(base: Tensors, experts: dict[str, Tensors], moments: object) -> Tensors:
+        return base
+
+    with pytest.raises(SpecError, match="none of a, b"):
+        merged_source(open_models(BASE, EXPERTS), filed(regmean, "moments"), {})
+
+
+def test_a_base_that_only_the_rule_for_the_rest_needs_is_needed_too() -> None:
+    def site(base: Tensors, experts: dict[str, Tensors]) -> Tensors:
+        return experts["a"]
+
+    models = open_models(BASE, EXPERTS)
+    sources = {expert_of(task): TensorsSource(task, EXPERTS[task]) for task in EXPERTS}
+    baseless = type(models)(models.architecture, None, sources, {})
+    filed(site, "site", needs_base=False, others="task_arithmetic")
+    with pytest.raises(SpecError, match="needs a base"):
+        merged_source(baseless, "toy", {})
+    with merge_methods.temporary():
+        merge_methods.method("plain", title="", source="", laws=set(), reads="site", needs_base=False)(site)
+        assert torch.equal(
+            merged_source(baseless, "plain", {}).read("blocks.2.up.bias"), EXPERTS["a"]["blocks.2.up.bias"]
+        )
+
+
+def test_the_rule_for_the_rest_gets_the_settings_it_shares() -> None:
+    def site(base: Tensors, experts: dict[str, Tensors], *, scaling: float = 0.3, rank: int = 2) -> Tensors:
+        return dict(base)
+
+    filed(site, "site", others="task_arithmetic")
+    merged = merged_source(open_models(BASE, EXPERTS), "toy", {"scaling": 0.7})
+    vectors = sum(expert[NAME] - BASE[NAME] for expert in EXPERTS.values())
+    torch.testing.assert_close(merged.read(NAME), BASE[NAME] + 0.7 * vectors)
+    assert torch.equal(merged.read("blocks.0.up.weight"), BASE["blocks.0.up.weight"])
+
+
+def test_a_method_that_can_not_be_is_refused_when_it_is_filed() -> None:
+    def settings(base: object, experts: object, *, table: dict[str, float]) -> None: ...
+
+    with pytest.raises(TypeError, match="'table' can't be a setting"):
+        filed(settings, "entry")
+    with pytest.raises(ValueError, match="reads 'tensors'; expected one of entry, tensor"):
+        filed(lambda base, experts: base, "tensors")  # type: ignore[arg-type]
+    assert "toy" not in merge_methods
+
+
+def test_temporary_entries_are_gone_even_after_an_error() -> None:
+    registry: Registry[int] = Registry("number", "tests.merging.no_entries")
+    registry._discovered = True
+    registry.register("one")(1)
+    with pytest.raises(ZeroDivisionError), registry.temporary():
+        registry.register("two")(2)
+        assert list(registry) == ["one", "two"]
+        raise ZeroDivisionError
+    assert list(registry) == ["one"]
+    registry.register("two")(2)
+
+
+def test_a_masked_token_has_no_part_in_the_moments() -> None:
+    models = open_models(BASE, EXPERTS)
+    study = study_of(models)
+    chain = models.architecture.chain
+    mask = torch.tensor([True, True, False, False, True])
+
+    def start(inputs: Any) -> Any:
+        state, side = chain.start(inputs)
+        return state, {**side, "hidden_mask": mask.expand(len(inputs), -1)}
+
+    study.pool.chain = dataclasses.replace(chain, start=start)
+    module = TinyStack()
+    module.load_state_dict(EXPERTS["a"])
+    heard: list[Tensor] = []
+    module.blocks[1].down.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))  # type: ignore[union-attr]
+    samples = study.tasks["a"].calibration
+    assert samples is not None
+    with torch.no_grad():
+        module(samples.load(range(len(samples))))
+    rows = heard[0][:, mask].flatten(0, 1).double()
+    moments = next(moments for layer, moments in site_moments(study) if layer.path == "blocks.1")
+    torch.testing.assert_close(moments["down"]["a"], rows.mT @ rows / len(rows), rtol=1e-5, atol=1e-7)
+    assert moments["down"]["a"].dtype == torch.float64
+    assert moments["query"]["a"] is moments["key"]["a"]  # which read the same

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 WIDTHS = MappingProxyType({"neurips": 5.5, "icml-column": 3.25, "slide": 10.0})
 """Width of each venue's text or column, in inches."""
 
+PAGE, PAGE_WIDTH = "page", 7.5
+"""The sheet of figures in a report that is read on a screen, and their width in inches."""
+
 FORMATS = ("pdf", "svg", "png")
 
 _UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
@@ -70,15 +73,15 @@ def venue_of(width: float) -> str:
 
 
 @contextlib.contextmanager
-def sheet(width: float) -> Iterator[None]:
-    """Within it, matplotlib's settings are those packaged for `width`, whatever the user's own are.
+def sheet(venue: str) -> Iterator[None]:
+    """Within it, matplotlib's settings are those packaged for a venue, or for a `PAGE`, whatever the user's own are.
 
     Letters of scripts that the packaged fonts lack (Chinese, for example) are drawn as boxes, without a warning each.
     """
     import matplotlib.style
 
     folder = pathlib.Path(__file__).parent
-    files = [folder / f"{name}.mplstyle" for name in ("common", venue_of(width))]
+    files = [folder / f"{name}.mplstyle" for name in ("common", venue)]
     with _SETTINGS, matplotlib.style.context(files, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         yield
@@ -98,11 +101,23 @@ def dot_area(scale: float) -> float:
     return (scale * float(matplotlib.rcParams["lines.markersize"])) ** 2
 
 
-def encode(figure: Figure, file_format: str) -> bytes:
-    """The bytes of a figure as pdf, svg or png: the same at every call, without a date, with fonts embedded."""
+def settle(figure: Figure) -> None:
+    """Lay a figure out once and then leave it alone: every format, and every later save, shows the same places."""
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        # The layout's solver ends in other last digits from time to time.
+        axes.set_position([round(part, 5) for part in axes.get_position(original=True).bounds])
+
+
+def encode(figure: Figure, file_format: str, venue: str | None = None) -> bytes:
+    """The bytes of a figure as pdf, svg or png: the same at every call, without a date, with fonts embedded.
+
+    On a `PAGE` letters of an SVG stay letters, in the font of the page.
+    """
     assert file_format in FORMATS, file_format
     written = io.BytesIO()
-    with sheet(figure.get_figwidth()):
+    with sheet(venue or venue_of(figure.get_figwidth())):
         figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
     return written.getvalue()
 
@@ -115,7 +130,7 @@ def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
         def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             if not runs:
                 raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
-            with sheet(options.width):
+            with sheet(venue_of(options.width)):
                 return draw(runs, options)
 
         exhibit(name, kind="figure", title=title, paper=paper)(drawn)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,13 @@ from driftlens_reports.charts.theme import readable
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.patches import Rectangle
+    from matplotlib.axis import Axis
+    from matplotlib.cm import ScalarMappable
     from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+GUIDE = "_guide"
+"""Label of lines that stand for no measurement: zero lines, diagonals, defaults."""
 
 _CURVE, _MARKER = 2.0, 6.0
 """Pixels of a chart's usual line and marker, which become those of the sheet."""
@@ -30,7 +34,7 @@ _DASHES: dict[str, Any] = {
     "dashdot": (0, (5, 1.5, 1, 1.5)),
     "longdashdot": (0, (9, 1.5, 1, 1.5)),
 }
-_SYMBOLS = {
+SYMBOLS = {
     **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-down": "v"},
     **{"star": "*", "cross": "P", "x": "X", "hexagon": "h", "pentagon": "p", "bowtie": "d"},
 }
@@ -58,7 +62,7 @@ class Panel:
         x: settings of the chart's x axis.
         y: those of its y axis.
         names: names along an axis of names, by its letter, in their order.
-        inside: texts with the bar or cell that they have to fit into.
+        inside: texts with the bar or cell that they have to fit into, in units of the data.
         stacked: how high bars of a stack are so far, by where they stand and their sign.
     """
 
@@ -66,13 +70,21 @@ class Panel:
     x: Any
     y: Any
     names: dict[str, list[str]] = field(default_factory=dict)
-    inside: list[tuple[Text, Rectangle]] = field(default_factory=list)
+    inside: list[tuple[Text, Bbox]] = field(default_factory=list)
     stacked: dict[tuple[float, bool], float] = field(default_factory=dict)
+
+    def settings(self, letter: str) -> Any:
+        """Settings of the chart's axis `x` or `y`."""
+        return self.x if letter == "x" else self.y
+
+    def axis(self, letter: str) -> Axis:
+        """Our own axis `x` or `y`."""
+        return self.axes.xaxis if letter == "x" else self.axes.yaxis
 
     def places(self, letter: str, values: Any) -> NDArray[np.float64]:
         """Values along an axis as numbers; NaN for gaps, and the place among names for a name."""
         given = [] if values is None else list(values)
-        known = self.names.setdefault(letter, list((self.x if letter == "x" else self.y).categoryarray or ()))
+        known = self.names.setdefault(letter, list(self.settings(letter).categoryarray or ()))
         known += [name for name in dict.fromkeys(given) if isinstance(name, str) and name not in known]
         return np.array(
             [known.index(v) if isinstance(v, str) else math.nan if v is None else v for v in given], float
@@ -109,8 +121,8 @@ def marker_style(marker: Any) -> dict[str, Any]:
     symbol = marker.symbol if isinstance(marker.symbol, str) else "circle"
     shown = colour(marker.color) if isinstance(marker.color, str) else "#000000"
     return {
-        "marker": _SYMBOLS.get(symbol.removesuffix("-open"), "o"),
-        "markersize": _setting("lines.markersize") * _size(marker) / _MARKER,
+        "marker": SYMBOLS.get(symbol.removesuffix("-open"), "o"),
+        "markersize": _setting("lines.markersize") * (marker.size or _MARKER) / _MARKER,
         "markerfacecolor": "none" if symbol.endswith("-open") else shown,
         "markeredgecolor": shown,
         "markeredgewidth": _setting("axes.linewidth"),
@@ -146,185 +158,143 @@ def add_scatter(panel: Panel, trace: Any, shift: float) -> None:
     """A line, a band or points, with whiskers and names; `shift` sets points of one name apart."""
     axes, mode = panel.axes, trace.mode or "lines"
     x, y = panel.places("x", trace.x) + shift, panel.places("y", trace.y)
-    opacity = 1.0 if trace.opacity is None else trace.opacity
+    for letter, error in (("x", trace.error_x), ("y", trace.error_y)):
+        _whiskers(axes, letter, x, y, error)
     if trace.fill == "toself":
         for part in np.split(np.column_stack([x, y]), np.flatnonzero(np.isnan(x))):
             corners = part[~np.isnan(part).any(axis=1)]
-            axes.fill(corners[:, 0], corners[:, 1], color=colour(trace.fillcolor), linewidth=0)
-    elif "lines" in mode:
-        axes.plot(x, y, marker="", alpha=opacity, **line_style(trace.line))
-    if "markers" in mode:
-        _points(axes, x, y, trace.marker, opacity)
+            axes.fill(*corners.T, color=colour(trace.fillcolor), linewidth=0)
+    elif "markers" in mode and not all(
+        isinstance(part, str) for part in (trace.marker.color, trace.marker.symbol)
+    ):
+        _single_points(axes, x, y, trace.marker)
+    else:
+        style = line_style(trace.line) if "lines" in mode else {"linestyle": ""}
+        style |= marker_style(trace.marker) if "markers" in mode else {}
+        axes.plot(x, y, alpha=(trace.opacity or 1) * (trace.marker.opacity or 1), **{"marker": "", **style})
     if "text" in mode:
         _names(axes, x, y, trace)
-    for letter, error in (("x", trace.error_x), ("y", trace.error_y)):
-        _whiskers(axes, letter, x, y, error)
 
 
 def add_bars(panel: Panel, trace: Any, shift: float, width: float, *, is_stacked: bool) -> None:
     """Bars, each with what is written in it; those of a stack go on from what stands there."""
-    flat = trace.orientation == "h"
-    along, across = ("y", "x") if flat else ("x", "y")
-    given = {"x": trace.x, "y": trace.y}
-    places, lengths = panel.places(along, given[along]), panel.places(across, given[across])
-    starts = (
-        np.zeros_like(lengths)
-        if trace.base is None
-        else np.broadcast_to(np.asarray(trace.base, float), lengths.shape)
-    )
+    from matplotlib.transforms import Bbox
+
+    along, across = ("y", "x") if trace.orientation == "h" else ("x", "y")
+    places, lengths = panel.places(along, trace[along]), panel.places(across, trace[across])
+    starts = np.zeros_like(lengths) if trace.base is None else np.asarray(trace.base, float)
     if is_stacked:
         starts = np.array([_stack(panel, *pair) for pair in zip(places, lengths, strict=True)])
     style = bar_style(trace.marker)
     if style["facecolor"] is None:
         style["facecolor"] = [colour(entry) for entry in trace.marker.color]
     widths = width if trace.width is None else trace.width
-    if flat:
-        bars = panel.axes.barh(places + shift, lengths, widths, left=starts, **style)
-    else:
-        bars = panel.axes.bar(places + shift, lengths, widths, bottom=starts, **style)
-    ends = starts + lengths
-    _whiskers(
-        panel.axes,
-        across,
-        *((ends, places + shift) if flat else (places + shift, ends)),
-        getattr(trace, f"error_{across}"),
-    )
+    draw, begin = (panel.axes.barh, "left") if across == "x" else (panel.axes.bar, "bottom")
+    bars = draw(places + shift, lengths, widths, **{begin: starts}, **style)
+    ends = (starts + lengths, places + shift)
+    _whiskers(panel.axes, across, *(ends if across == "x" else ends[::-1]), trace[f"error_{across}"])
     if trace.text is not None and trace.textposition == "inside":
-        font = trace.insidetextfont
+        inks = trace.insidetextfont.color
         inks = (
-            font.color
-            if isinstance(font.color, (list, tuple, np.ndarray))
-            else [font.color or "#000000"] * len(ends)
+            ["#000000"] * len(bars) if inks is None else [inks] * len(bars) if isinstance(inks, str) else inks
         )
         for bar, text, ink in zip(bars, trace.text, inks, strict=True):
-            _inside(panel, bar, text, ink)
+            box = Bbox.from_bounds(bar.get_x(), bar.get_y(), bar.get_width(), bar.get_height())
+            _write_inside(panel, box, plain(text), ink)
 
 
-def add_cells(panel: Panel, trace: Any, shades: Any) -> None:
-    """Cells of a heatmap in the colours of `shades` (a ScalarMappable); a cell without a number stays empty."""
-    from matplotlib.patches import Rectangle
+def add_cells(panel: Panel, trace: Any, shades: ScalarMappable) -> None:
+    """Cells of a heatmap in the colours of `shades`; a cell without a number stays empty."""
+    from matplotlib.colors import to_hex
+    from matplotlib.transforms import Bbox
 
-    x, y = panel.places("x", trace.x), panel.places("y", trace.y)
-    values = np.asarray(trace.z, float)
-    gap = _setting("axes.linewidth")
+    x, y, values = panel.places("x", trace.x), panel.places("y", trace.y), np.asarray(trace.z, float)
+    edges = (np.append(places - 0.5, places[-1] + 0.5) for places in (x, y))
+    panel.axes.pcolormesh(
+        *edges,
+        np.ma.masked_invalid(values),
+        cmap=shades.cmap,
+        norm=shades.norm,
+        edgecolors="white",
+        linewidth=_setting("axes.linewidth"),
+    )
     template = re.search(r"%\{z:(.*?)\}", trace.texttemplate or "")
-    for at, value in np.ndenumerate(values):
-        if math.isnan(value):
-            continue
-        fill = shades.to_rgba(value)
-        cell = Rectangle(
-            (x[at[1]] - 0.5, y[at[0]] - 0.5), 1, 1, facecolor=fill, edgecolor="white", linewidth=gap
-        )
-        panel.axes.add_patch(cell)
-        if template:
-            from matplotlib.colors import to_hex
+    for (down, across), value in np.ndenumerate(values) if template else ():
+        if not math.isnan(value):
+            box = Bbox.from_bounds(x[across] - 0.5, y[down] - 0.5, 1, 1)
+            ink = readable(to_hex(shades.to_rgba(value)))
+            _write_inside(panel, box, number(value, template[1]), ink)
 
-            _inside(panel, cell, number(value, template[1]), readable(to_hex(fill)))
-    panel.axes.update_datalim([(x.min() - 0.5, y.min() - 0.5), (x.max() + 0.5, y.max() + 0.5)])
+
+def shades_of(scale: Any) -> ScalarMappable:
+    """The colours that a chart's scale gives to numbers."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    stops = [(at, colour(shade)) for at, shade in scale.colorscale]
+    colours = LinearSegmentedColormap.from_list("chart", stops, N=_SHADES)
+    return ScalarMappable(Normalize(scale.cmin, scale.cmax), colours)
 
 
 def number(value: float, form: str) -> str:
     """A number as plotly writes it in a format such as `.3~g` or `.0~%`."""
     digits = int((re.search(r"\.(\d+)", form) or "03")[1])
     if form.endswith("%"):
-        text, unit = f"{100 * value:.{digits}f}", " %"
-        text = text.rstrip("0").rstrip(".") if "~" in form and "." in text else text
+        text = f"{100 * value:.{digits}f}"
+        text = f"{text.rstrip('0').rstrip('.') if '.' in text else text} %"
     else:
-        is_long = abs(value) >= 10**digits
-        text, unit = (f"{value:.0f}" if is_long and abs(value) < 1e6 else f"{value:.{digits}g}"), ""
-    return f"{text}{unit}".replace("-", "\N{MINUS SIGN}")
+        is_long = 10**digits <= abs(value) < 1e6
+        text = f"{value:.0f}" if is_long else f"{value:.{digits}g}"
+    return re.sub(r"^-(?!0( %)?$)", "\N{MINUS SIGN}", text).removeprefix("-")
 
 
-def _points(axes: Axes, x: NDArray[Any], y: NDArray[Any], marker: Any, opacity: float) -> None:
-    symbols = (
-        marker.symbol
-        if isinstance(marker.symbol, (list, tuple, np.ndarray))
-        else [marker.symbol or "circle"] * len(x)
-    )
-    shades = None
-    if marker.color is not None and not isinstance(marker.color, str):
-        shades = np.array(point_colours(marker), dtype=object)
-    edge = (
-        _setting("axes.linewidth")
-        if marker.line.width is None
-        else marker.line.width * _setting("axes.linewidth")
-    )
+def _single_points(axes: Axes, x: NDArray[Any], y: NDArray[Any], marker: Any) -> None:
+    """Points that have colours or symbols of their own."""
+    symbols = np.broadcast_to(marker.symbol or "circle", x.shape)
+    if marker.colorscale is None:
+        inks = np.array([colour(ink) for ink in np.broadcast_to(marker.color, x.shape)], dtype=object)
+    else:
+        inks = shades_of(marker).to_rgba(np.asarray(marker.color, float))
     for symbol in dict.fromkeys(symbols):
-        chosen = np.array([entry == symbol for entry in symbols]) & ~np.isnan(x) & ~np.isnan(y)
-        if not chosen.any():
-            continue
-        fill = colour(marker.color or "#000000") if shades is None else list(shades[chosen])
-        is_open = symbol.endswith("-open")
+        chosen = (symbols == symbol) & ~np.isnan(x) & ~np.isnan(y)
+        style = marker_style(marker)
         axes.scatter(
             x[chosen],
             y[chosen],
-            s=(_setting("lines.markersize") * _size(marker) / _MARKER) ** 2,
-            marker=_SYMBOLS.get(symbol.removesuffix("-open"), "o"),
-            facecolor="none" if is_open else fill,
-            edgecolor=fill if is_open else (marker.line.color or fill),
-            linewidths=max(edge, _setting("axes.linewidth")) if is_open else edge,
-            alpha=opacity * (1.0 if marker.opacity is None else marker.opacity),
-            zorder=2.5,
+            s=style["markersize"] ** 2,
+            c=list(inks[chosen]),
+            marker=SYMBOLS.get(symbol, "o"),
+            linewidths=style["markeredgewidth"],
+            alpha=marker.opacity,
         )
-
-
-def point_colours(marker: Any) -> list[Any]:
-    """The colour of each point of a trace whose points have colours of their own."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    if any(isinstance(entry, str) for entry in marker.color):
-        return [colour(entry) for entry in marker.color]
-    shades = ScalarMappable(Normalize(marker.cmin, marker.cmax), colour_map(marker.colorscale))
-    return list(shades.to_rgba(np.asarray(marker.color, float)))
-
-
-def colour_map(colourscale: Sequence[tuple[float, str]]) -> Any:
-    """A chart's continuous scale."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    stops = [(at, colour(shade)) for at, shade in colourscale]
-    return LinearSegmentedColormap.from_list("chart", stops, N=_SHADES)
 
 
 def _names(axes: Axes, x: NDArray[Any], y: NDArray[Any], trace: Any) -> None:
-    sides = trace.textposition
-    sides = [sides or "middle center"] * len(x) if sides is None or isinstance(sides, str) else sides
-    for across, along, text, side in zip(x, y, trace.text, sides, strict=True):
+    """The name of every point on the side that the chart says."""
+    for across, along, text, side in zip(
+        x, y, trace.text, np.broadcast_to(trace.textposition, x.shape), strict=True
+    ):
         above, beside = side.split()
-        offset = (
-            3 * (beside == "right") - 3 * (beside == "left"),
-            3 * (above == "top") - 3 * (above == "bottom"),
-        )
+        offset = {"left": -3, "right": 3}.get(beside, 0), {"bottom": -3, "top": 3}.get(above, 0)
         note = axes.annotate(plain(text), (across, along), offset, textcoords="offset points")
         note.set(ha=_SIDES[beside], va=_SIDES[above], fontsize="small")
 
 
 def _whiskers(axes: Axes, letter: str, x: NDArray[Any], y: NDArray[Any], error: Any) -> None:
-    if error is None or error.array is None:
+    if error.array is None:
         return
-    up = np.array([math.nan if length is None else length for length in error.array], float)
-    down = (
-        up
-        if error.arrayminus is None
-        else np.array([math.nan if v is None else v for v in error.arrayminus], float)
-    )
-    style = {
-        "color": error.color,
-        "linewidth": (error.thickness or 1) * _setting("axes.linewidth"),
-        "zorder": 2.6,
-    }
+    up = np.array(error.array, float)
+    down = up if error.arrayminus is None else np.array(error.arrayminus, float)
+    style = {"color": error.color, "linewidth": (error.thickness or 1) * _setting("axes.linewidth")}
     if letter == "x":
         axes.hlines(y, x - down, x + up, **style)
     else:
         axes.vlines(x, y - down, y + up, **style)
 
 
-def _inside(panel: Panel, box: Rectangle, text: str, ink: str) -> None:
-    x, y = box.get_x() + box.get_width() / 2, box.get_y() + box.get_height() / 2
-    written = panel.axes.text(
-        x, y, plain(text), ha="center", va="center_baseline", color=ink, fontsize="small"
-    )
+def _write_inside(panel: Panel, box: Bbox, text: str, ink: str) -> None:
+    middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+    written = panel.axes.text(*middle, text, ha="center", va="center_baseline", color=ink, fontsize="small")
     written.set_in_layout(False)
     panel.inside.append((written, box))
 
@@ -335,10 +305,6 @@ def _stack(panel: Panel, place: float, length: float) -> float:
     start = panel.stacked.get(key, 0.0)
     panel.stacked[key] = start + (0.0 if math.isnan(length) else length)
     return start
-
-
-def _size(marker: Any) -> float:
-    return float(_MARKER if marker.size is None else np.max(marker.size))
 
 
 def _setting(name: str) -> float:

@@ -9,14 +9,11 @@ import pathlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
-from driftlens.variants import is_control, part_of
-from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.paper.exhibit import Draw, Exhibited, ExhibitOptions, exhibit
 
 if TYPE_CHECKING:
@@ -33,38 +30,6 @@ FORMATS = ("pdf", "svg", "png")
 _UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 # matplotlib's settings are global; a server may draw in several threads.
 _SETTINGS = threading.RLock()
-
-
-@dataclass(frozen=True)
-class Look:
-    """How one part of a comparison is drawn; each of the four alone tells it from the others.
-
-    Attributes:
-        colour: apart for colour-blind eyes and in greyscale.
-        marker: of points.
-        dash: of lines.
-        hatch: of bars.
-    """
-
-    colour: str
-    marker: str
-    dash: str | tuple[float, tuple[float, ...]]
-    hatch: str
-
-
-_LOOKS = {
-    "expert": Look(LIGHT.roles["expert"][0], "o", "-", "\\\\\\\\"),
-    "merged": Look(LIGHT.roles["merged"][0], "s", (0.0, (4.0, 1.5)), "////"),
-    "calibrated": Look(LIGHT.roles["calibrated"][0], "D", "-", ""),
-    "control": Look(LIGHT.roles["baseline"][0], "v", (0.0, (1.2, 1.2)), "...."),
-    "baseline": Look(LIGHT.roles["baseline"][2], "X", (0.0, (5.0, 1.5, 1.0, 1.5)), "xxxx"),
-    "base": Look(LIGHT.roles["base"][0], "^", (0.0, (2.5, 2.5)), "----"),
-}
-
-
-def look_of(variant: str) -> Look:
-    """How the variant is drawn: by its part, and anchor-only controls apart from other baselines."""
-    return _LOOKS["control" if is_control(variant) else part_of(variant)]
 
 
 def venue_of(width: float) -> str:

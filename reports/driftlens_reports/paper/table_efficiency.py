@@ -14,7 +14,7 @@ from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
 from driftlens_reports.paper.places import merger
 from driftlens_reports.paper.printed import printed_blocks
 from driftlens_reports.paper.published import published_tables
-from driftlens_reports.paper.sweep_points import sweep_points
+from driftlens_reports.paper.sweeps import sweep_points
 
 
 @exhibit("efficiency", kind="table", title="Accuracy by calibration samples", paper="Table 12")

@@ -46,11 +46,19 @@ class View:
 
 @dataclass(frozen=True)
 class Picture:
-    """A view of a run: the drawn chart, or in words what the run lacks for it."""
+    """A view of a run: the drawn chart, or in words what the run lacks for it.
+
+    Attributes:
+        view: what was to be drawn.
+        drawn: the chart.
+        lacking: what the run lacks.
+        task: the only one that it is about; empty where it shows all.
+    """
 
     view: View
     drawn: Drawn | None
     lacking: str
+    task: str = ""
 
     def height(self, width: float) -> float:
         """Height in inches of a figure of this width."""
@@ -100,15 +108,16 @@ def picture_of(run: DriftRun, options: ExhibitOptions, view: View) -> Picture:
         RunError: a table can't be read.
     """
     chart, calibrated = charts[view.chart], choice.calibrated_of(run, options)
+    task = choice.task_of(run, options) if view.is_about_one else ""
     chosen = ChartOptions(
-        tasks=(choice.task_of(run, options),) if view.is_about_one else choice.tasks_of(run, options),
+        tasks=(task,) if task else choice.tasks_of(run, options),
         variants=(calibrated or "merged",) if view.is_about_calibrated else choice.compared(run, options),
         baseline=choice.baseline_of(run, options),
         **view.options,
     )
     try:
         lacking = chart.missing(run, chosen)
-        return Picture(view, chart.render(run, chosen) if lacking is None else None, lacking or "")
+        return Picture(view, chart.render(run, chosen) if lacking is None else None, lacking or "", task)
     except DataError as error:
         return Picture(view, None, f"{error.message}.")
 
@@ -136,6 +145,7 @@ def caption_of(picture: Picture, letter: str) -> Iterator[str]:
             if letter
             else charts[picture.view.chart].caption
         )
+        yield f"Task: {picture.task}." if picture.task else ""
         yield from picture.drawn.notes
 
 

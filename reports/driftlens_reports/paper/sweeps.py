@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import part_of
 from driftlens_reports.paper import captions, choice
 from driftlens_reports.paper.captions import spaced, span
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
@@ -34,26 +34,17 @@ _EXAMPLES = {
     "n": "8,16,32,64,128,256,512",
 }
 
-_SOLID, _DASHED, _DOTTED, _MIXED = "-", (0.0, (5.0, 1.5)), (0.0, (1.2, 1.2)), (0.0, (5.0, 1.5, 1.0, 1.5))
+_DOTTED = (0, (1, 2))
 _LOOKS = (
-    ("#D55E00", "s", _SOLID),
-    ("#7A3300", "o", _DASHED),
-    ("#F0A050", "D", _DOTTED),
-    ("#A8481C", "v", _MIXED),
+    ("#D55E00", "s", "-"),
+    ("#7A3300", "o", (0, (5, 1.5))),
+    ("#F0A050", "D", (0, (1.2, 1.2))),
+    ("#A8481C", "v", (0, (5, 1.5, 1, 1.5))),
 )
 """Colour, marker and dash of runs in one panel: all calibrated, hence all orange."""
 
 PRINTED = "tab:ta8-full-data-efficiency"
 _PRINTED_LOOKS = (("#2E9E6B", "v"), ("#9467BD", "^"), ("#444444", "s"))
-
-
-class _Line(NamedTuple):
-    """One run in a panel."""
-
-    run: DriftRun
-    name: str
-    look: tuple[str, str, Any]
-    tasks: tuple[str, ...]
 
 
 @figure("sweeps", title="Sensitivity to the coefficients", paper="Figure 5")
@@ -66,38 +57,32 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     drawn: list[pd.DataFrame] = []
     notes: list[str] = []
     for letter, factor, axes in zip("abc", FACTORS, panels, strict=True):
-        found = []
-        for line in _lines(runs, options):
-            points = sweep_points(line.run, factor, line.tasks)
-            if factor == "lam" and (points["setting"] <= 0).any():
-                points = points[points["setting"] > 0]
-                notes.append(f"({letter}) λ = 0 was measured too; it has no place on a logarithmic axis.")
-            if len(points):
-                found.append(points)
-                entries[line.name] = _draw_points(plate, axes, line, letter, factor, points)
-                _mark_default(axes, line, factor, points, choice.calibrated_of(line.run, options))
+        lines, found = _draw_lines(plate, axes, runs, letter, factor, options)
+        entries, drawn = lines | entries, [*drawn, *found.values()]
         if not found:
             plate.note(axes, f"({letter}) accuracy by {FACTORS[factor]}", _needed(factor))
             continue
-        drawn += found
         axes.set_xlabel(FACTORS[factor])
         plate.title(axes, f"({letter})")
         if factor == "lam":
             _log_axis(axes)
+            if any(
+                (sweep_points(run, factor, choice.tasks_of(run, options))["setting"] <= 0).any()
+                for run in runs
+            ):
+                notes.append(f"({letter}) λ = 0 was measured too; it has no place on a logarithmic axis.")
     for axes in panels if narrow else panels[:1]:
         if axes.has_data():
             axes.set_ylabel("accuracy" if narrow else "accuracy, average over tasks")
             percent_axis(axes.yaxis)
     legend(plate.figure, entries, columns=2 if narrow else 3)
-    sentences = [
-        "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay.",
-        *captions.origin(runs),
-    ]
+    what = (
+        "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay."
+    )
     if drawn:
         own = "the ring or dashed line marks the run's own setting"
-        sentences.append(f"One line per run, that is, per upstream merge; {own}.")
-    sentences += [*_behind(runs, drawn, options), *notes, captions.ROUNDED, *captions.gaps(plate.missing)]
-    return plate.exhibited(captions.together(sentences))
+        notes = [f"One line per run, that is, per upstream merge; {own}.", *notes]
+    return plate.exhibited(_caption(what, runs, runs, drawn, notes, plate, options))
 
 
 @figure("data-efficiency", title="Accuracy by calibration samples per task", paper="Figure 3")
@@ -106,34 +91,24 @@ def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibi
     narrow = venue_of(options.width) == "icml-column"
     plate = Plate(options.width, options.width * (0.8 if narrow else 0.48))
     axes = plate.figure.subplots()
-    entries: dict[str, Artist] = {}
-    found = {}
-    for line in _lines(runs, options):
-        points = sweep_points(line.run, "n", line.tasks)
-        if len(points):
-            found[line.run.id] = points
-            entries[line.name] = _draw_points(plate, axes, line, "a", "n", points)
+    entries, found = _draw_lines(plate, axes, runs, "a", "n", options)
     entries |= _draw_printed(plate, axes) if options.paper else {}
     if entries:
         _count_axis(axes)
         legend(plate.figure, entries, columns=2 if narrow else 3)
     if not found:
-        missing = "accuracy by calibration samples", f"{_needed('n')}, with test data that have labels"
-        if entries:  # the paper's curves fill the plot
-            plate.lack(*missing)
-        else:
-            plate.note(axes, *missing)
-    sentences = [
-        "Accuracy, averaged over tasks, by the number of calibration samples per task.",
-        *captions.origin(runs),
-        *_behind([run for run in runs if run.id in found], found.values(), options),
-    ]
+        # Where the paper's curves fill the plot, the caption alone says what the runs lack.
+        lack = (lambda *told: plate.lack(*told)) if entries else (lambda *told: plate.note(axes, *told))
+        lack("accuracy by calibration samples", f"{_needed('n')}, with test data that have labels")
+    notes = []
     if options.paper:
-        sentences.append(
+        notes.append(
             f"Dotted and hollow: as printed in {published_tables()[PRINTED].number} of {source()} "
             "(other models, other data); mean and standard deviation over 3 seeds."
         )
-    return plate.exhibited(captions.together([*sentences, captions.ROUNDED, *captions.gaps(plate.missing)]))
+    what = "Accuracy, averaged over tasks, by the number of calibration samples per task."
+    measured = [run for run in runs if run.id in found]
+    return plate.exhibited(_caption(what, runs, measured, list(found.values()), notes, plate, options))
 
 
 def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str]) -> pd.DataFrame:
@@ -155,40 +130,42 @@ def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str]) -> pd.DataFra
     return points.reset_index()
 
 
-def _lines(runs: Sequence[DriftRun], options: ExhibitOptions) -> list[_Line]:
-    """The runs as they are drawn; those that share a name go by their ids."""
+def _draw_lines(
+    plate: Plate, axes: Axes, runs: Sequence[DriftRun], panel: str, factor: str, options: ExhibitOptions
+) -> tuple[dict[str, Artist], dict[str, pd.DataFrame]]:
+    """A line per run through its means, with bars of one standard deviation, and its merged model's dotted level.
+
+    Returns:
+        The legend's lines by name, and the points drawn by run id. Runs that share a name go by their ids.
+    """
+    entries: dict[str, Artist] = {}
+    found: dict[str, pd.DataFrame] = {}
     names = [run.name for run in runs]
-    return [
-        _Line(
-            run,
-            run.id if names.count(run.name) > 1 else run.name,
-            _LOOKS[at % len(_LOOKS)],
-            choice.tasks_of(run, options),
-        )
-        for at, run in enumerate(runs)
-    ]
+    for run, (colour, marker, dash) in zip(runs, itertools.cycle(_LOOKS)):
+        tasks = choice.tasks_of(run, options)
+        points = sweep_points(run, factor, tasks)
+        points = points[points["setting"] > 0] if factor == "lam" else points
+        if points.empty:
+            continue
+        found[run.id] = points
+        x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
+        name = run.id if names.count(run.name) > 1 else run.name
+        (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
+        axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * hairline())
+        settings: dict[str, Any] = {factor: list(x)}
+        plate.record(panel, run, MEAN, mean, **settings)
+        plate.record(panel, run, SPREAD, spread, **settings)
+        level = _merged_level(run, tasks)
+        if not math.isnan(level):
+            axes.axhline(level, color=colour, linewidth=1.3 * hairline(), linestyle=_DOTTED)
+            plate.record(panel, run, "accuracy (average over tasks)", level, variant="merged")
+        if factor in FACTORS:
+            _mark_default(axes, run, factor, points, choice.calibrated_of(run, options), colour)
+    return entries, found
 
 
 def _needed(factor: str) -> str:
     return f"`driftlens sweep RUN --param {factor}={_EXAMPLES[factor]}` measures it"
-
-
-def _draw_points(
-    plate: Plate, axes: Axes, line: _Line, panel: str, factor: str, points: pd.DataFrame
-) -> Artist:
-    """A line through the means with bars of one standard deviation over seeds, and the merged model's dotted level."""
-    colour, marker, dash = line.look
-    x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
-    (drawn,) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
-    axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * hairline())
-    settings: dict[str, Any] = {factor: list(x)}
-    plate.record(panel, line.run, MEAN, mean, **settings)
-    plate.record(panel, line.run, SPREAD, spread, **settings)
-    level = _merged_level(line.run, line.tasks)
-    if not math.isnan(level):
-        axes.axhline(level, color=colour, linewidth=1.3 * hairline(), linestyle=(0, (1, 2)))
-        plate.record(panel, line.run, "accuracy (average over tasks)", level, variant="merged")
-    return drawn
 
 
 def _merged_level(run: DriftRun, tasks: Sequence[str]) -> float:
@@ -198,21 +175,20 @@ def _merged_level(run: DriftRun, tasks: Sequence[str]) -> float:
     return float(values.mean()) if len(values) == len(tasks) else math.nan
 
 
-def _mark_default(axes: Axes, line: _Line, factor: str, points: pd.DataFrame, calibrated: str | None) -> None:
+def _mark_default(
+    axes: Axes, run: DriftRun, factor: str, points: pd.DataFrame, calibrated: str | None, colour: str
+) -> None:
     """Ring the point of the run's own setting, or draw a line there where the sweep has no such point."""
-    if calibrated is None or part_of(calibrated) != "calibrated":
-        return
-    info = line.run.manifest.calibrations.get(calibrated.partition(":")[2])
+    info = run.manifest.calibrations.get((calibrated or "").removeprefix("calibrated:"))
     own = None if info is None else info.settings.get(factor)
     if not isinstance(own, (int, float)):
         return
     at = points[np.isclose(points["setting"], own, rtol=1e-9, atol=0)]
+    style: dict[str, Any] = {"color": colour, "label": GUIDE}
     if at.empty:
-        axes.axvline(own, color=line.look[0], linewidth=hairline(), linestyle=(0, (4, 2)), label=GUIDE)
+        axes.axvline(own, linewidth=hairline(), linestyle=(0, (4, 2)), **style)
     else:
-        (ring,) = axes.plot(
-            at["setting"], at["mean"], linestyle="", marker="o", color=line.look[0], label=GUIDE
-        )
+        (ring,) = axes.plot(at["setting"], at["mean"], linestyle="", marker="o", **style)
         ring.set(markerfacecolor="none", markersize=2.4 * ring.get_markersize())
 
 
@@ -256,22 +232,31 @@ def _count_axis(axes: Axes) -> None:
     percent_axis(axes.yaxis)
 
 
-def _behind(
-    runs: Sequence[DriftRun], points: Iterable[pd.DataFrame], options: ExhibitOptions
-) -> Iterator[str]:
-    """What stands behind the points, in sentences: tasks, test samples, seeds, and the merged model's level."""
-    frames = [frame for frame in points if len(frame)]
-    if not frames:
-        return
-    counts = sorted({len(choice.tasks_of(run, options)) for run in runs})
-    yield f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
-    tests = [int(count) for frame in frames for count in frame["n_test"].dropna()]
-    if tests:
-        yield f"Accuracy on {span(tests)} test samples per task."
-    seeds = sorted({int(count) for frame in frames for count in frame["seeds"]})
-    if seeds == [1]:
-        yield "One seed per point, so no spread is shown."
-    else:
-        yield f"Points: mean over {span(seeds)} seeds; bars: one standard deviation over seeds (n - 1)."
-    if any(not math.isnan(_merged_level(run, choice.tasks_of(run, options))) for run in runs):
-        yield "Dotted level: the merged model before calibration."
+def _caption(
+    what: str,
+    runs: Sequence[DriftRun],
+    measured: Sequence[DriftRun],
+    points: Sequence[pd.DataFrame],
+    notes: Sequence[str],
+    plate: Plate,
+    options: ExhibitOptions,
+) -> list[str]:
+    """What is shown, and what stands behind the points: tasks, test samples, seeds, the merged model's level."""
+    sentences = [what, *captions.origin(runs)]
+    if points:
+        rows = pd.concat(points)
+        tasks = {run.id: choice.tasks_of(run, options) for run in measured}
+        counts = sorted({len(shown) for shown in tasks.values()})
+        sentences.append(
+            f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
+        )
+        if rows["n_test"].notna().any():
+            sentences.append(
+                f"Accuracy on {span(rows['n_test'].dropna().astype(int))} test samples per task."
+            )
+        spread = f"mean over {span(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)"
+        is_single = (rows["seeds"] == 1).all()
+        sentences.append("One seed per point, so no spread is shown." if is_single else f"Points: {spread}.")
+        if any(not math.isnan(_merged_level(run, tasks[run.id])) for run in measured):
+            sentences.append("Dotted level: the merged model before calibration.")
+    return captions.together([*sentences, *notes, captions.ROUNDED, *captions.gaps(plate.missing)])

@@ -6,6 +6,7 @@ import html
 import math
 import re
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,8 @@ _SIDES = {
     "middle": "center",
 }
 """Which side of a text stands at its point, by where the text stands."""
+_INK = "#1B1B1B"
+"""Of what a chart gives no colour."""
 _SHADES = 64
 """Of a continuous scale: more than an eye tells apart, few enough for a colour bar of shapes."""
 _RGBA = re.compile(r"rgba?\(([^)]*)\)")
@@ -119,7 +122,7 @@ def line_style(line: Any) -> dict[str, Any]:
 def marker_style(marker: Any) -> dict[str, Any]:
     """How all points of a trace are marked, for a line or a legend."""
     symbol = marker.symbol if isinstance(marker.symbol, str) else "circle"
-    shown = colour(marker.color) if isinstance(marker.color, str) else "#000000"
+    shown = colour(marker.color) if isinstance(marker.color, str) else _INK
     return {
         "marker": SYMBOLS.get(symbol.removesuffix("-open"), "o"),
         "markersize": _setting("lines.markersize") * (marker.size or _MARKER) / _MARKER,
@@ -130,11 +133,11 @@ def marker_style(marker: Any) -> dict[str, Any]:
 
 
 def bar_style(marker: Any) -> dict[str, Any]:
-    """Colour, edge and hatch of all bars of a trace."""
+    """Colour, or one for each bar, edge and hatch of the bars of a trace."""
     pattern = marker.pattern
-    fill = pattern.bgcolor or (marker.color if isinstance(marker.color, str) else None)
+    fill = pattern.bgcolor or (_INK if marker.color is None else marker.color)
     return {
-        "facecolor": colour(fill) if fill else None,
+        "facecolor": colour(fill) if isinstance(fill, str) else [colour(entry) for entry in fill],
         # An edge of no width leaves the hatch in its colour.
         "edgecolor": pattern.fgcolor or (marker.line.color if marker.line.width else "white"),
         "linewidth": (marker.line.width or 0) * _setting("axes.linewidth"),
@@ -164,8 +167,8 @@ def add_scatter(panel: Panel, trace: Any, shift: float) -> None:
         for part in np.split(np.column_stack([x, y]), np.flatnonzero(np.isnan(x))):
             corners = part[~np.isnan(part).any(axis=1)]
             axes.fill(*corners.T, color=colour(trace.fillcolor), linewidth=0)
-    elif "markers" in mode and not all(
-        isinstance(part, str) for part in (trace.marker.color, trace.marker.symbol)
+    elif "markers" in mode and any(
+        not isinstance(part, (str, NoneType)) for part in (trace.marker.color, trace.marker.symbol)
     ):
         _single_points(axes, x, y, trace.marker)
     else:
@@ -186,8 +189,6 @@ def add_bars(panel: Panel, trace: Any, shift: float, width: float, *, is_stacked
     if is_stacked:
         starts = np.array([_stack(panel, *pair) for pair in zip(places, lengths, strict=True)])
     style = bar_style(trace.marker)
-    if style["facecolor"] is None:
-        style["facecolor"] = [colour(entry) for entry in trace.marker.color]
     widths = width if trace.width is None else trace.width
     draw, begin = (panel.axes.barh, "left") if across == "x" else (panel.axes.bar, "bottom")
     bars = draw(places + shift, lengths, widths, **{begin: starts}, **style)
@@ -252,7 +253,8 @@ def _single_points(axes: Axes, x: NDArray[Any], y: NDArray[Any], marker: Any) ->
     """Points that have colours or symbols of their own."""
     symbols = np.broadcast_to(marker.symbol or "circle", x.shape)
     if marker.colorscale is None:
-        inks = np.array([colour(ink) for ink in np.broadcast_to(marker.color, x.shape)], dtype=object)
+        given = _INK if marker.color is None else marker.color
+        inks = np.array([colour(ink) for ink in np.broadcast_to(given, x.shape)], dtype=object)
     else:
         inks = shades_of(marker).to_rgba(np.asarray(marker.color, float))
     for symbol in dict.fromkeys(symbols):

@@ -13,7 +13,7 @@ from driftlens_reports.columns import printable
 from driftlens_reports.paper import marks
 from driftlens_reports.paper.exhibit import Exhibited, Panel
 from driftlens_reports.paper.marks import number
-from driftlens_reports.paper.static import finish
+from driftlens_reports.paper.static import finish, rough_size
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -110,9 +110,8 @@ def framed_note(axes: Axes, panel: Panel) -> None:
     for spine in axes.spines.values():
         spine.set(visible=True, linestyle=(0, (3, 2)), color="#999999")
     size = _font_size()
-    inches = axes.get_position().width * axes.get_figure(root=True).get_figwidth()
     # Letters of the packaged fonts are about 0.45 em wide.
-    letters = max(12, int(0.9 * inches * 72 / (0.45 * size)))
+    letters = max(12, int(0.9 * rough_size(axes)[0] * 72 / (0.45 * size)))
     # Backticks mark commands where the words are typeset; a figure has one font.
     parts = (
         "\n".join(textwrap.wrap(printable(part.replace("`", "")), letters, break_on_hyphens=False))

@@ -113,14 +113,23 @@ def add_legend(figure: Figure, charts: Iterable[go.Figure]) -> None:
 
 
 def height_of(chart: go.Figure, width: float) -> float:
-    """In inches: between what the chart's letters and what its width would ask for, without panels left out."""
+    """In inches: what is written as high as its letters ask for, panels between that and what the width asks for."""
     import matplotlib
 
-    per_pixel = ((width / _WIDTH) * (matplotlib.rcParams["font.size"] / 72 / _FONT)) ** 0.5
-    margins = chart.layout.margin
-    inner = chart.layout.height - (margins.t or 0) - (margins.b or 0)
-    lowest = min(_domain(chart, y)[0] for _, y in _pairs(chart)[:MOST_PANELS])
-    return per_pixel * (chart.layout.height - inner * lowest)
+    written = matplotlib.rcParams["font.size"] / 72 / _FONT
+    drawn = (width / _WIDTH * written) ** 0.5
+    pairs = _pairs(chart)[:MOST_PANELS]
+    margins, height = chart.layout.margin, chart.layout.height
+    inner = height - (margins.t or 0) - (margins.b or 0)
+    panels = inner * sum({_row(chart, pair): np.ptp(_domain(chart, pair[1])) for pair in pairs}.values())
+    left_out = inner * min(_domain(chart, y)[0] for _, y in pairs)
+    return float(drawn * panels + written * (height - panels - left_out))
+
+
+def rough_size(axes: Axes) -> tuple[float, float]:
+    """Width and height of axes before the layout, in inches."""
+    box, part = axes.get_position(), axes.figure.bbox
+    return box.width * part.width / axes.figure.dpi, box.height * part.height / axes.figure.dpi
 
 
 def _pairs(chart: go.Figure) -> list[Pair]:
@@ -271,7 +280,7 @@ def _set_axis(panel: Panel, letter: str) -> None:
 
 def _most_ticks(panel: Panel, letter: str) -> int:
     return max(
-        2, min(6, int(2.2 * _inches(panel.axes)[0] if letter == "x" else 3.5 * _inches(panel.axes)[1]))
+        2, min(6, int(2.2 * rough_size(panel.axes)[0] if letter == "x" else 3.5 * rough_size(panel.axes)[1]))
     )
 
 
@@ -327,23 +336,19 @@ def _add_words(
 
 
 def _fit_words(panel: Panel) -> None:
-    """Titles of axes over as many lines as their axis asks for; long names along the x axis are slanted."""
+    """Titles over as many lines as their panel or axis asks for; long names along the x axis are slanted."""
     axes = panel.axes
-    for axis, inches in zip((axes.xaxis, axes.yaxis), _inches(axes), strict=True):
+    for axis, inches in zip((axes.xaxis, axes.yaxis), rough_size(axes), strict=True):
         letters = max(int(1.1 * inches * 72 / (_LETTER * axis.label.get_fontsize())), 12)
         lines = axis.label.get_text().split("\n")
         axis.label.set_text("\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines))
+    letters = max(int(rough_size(axes)[0] * 72 / (_LETTER * axes.title.get_fontsize())), 12)
+    axes.set_title(textwrap.fill(axes.get_title(loc="left"), letters, break_long_words=False))
     names = axes.get_xticklabels() if panel.names.get("x") else []
-    if sum(len(name.get_text()) + 2 for name in names) * 0.055 > _inches(axes)[0]:
+    if sum(len(name.get_text()) + 2 for name in names) * 0.055 > rough_size(axes)[0]:
         axes.tick_params(axis="x", rotation=30)
         for name in names:
             name.set(ha="right", rotation_mode="anchor")
-
-
-def _inches(axes: Axes) -> tuple[float, float]:
-    """Width and height of axes before the layout, roughly."""
-    box, part = axes.get_position(), axes.figure.bbox
-    return box.width * part.width / axes.figure.dpi, box.height * part.height / axes.figure.dpi
 
 
 def _add_scales(chart: go.Figure, figure: Figure | SubFigure, panels: Mapping[Pair, Panel]) -> None:

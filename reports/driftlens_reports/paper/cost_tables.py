@@ -12,7 +12,7 @@ import pandas as pd
 
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import calibrated
+from driftlens.variants import calibrated
 from driftlens_reports.paper.choice import tasks_of
 from driftlens_reports.paper.exhibit import ExhibitOptions
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line

@@ -12,7 +12,7 @@ import pandas as pd
 
 from driftlens.errors import DataError, NumericsError
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import title
+from driftlens.variants import title
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.thinning import thinned
 from driftlens_reports.paper import choice

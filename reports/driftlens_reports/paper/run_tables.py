@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import calibrated, title
+from driftlens.variants import calibrated, title
 from driftlens_reports.facts import self_checks
 from driftlens_reports.paper.captions import samples, span
 from driftlens_reports.paper.choice import tasks_of

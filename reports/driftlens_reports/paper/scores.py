@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.variants import control_of, is_control, part_of, title
+from driftlens.variants import control_of, is_control, part_of, title
 from driftlens_reports.paper.captions import span
 from driftlens_reports.paper.choice import tasks_of
 from driftlens_reports.paper.exhibit import ExhibitOptions

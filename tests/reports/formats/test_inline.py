@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import plotly.graph_objects as go
 
 from driftlens.records.run import DriftRun
+from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import apply_theme
 from driftlens_reports.formats.inline import inline_svg
@@ -58,10 +59,10 @@ def test_a_chart_drawn_again_has_the_same_bytes(full: DriftRun) -> None:
         assert first == again
 
 
-def test_colours_of_the_light_theme_have_a_dark_twin_on_the_page(full: DriftRun) -> None:
-    from driftlens_reports.build import Report
-
-    page = Report(full, sections=["layers"]).files(["html-light"])["report-light.html"].decode()
-    rules = re.findall(r'\[stroke="(#[0-9a-f]{6})"\]', page)
-    drawn = set(re.findall(r' stroke="(#[0-9a-f]{6})"', page))
-    assert drawn and drawn <= set(rules)
+def test_colours_of_a_drawing_have_a_dark_twin_on_the_page(full: DriftRun) -> None:
+    report = Report(full, sections=["layers"])
+    page = report.files(["html-light"])["report-light.html"].decode()
+    rules = set(re.findall(r'\[stroke="(#[0-9a-f]{6})"\]', page))
+    drawing = inline_svg(charts["layer-drift"].draw(full).figure, "layer-drift", "x")
+    drawn = set(re.findall(r' (?:stroke|fill)="(#[0-9a-f]{6})"', drawing))
+    assert drawn and drawn <= rules - {"#ffffff"}  # white would be a background that stays white

@@ -300,10 +300,9 @@ def _set_range(panel: Panel, letter: str) -> None:
         low = max([min(ends), *filter(None, [options.clipmin])])
         high = min([max(ends), *filter(None, [options.clipmax])])
         if settings.rangemode == "tozero":
-            low, high = (
-                (0.0 if low >= 0 or min(panel.axes.dataLim.get_points().ravel()) >= 0 else low),
-                max(high, 0.0),
-            )
+            sharing = getattr(panel.axes, f"get_shared_{letter}_axes")().get_siblings(panel.axes)
+            lowest = min(getattr(axes.dataLim, f"{letter}min") for axes in sharing)
+            low, high = 0.0 if lowest >= 0 else low, max(high, 0.0)
     panel.axes.set(**{f"{letter}lim": (high, low) if settings.autorange == "reversed" else (low, high)})
 
 

@@ -130,6 +130,15 @@ def test_axes_are_those_of_the_chart() -> None:
     assert "40 %" in [label.get_text() for label in axes.get_yticklabels()]
 
 
+def test_an_axis_from_zero_still_shows_what_another_panel_has_below_it() -> None:
+    grid = panel_grid(["below", "above"], x_title="layer", y_titles=["share"], dark=False, key="k")
+    for at, sizes in enumerate(([-2.0, 1.0], [3.0, 4.0])):
+        grid.add(at, go.Scatter(x=[1, 2], y=sizes, mode="lines"))
+    grid.set_axes(x={}, y={"rangemode": "tozero"})
+    below, above = drawn(grid.figure).axes
+    assert below.get_ylim() == above.get_ylim() and below.get_ylim()[0] <= -2.0
+
+
 def test_names_are_words_and_never_formulas_or_markup() -> None:
     chart = themed(go.Bar(x=["a &lt;b&gt; &#36;x&#36;"], y=[1.0]), title_text="")
     chart.update_yaxes(title_text="one<br>two")

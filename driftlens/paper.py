@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from driftlens.records.run import DriftRun
-    from driftlens_reports.paper.artifact import Artifact
+    from driftlens_reports.paper.export import Artifact
 
 __all__ = ["figure", "names", "table"]
 
@@ -55,9 +55,8 @@ def _drawn(
     kind: str, name: str, runs: DriftRun | Sequence[DriftRun], style: str, options: dict[str, Any]
 ) -> Artifact:
     from driftlens.records.run import DriftRun
-    from driftlens_reports.paper.artifact import draw
     from driftlens_reports.paper.exhibit import ExhibitOptions
-    from driftlens_reports.paper.export import check_kind, width_of
+    from driftlens_reports.paper.export import check_kind, draw, width_of
 
     given = [runs] if isinstance(runs, DriftRun) else list(runs)
     return draw(check_kind(name, kind), given, ExhibitOptions(width=width_of(style), **options))

@@ -142,7 +142,7 @@ def _html(run: DriftRun, made: Composed) -> dict[str, bytes]:
 def _html_light(run: DriftRun, made: Composed) -> dict[str, bytes]:
     from driftlens_reports.formats.light import light_page
 
-    return {"report-light.html": light_page(made.content)}
+    return {"report-light.html": light_page(made.content, made.drawn)}
 
 
 def _json(run: DriftRun, made: Composed) -> dict[str, bytes]:
@@ -152,12 +152,12 @@ def _json(run: DriftRun, made: Composed) -> dict[str, bytes]:
 
 
 def _md(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.pictures import pictures
-    from driftlens_reports.formats.pull_request import markdown
+    from driftlens_reports.formats.inline import picture
+    from driftlens_reports.formats.pull_request import MAIN, markdown
 
-    drawn = {f"figures/{name}.png": data for name, data in pictures(made.content).items()}
-    paths = {pathlib.PurePosixPath(path).stem: path for path in drawn}
-    return {"report.md": markdown(made.content, paths), **drawn}
+    paths = {name: f"figures/{name}.png" for name in made.drawn if name == MAIN}
+    pictures = {path: picture(made.drawn[name].figure) for name, path in paths.items()}
+    return {"report.md": markdown(made.content, paths), **pictures}
 
 
 def _csv(run: DriftRun, made: Composed) -> dict[str, bytes]:

@@ -11,8 +11,8 @@ import pathlib
 from driftlens.files import PathLike
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.build import Report
-from driftlens_reports.paper.artifact import draw
 from driftlens_reports.paper.exhibit import ExhibitOptions
+from driftlens_reports.paper.export import draw
 
 # Without setup and environment, which name folders and versions of one machine.
 SECTIONS = ("verdict", "layers", "decomposition", "origins", "cosine", "outputs", "calibration", "checks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from typing import Any
 
 from driftlens_reports.content import VERSION, ReportContent
@@ -23,10 +22,3 @@ def json_schema() -> dict[str, Any]:
         "title": f"DriftLens report {VERSION.partition('.')[0]}",
     }
     return {**about, **{name: value for name, value in schema.items() if name != "title"}}
-
-
-def shipped_schema() -> dict[str, Any]:
-    """The schema as it is packaged."""
-    path = pathlib.Path(__file__).parents[1] / "report.schema.json"
-    schema: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return schema

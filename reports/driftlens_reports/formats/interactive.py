@@ -31,7 +31,7 @@ def interactive_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> byte
         content,
         Extras(
             dark=False,
-            drawn=dict.fromkeys((figure.name for figure in content.figures), ()),
+            drawn={},
             plots={name: _embedded(entry.figure) for name, entry in drawn.items()},
             scripts=scripts,
             policy=_policy(scripts, drawn),

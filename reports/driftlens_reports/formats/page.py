@@ -11,26 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from driftlens.variants import title
-from driftlens_reports.charts.theme import Palette, look, palette, readable, shade
+from driftlens_reports.charts.theme import Palette, palette
 from driftlens_reports.content import ReportContent, Table, written
-from driftlens_reports.formats.drawing import WIDTH, Drawing, mark
-from driftlens_reports.formats.heat_drawing import STEPS
-from driftlens_reports.formats.light_figures import styles_of
 from driftlens_reports.sections.verdict_words import signed
 
 if TYPE_CHECKING:
     import jinja2
 
-_DASHES = {
-    "solid": "",
-    "dot": "2 3",
-    "dash": "7 4",
-    "longdash": "12 4",
-    "dashdot": "8 3 2 3",
-    "longdashdot": "12 3 2 3",
-}
-"""Plotly's names of dashes as SVG has them."""
 _LONG = 24
 """Letters beyond which a column's texts may break anywhere."""
 
@@ -41,7 +28,7 @@ class Extras:
 
     Attributes:
         dark: whether the page follows a reader's wish for dark colours.
-        drawn: drawings by name of the figure.
+        drawn: SVG by name of the figure, harmless already.
         shown_data: figures whose numbers stand below them.
         plots: JSON by name of the figure, escaped for a script element.
         scripts: JavaScript, in the order in which it runs.
@@ -49,7 +36,7 @@ class Extras:
     """
 
     dark: bool
-    drawn: Mapping[str, Sequence[Drawing]]
+    drawn: Mapping[str, str]
     shown_data: frozenset[str]
     plots: Mapping[str, str] = field(default_factory=dict)
     scripts: Sequence[str] = ()
@@ -62,7 +49,7 @@ def render(content: ReportContent, extras: Extras) -> bytes:
 
     environment = _environment()
     style = environment.get_template("report.css.jinja").render(
-        light=_theme(content, dark=False), dark=_theme(content, dark=True) if extras.dark else None
+        light=_theme(dark=False), dark=_theme(dark=True) if extras.dark else None, twins=_twins()
     )
     policy = extras.policy or f"style-src '{digest(style)}'"
     text = environment.get_template("report.html.jinja").render(
@@ -72,10 +59,8 @@ def render(content: ReportContent, extras: Extras) -> bytes:
         scripts=[Markup(source) for source in extras.scripts],
         plots={name: Markup(source) for name, source in extras.plots.items()},
         policy=f"default-src 'none'; {policy}; base-uri 'none'; form-action 'none'",
-        drawn=extras.drawn,
+        drawn={name: Markup(drawing) for name, drawing in extras.drawn.items()},
         shown_data=extras.shown_data,
-        styles=styles_of(content),
-        width=WIDTH,
     )
     return text.encode()
 
@@ -103,17 +88,15 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals.update(zip=zip)
     environment.filters.update(
-        anchor=_anchor,
+        anchor=anchor,
         looks=_looks,
         signed=signed,
-        mark=lambda symbol: mark(symbol, 21, 7),
-        title=title,
         written=written,
     )
     return environment
 
 
-def _anchor(name: str) -> str:
+def anchor(name: str) -> str:
     """A name as an id of an element."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name)
 
@@ -127,36 +110,24 @@ def _looks(table: Table) -> list[str]:
     ]
 
 
-def _theme(content: ReportContent, *, dark: bool) -> dict[str, Any]:
+def _theme(*, dark: bool) -> dict[str, Any]:
     """What the style sheet needs of one theme."""
-    colours = palette(dark)
-    looks = {
-        style.look: look(content.run.variants, variant, dark=dark)
-        for variant, style in styles_of(content).items()
-    }
     return {
-        "palette": colours,
+        "palette": palette(dark),
         "soft": "#1E1E1E" if dark else "#F7F7F5",
         "stamp": "#3D3212" if dark else "#FFF3D6",
         "bad": "#FF9A8A" if dark else "#B3261E",
-        "series": [
-            {
-                "look": name,
-                "colour": entry.colour,
-                "dash": _DASHES.get(entry.dash, entry.dash.replace("px", "").replace(",", " ")),
-            }
-            for name, entry in looks.items()
-        ],
-        "shades": _shades(colours),
     }
 
 
-def _shades(colours: Palette) -> dict[str, list[dict[str, str]]]:
-    scales = {"q": colours.sequential, "d": colours.diverging}
+def _twins() -> dict[str, str]:
+    """The dark colour of every colour that drawings have in light, as these write it."""
+
+    def colours(theme: Palette) -> list[str]:
+        shades = [shade for role in theme.roles.values() for shade in role]
+        return [theme.ink, theme.quiet, theme.grid, theme.gap, *shades]
+
     return {
-        family: [
-            {"colour": colour, "ink": readable(colour)}
-            for colour in (shade(scale, at / (STEPS - 1)) for at in range(STEPS))
-        ]
-        for family, scale in scales.items()
+        light.lower(): dark
+        for light, dark in zip(colours(palette(False)), colours(palette(True)), strict=True)
     }

@@ -11,6 +11,9 @@ from driftlens_reports.content import Figure, ReportContent, Section, Table
 MOST_CHARACTERS = 60_000
 """GitHub takes 65 536; the rest is for what people write around it."""
 
+MAIN = "layer-drift"
+"""The figure that has a picture."""
+
 _MOST_ROWS = 40
 _SECTIONS = ("setup", "glossary", "environment")
 """Sections that a comment can do without."""

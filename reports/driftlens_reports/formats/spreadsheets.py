@@ -9,7 +9,7 @@ import pandas as pd
 from driftlens.records import layout, schema
 from driftlens.records.run import DriftRun
 from driftlens_reports.content import ReportContent, Table
-from driftlens_reports.paper.artifact import csv_text
+from driftlens_reports.paper.export import csv_text
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
 """Tables of the run with a row per sample: only in a report with raw data."""

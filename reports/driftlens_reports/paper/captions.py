@@ -12,7 +12,6 @@ from driftlens_reports.columns import printable
 from driftlens_reports.facts import stamps
 from driftlens_reports.paper.exhibit import Panel
 
-BAND = "Bands: 10 % to 90 % quantiles over samples."
 ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
 
 

@@ -1,20 +1,138 @@
-"""Exhibits into a folder: each in the formats asked for, with its siblings, the same bytes every time."""
+"""Exhibits as files: the figure or the LaTeX, and beside it the numbers, their provenance, a caption draft."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import pandas as pd
 
 from driftlens.errors import SpecError
-from driftlens.files import PathLike
+from driftlens.files import PathLike, atomic_path
+from driftlens.records.environment import versions
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.artifact import DRAWN, SIBLINGS, draw
-from driftlens_reports.paper.exhibit import ExhibitOptions, Kind, Panel, exhibits
-from driftlens_reports.paper.style import WIDTHS
+from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Kind, Panel, exhibits
+from driftlens_reports.paper.published import source
+from driftlens_reports.paper.style import WIDTHS, encode, venue_of
+
+DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType(
+    {"figure": ("pdf", "svg", "png"), "table": ("tex",)}
+)
+"""What a figure or a table itself can be saved as."""
+
+SIBLINGS = ("csv", "json", "txt")
+"""What stands beside each of them: its numbers, where they come from, a caption draft; they are always written."""
 
 FORMATS = tuple(name for names in (*DRAWN.values(), SIBLINGS) for name in names)
-"""Every format that can be asked for; the siblings are always written."""
+"""Every format that can be asked for."""
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-learn", "umap-learn")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A drawn exhibit that knows what it was drawn from."""
+
+    exhibit: Exhibit
+    exhibited: Exhibited
+    runs: tuple[DriftRun, ...]
+    options: ExhibitOptions
+
+    @property
+    def caption(self) -> str:
+        """A caption draft."""
+        return self.exhibited.caption
+
+    @property
+    def data(self) -> pd.DataFrame:
+        """Every number it shows, a tidy row each, unrounded."""
+        return self.exhibited.data.copy()
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """What it can be saved as."""
+        return (*DRAWN[self.exhibit.kind], *SIBLINGS)
+
+    def save(self, path: PathLike) -> pathlib.Path:
+        """Write it to `path`, whole or not at all; the suffix says in which format.
+
+        Raises:
+            SpecError: it can't be saved in that format.
+            RunError: the file can't be written.
+        """
+        target = pathlib.Path(path)
+        content = self.content(target.suffix.removeprefix("."))
+        with atomic_path(target, need=len(content)) as written:
+            written.write_bytes(content)
+        return target
+
+    def to_latex(self, path: PathLike | None = None) -> str:
+        r"""The table as a fragment to \input, also written to `path` where one is given.
+
+        Raises:
+            SpecError: it is a figure.
+            RunError: the file can't be written.
+        """
+        content = self.content("tex")
+        if path is not None:
+            with atomic_path(path, need=len(content)) as written:
+                written.write_bytes(content)
+        return content.decode()
+
+    def content(self, file_format: str) -> bytes:
+        """The bytes of the file in a format, the same at every call in one environment.
+
+        Raises:
+            SpecError: it can't be saved in that format.
+        """
+        if file_format not in self.formats:
+            raise SpecError(
+                f"the {self.exhibit.kind} {self.exhibit.name} can't be saved as {file_format!r}",
+                hint=f"It can be saved as {', '.join(self.formats)}.",
+            )
+        if self.exhibited.figure is not None and file_format in DRAWN["figure"]:
+            return encode(self.exhibited.figure, file_format)
+        if file_format == "csv":
+            return csv_text(self.exhibited.data).encode()
+        if file_format == "json":
+            told = json.dumps(self.provenance(), indent=2, ensure_ascii=False, allow_nan=False)
+            return f"{told}\n".encode()
+        return (f"{self.caption}\n" if file_format == "txt" else self.exhibited.latex or "").encode()
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the numbers come from: runs, settings, versions, the command that draws it again, what is missing."""
+        has_printed = "source" in self.exhibited.data and (self.exhibited.data["source"] == "paper").any()
+        return {
+            "exhibit": self.exhibit.name,
+            "kind": self.exhibit.kind,
+            "title": self.exhibit.title,
+            "paper_counterpart": self.exhibit.paper,
+            "printed_numbers": source() if has_printed else "",
+            "command": command(self.exhibit, self.runs, self.options),
+            "options": dataclasses.asdict(self.options),
+            "runs": [_run(run) for run in self.runs],
+            "versions": {name: number for name, number in versions().items() if name in _VERSIONS},
+            "missing": [dataclasses.asdict(panel) for panel in self.exhibited.missing],
+        }
+
+
+def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
+    """The exhibit called `name`, drawn from the runs.
+
+    Raises:
+        SpecError: there is no such exhibit.
+        DataError: the runs lack a task or variant that was asked for.
+        RunError: a table can't be read.
+    """
+    chosen = exhibits[name]
+    return Artifact(chosen, chosen.draw(runs, options), tuple(runs), options)
 
 
 @dataclass(frozen=True)
@@ -106,3 +224,49 @@ def _export(
     wanted = [entry for entry in drawn.formats if entry in formats or entry in SIBLINGS]
     files = tuple(drawn.save(out / f"{name}.{entry}") for entry in wanted)
     return Exported(name, files, drawn.exhibited.missing)
+
+
+def csv_text(data: pd.DataFrame) -> str:
+    """The numbers as CSV with every digit; text that a spreadsheet would take for a formula is marked as text."""
+    shown = data.copy()
+    for name in shown.columns:
+        if not pd.api.types.is_numeric_dtype(shown[name]):
+            shown[name] = shown[name].map(_as_text)
+    return shown.to_csv(index=False, lineterminator="\n")
+
+
+def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
+    """The command line that draws the exhibit again, with the runs by the names of their folders."""
+    folders = [run.path.resolve().name for run in runs]
+    return shlex.join(["driftlens", "export", *folders, f"--{exhibit.kind}", exhibit.name, *_flags(options)])
+
+
+def _flags(options: ExhibitOptions) -> Iterator[str]:
+    """The options that the command line has, where they are not its defaults."""
+    yield from ("--style", venue_of(options.width))
+    usual = ExhibitOptions()
+    for name in ("baseline", "task", "method"):
+        value = getattr(options, name)
+        if value != getattr(usual, name):
+            yield from (f"--{name}", value)
+    if options.paper:
+        yield "--paper"
+
+
+def _as_text(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def _run(run: DriftRun) -> dict[str, Any]:
+    manifest = run.manifest
+    return {
+        "id": run.id,
+        "name": run.name,
+        "created": manifest.created,
+        "spec_digest": manifest.spec_digest,
+        "schema_version": manifest.schema_version,
+        "synthetic": manifest.synthetic,
+        "versions": {
+            name: number for name, number in manifest.versions.items() if name in (*_VERSIONS, "torch")
+        },
+    }

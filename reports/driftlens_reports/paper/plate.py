@@ -10,19 +10,19 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.columns import printable
+from driftlens_reports.paper import marks
 from driftlens_reports.paper.exhibit import Exhibited, Panel
-from driftlens_reports.paper.style import hairline, look_of
+from driftlens_reports.paper.marks import number
+from driftlens_reports.paper.static import finish, rough_size
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value", "source")
 """Columns of the plotted numbers; figures of sweeps have the settings as well."""
-
-GUIDE = "_guide"
-"""Label of lines that stand for no measurement: zero lines, diagonals, defaults."""
 
 
 class Plate:
@@ -31,6 +31,7 @@ class Plate:
     Attributes:
         figure: made without pyplot, so nothing is left open.
         missing: the parts that the runs can't fill, so far.
+        panels: those of charts.
     """
 
     def __init__(self, width: float, height: float) -> None:
@@ -40,6 +41,7 @@ class Plate:
         self.figure: Figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(self.figure)
         self.missing: list[Panel] = []
+        self.panels: list[marks.Panel] = []
         self._rows: list[pd.DataFrame] = []
         self._noted: set[Axes] = set()
 
@@ -85,14 +87,13 @@ class Plate:
     def lack(self, name: str, missing: str) -> Panel:
         """Note a part that the runs can't fill, where other things stand in its place."""
         panel = Panel(name, missing)
-        self.missing.append(panel)
+        if panel not in self.missing:
+            self.missing.append(panel)
         return panel
 
     def exhibited(self, caption: Iterable[str]) -> Exhibited:
         """The finished exhibit; `caption` is its sentences."""
-        # Laid out once and then left alone: every format, and every later save, shows the same places.
-        self.figure.draw_without_rendering()
-        self.figure.set_layout_engine("none")
+        finish(self.figure, self.panels)
         frame = pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
         extra = [name for name in frame.columns if name not in COLUMNS]
         frame = frame.reindex(columns=[*COLUMNS[:-2], *extra, *COLUMNS[-2:]])
@@ -109,9 +110,8 @@ def framed_note(axes: Axes, panel: Panel) -> None:
     for spine in axes.spines.values():
         spine.set(visible=True, linestyle=(0, (3, 2)), color="#999999")
     size = _font_size()
-    inches = axes.get_position().width * axes.get_figure(root=True).get_figwidth()
     # Letters of the packaged fonts are about 0.45 em wide.
-    letters = max(12, int(0.9 * inches * 72 / (0.45 * size)))
+    letters = max(12, int(0.9 * rough_size(axes)[0] * 72 / (0.45 * size)))
     # Backticks mark commands where the words are typeset; a figure has one font.
     parts = (
         "\n".join(textwrap.wrap(printable(part.replace("`", "")), letters, break_on_hyphens=False))
@@ -119,21 +119,6 @@ def framed_note(axes: Axes, panel: Panel) -> None:
     )
     text = axes.text(0.5, 0.5, "\n\n".join(parts), ha="center", va="center", transform=axes.transAxes)
     text.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
-
-
-def guide(axes: Axes, *, x: float | None = None, y: float | None = None) -> None:
-    """A thin line across the panel at `x` or `y`: a zero, a one, the edge of a group."""
-    for draw, place in ((axes.axvline, x), (axes.axhline, y)):
-        if place is not None:
-            draw(place, color="#777777", linewidth=hairline(), label=GUIDE)
-
-
-def diagonal(axes: Axes, low: float, high: float) -> None:
-    """The dashed line where both coordinates are equal."""
-    ends = [low, high]
-    axes.plot(
-        ends, ends, color="#444444", linewidth=hairline(), linestyle=(0, (6, 3)), marker="", label=GUIDE
-    )
 
 
 def short(text: str, longest: int = 16) -> str:
@@ -145,34 +130,22 @@ def short(text: str, longest: int = 16) -> str:
     return f"{clean[: longest - 1 - end]}…{clean[-end:]}"
 
 
-def legend(
-    figure: Figure, entries: Mapping[str, Artist | tuple[Artist, ...]], columns: int | None = None
-) -> None:
+def legend(figure: Figure, entries: Mapping[str, Artist], columns: int | None = None) -> None:
     """One legend for the whole figure, above its panels."""
-    from matplotlib.legend_handler import HandlerTuple
-
     if entries:
         figure.legend(
             list(entries.values()),
             [short(name, 28) for name in entries],
             loc="outside upper center",
             ncols=columns or len(entries),
-            handler_map={tuple: HandlerTuple(ndivide=None)},
         )
 
 
-def legend_key(variant: str, *, line: bool = True, bar: bool = False) -> Artist | tuple[Artist, ...]:
-    """A legend's sample of how the variant is drawn: its marker, with its line and a bar where the figure has them."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+def percent_axis(axis: Axis) -> None:
+    """Fractions along an axis, labelled in percent with as many decimals as they need."""
+    from matplotlib.ticker import FuncFormatter
 
-    look = look_of(variant)
-    sample = Line2D([], [], color=look.colour, linestyle=look.dash if line else "", marker=look.marker)
-    if variant == "expert":  # hollow, as in scatters
-        sample.set_markerfacecolor("white")
-    if not bar:
-        return sample
-    return Patch(facecolor=look.colour, edgecolor="white", linewidth=0, hatch=look.hatch), sample
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, ".4~%")))
 
 
 def _font_size() -> float:

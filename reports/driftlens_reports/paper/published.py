@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-import pandas as pd
-
 AVERAGE = "Avg."
 """Column of averages, as the paper calls it."""
 
@@ -118,19 +116,6 @@ class Erratum:
 
 
 @dataclass(frozen=True)
-class Stated:
-    """A number that the paper states about a figure whose data it does not print."""
-
-    figure: str
-    number: str
-    quantity: str
-    row: str
-    task: str
-    value: float
-    unit: str
-
-
-@dataclass(frozen=True)
 class Settings:
     """The settings behind the paper's FeatCal rows of some models; `n` is samples per task."""
 
@@ -165,45 +150,9 @@ def notes_on(table: PublishedTable, row: PublishedRow, column: str) -> tuple[Err
     return tuple(entry for entry in errata() if entry.concerns(table, row, column))
 
 
-def stated(figure: str) -> tuple[Stated, ...]:
-    """What the paper states about the figure with this label, for example "fig:intro-triptych"."""
-    return tuple(Stated(**entry) for entry in _contents()["stated"] if entry["figure"] == figure)
-
-
 def settings() -> tuple[Settings, ...]:
     """The settings of the paper's FeatCal rows, by model."""
     return tuple(Settings(**entry) for entry in _contents()["settings"])
-
-
-def published_cells() -> pd.DataFrame:
-    """Every printed number of the tables, a row each: where it stands, its value, and what is wrong with it.
-
-    Columns: table, number, suite, model, merger, row, part, column, value, spread, gain (as printed), errata (kinds,
-    joined by spaces), should_be (NaN unless an erratum knows it).
-    """
-    return pd.DataFrame(
-        [
-            {
-                "table": table.label,
-                "number": table.number,
-                "suite": table.suite,
-                "model": row.model,
-                "merger": row.merger,
-                "row": row.name,
-                "part": row.part,
-                "column": column,
-                "value": value,
-                "spread": row.spread.get(column, math.nan),
-                "gain": row.gains.get(column, ""),
-                "errata": " ".join(entry.kind for entry in found),
-                "should_be": next((e.should_be for e in found if not math.isnan(e.should_be)), math.nan),
-            }
-            for table in published_tables().values()
-            for row in table.rows
-            for column, value in row.values.items()
-            for found in [notes_on(table, row, column)]
-        ]
-    )
 
 
 @functools.cache

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from driftlens.records.run import DriftRun
-from driftlens.variants import title
 from driftlens_reports.paper import captions, choice
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Panel
-from driftlens_reports.paper.layouts import Layout, draw_pairs, layout_of
-from driftlens_reports.paper.plate import Plate, framed_note, legend, legend_key, short
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
+from driftlens_reports.paper.matched import Layout, draw_pairs, layout_of, points_legend
+from driftlens_reports.paper.plate import Plate, legend, short
 from driftlens_reports.paper.style import figure, venue_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @figure("scatter-grid", title="Matched features of every task", paper="Figure 6")
@@ -36,17 +31,13 @@ def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
         layout = layout_of(run, task, variants, options.layer, options.method)
         layouts.append(layout)
         above, below = cells[2 * (at // across) : 2 * (at // across) + 2, at % across]
-        above.set_title(short(task), loc="center")
         for axes, variant in ((above, "merged"), (below, calibrated)):
-            _draw(plate, axes, run, task, layout, variant, options.layer)
-    if calibrated is None:
-        plate.lack("calibrated features", f"`{choice.CALIBRATE}` adds them")
+            draw_pairs(plate, axes, run, layout, variant, task, layer=options.layer)
+        above.set_title(short(task), loc="center")
     for axes in cells.ravel():
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
-    legend(
-        plate.figure, {title(variant): legend_key(variant, line=False) for variant in ["expert", *variants]}
-    )
+    legend(plate.figure, points_legend(run, variants))
     return plate.exhibited(captions.together(_caption(run, layouts, plate, options)))
 
 
@@ -54,30 +45,6 @@ def _columns(tasks: int, width: float) -> int:
     if venue_of(width) == "icml-column":
         return min(3, max(tasks, 2))
     return min(4 if tasks <= 12 else 5, max(tasks, 2))
-
-
-def _draw(
-    plate: Plate,
-    axes: Axes,
-    run: DriftRun,
-    task: str,
-    layout: Layout | str,
-    variant: str | None,
-    layer: int | str,
-) -> None:
-    if variant is None:
-        framed_note(axes, Panel(f"{task}, calibrated", f"`{choice.CALIBRATE}` adds it"))
-    elif isinstance(layout, str):
-        heading = axes.get_title(loc="center")
-        plate.note(axes, f"{task}, {title(variant)}", layout)
-        axes.set_title(heading, loc="center")
-    else:
-        draw_pairs(plate, axes, run, layout, variant, task)
-        cosine = run.value("cos_mean", task=task, variant=variant, layer=layer)
-        if not math.isnan(cosine):
-            axes.set_xlabel(f"cosine {cosine:.2f}")
-        at = run.layer_index(layer)
-        plate.record(task, run, "cos_mean", cosine, task=task, variant=variant, layer=at)
 
 
 def _caption(

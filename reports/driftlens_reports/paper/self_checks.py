@@ -12,7 +12,6 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.paper import captions
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
 from driftlens_reports.paper.plate import Plate, legend, short
-from driftlens_reports.paper.series import name_axis
 from driftlens_reports.paper.style import dot_area, figure, venue_of
 from driftlens_reports.wording import check_sentence
 
@@ -81,7 +80,9 @@ def _finish(axes: Axes, names: Sequence[str]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("largest error (relative; shaded: within the limit)")
-    name_axis(axes, names, horizontal=True)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
 
 
 def _caption(runs: Sequence[DriftRun], found: dict[str, list[SelfCheck]], plate: Plate) -> Iterator[str]:

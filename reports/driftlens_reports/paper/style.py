@@ -9,14 +9,11 @@ import pathlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
-from driftlens.variants import is_control, part_of
-from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.paper.exhibit import Draw, Exhibited, ExhibitOptions, exhibit
 
 if TYPE_CHECKING:
@@ -25,43 +22,14 @@ if TYPE_CHECKING:
 WIDTHS = MappingProxyType({"neurips": 5.5, "icml-column": 3.25, "slide": 10.0})
 """Width of each venue's text or column, in inches."""
 
+PAGE, PAGE_WIDTH = "page", 7.5
+"""The sheet of figures in a report that is read on a screen, and their width in inches."""
+
 FORMATS = ("pdf", "svg", "png")
 
 _UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 # matplotlib's settings are global; a server may draw in several threads.
 _SETTINGS = threading.RLock()
-
-
-@dataclass(frozen=True)
-class Look:
-    """How one part of a comparison is drawn; each of the four alone tells it from the others.
-
-    Attributes:
-        colour: apart for colour-blind eyes and in greyscale.
-        marker: of points.
-        dash: of lines.
-        hatch: of bars.
-    """
-
-    colour: str
-    marker: str
-    dash: str | tuple[float, tuple[float, ...]]
-    hatch: str
-
-
-_LOOKS = {
-    "expert": Look(LIGHT.roles["expert"][0], "o", "-", "\\\\\\\\"),
-    "merged": Look(LIGHT.roles["merged"][0], "s", (0.0, (4.0, 1.5)), "////"),
-    "calibrated": Look(LIGHT.roles["calibrated"][0], "D", "-", ""),
-    "control": Look(LIGHT.roles["baseline"][0], "v", (0.0, (1.2, 1.2)), "...."),
-    "baseline": Look(LIGHT.roles["baseline"][2], "X", (0.0, (5.0, 1.5, 1.0, 1.5)), "xxxx"),
-    "base": Look(LIGHT.roles["base"][0], "^", (0.0, (2.5, 2.5)), "----"),
-}
-
-
-def look_of(variant: str) -> Look:
-    """How the variant is drawn: by its part, and anchor-only controls apart from other baselines."""
-    return _LOOKS["control" if is_control(variant) else part_of(variant)]
 
 
 def venue_of(width: float) -> str:
@@ -70,15 +38,15 @@ def venue_of(width: float) -> str:
 
 
 @contextlib.contextmanager
-def sheet(width: float) -> Iterator[None]:
-    """Within it, matplotlib's settings are those packaged for `width`, whatever the user's own are.
+def sheet(venue: str) -> Iterator[None]:
+    """Within it, matplotlib's settings are those packaged for a venue, or for a `PAGE`, whatever the user's own are.
 
     Letters of scripts that the packaged fonts lack (Chinese, for example) are drawn as boxes, without a warning each.
     """
     import matplotlib.style
 
     folder = pathlib.Path(__file__).parent
-    files = [folder / f"{name}.mplstyle" for name in ("common", venue_of(width))]
+    files = [folder / f"{name}.mplstyle" for name in ("common", venue)]
     with _SETTINGS, matplotlib.style.context(files, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         yield
@@ -98,11 +66,23 @@ def dot_area(scale: float) -> float:
     return (scale * float(matplotlib.rcParams["lines.markersize"])) ** 2
 
 
-def encode(figure: Figure, file_format: str) -> bytes:
-    """The bytes of a figure as pdf, svg or png: the same at every call, without a date, with fonts embedded."""
+def settle(figure: Figure) -> None:
+    """Lay a figure out once and then leave it alone: every format, and every later save, shows the same places."""
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        # The layout's solver ends in other last digits from time to time.
+        axes.set_position([round(part, 5) for part in axes.get_position(original=True).bounds])
+
+
+def encode(figure: Figure, file_format: str, venue: str | None = None) -> bytes:
+    """The bytes of a figure as pdf, svg or png: the same at every call, without a date, with fonts embedded.
+
+    On a `PAGE` letters of an SVG stay letters, in the font of the page.
+    """
     assert file_format in FORMATS, file_format
     written = io.BytesIO()
-    with sheet(figure.get_figwidth()):
+    with sheet(venue or venue_of(figure.get_figwidth())):
         figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
     return written.getvalue()
 
@@ -115,7 +95,7 @@ def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
         def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             if not runs:
                 raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
-            with sheet(options.width):
+            with sheet(venue_of(options.width)):
                 return draw(runs, options)
 
         exhibit(name, kind="figure", title=title, paper=paper)(drawn)

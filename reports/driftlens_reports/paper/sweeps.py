@@ -1,26 +1,50 @@
-"""How sensitive calibration is to its coefficients: accuracy by lambda, alpha and rho."""
+"""Figures of sweeps, a line per run: accuracy by a coefficient of the calibration, and by its number of samples."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper import captions, choice, sweep_points
+from driftlens_reports.paper import captions, choice
+from driftlens_reports.paper.captions import spaced, span
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
-from driftlens_reports.paper.plate import GUIDE, Plate, legend
-from driftlens_reports.paper.series import percent_axis
+from driftlens_reports.paper.marks import GUIDE
+from driftlens_reports.paper.plate import Plate, legend, percent_axis
+from driftlens_reports.paper.published import published_tables, source
 from driftlens_reports.paper.style import figure, hairline, venue_of
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
+MEAN = "accuracy (average over tasks), mean over seeds"
+SPREAD = "accuracy (average over tasks), std over seeds"
+
 FACTORS = {"lam": "λ (ridge)", "alpha": "α (expert share of target)", "rho": "ρ (anchor)"}
-_EXAMPLES = {"lam": "0.005,0.05,0.5,5", "alpha": "0,0.15,0.3,0.6,1", "rho": "1,1.5,2,2.5,3"}
+_EXAMPLES = {
+    "lam": "0.005,0.05,0.5,5",
+    "alpha": "0,0.15,0.3,0.6,1",
+    "rho": "1,1.5,2,2.5,3",
+    "n": "8,16,32,64,128,256,512",
+}
+
+_DOTTED = (0, (1, 2))
+_LOOKS = (
+    ("#D55E00", "s", "-"),
+    ("#7A3300", "o", (0, (5, 1.5))),
+    ("#F0A050", "D", (0, (1.2, 1.2))),
+    ("#A8481C", "v", (0, (5, 1.5, 1, 1.5))),
+)
+"""Colour, marker and dash of runs in one panel: all calibrated, hence all orange."""
+
+PRINTED = "tab:ta8-full-data-efficiency"
+_PRINTED_LOOKS = (("#2E9E6B", "v"), ("#9467BD", "^"), ("#444444", "s"))
 
 
 @figure("sweeps", title="Sensitivity to the coefficients", paper="Figure 5")
@@ -33,60 +57,155 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     drawn: list[pd.DataFrame] = []
     notes: list[str] = []
     for letter, factor, axes in zip("abc", FACTORS, panels, strict=True):
-        lines, points, note = _draw(plate, axes, runs, letter, factor, options)
-        entries, drawn = lines | entries, [*drawn, *points]
-        notes.append(note)
+        lines, found = _draw_lines(plate, axes, runs, letter, factor, options)
+        entries, drawn = lines | entries, [*drawn, *found.values()]
+        if not found:
+            plate.note(axes, f"({letter}) accuracy by {FACTORS[factor]}", _needed(factor))
+            continue
+        axes.set_xlabel(FACTORS[factor])
+        plate.title(axes, f"({letter})")
+        if factor == "lam":
+            _log_axis(axes)
+            if any(
+                (sweep_points(run, factor, choice.tasks_of(run, options))["setting"] <= 0).any()
+                for run in runs
+            ):
+                notes.append(f"({letter}) λ = 0 was measured too; it has no place on a logarithmic axis.")
     for axes in panels if narrow else panels[:1]:
         if axes.has_data():
-            axes.set_ylabel("accuracy, average over tasks" if not narrow else "accuracy")
+            axes.set_ylabel("accuracy" if narrow else "accuracy, average over tasks")
             percent_axis(axes.yaxis)
     legend(plate.figure, entries, columns=2 if narrow else 3)
-    return plate.exhibited(captions.together(_caption(runs, drawn, notes, plate, options)))
+    what = (
+        "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay."
+    )
+    if drawn:
+        own = "the ring or dashed line marks the run's own setting"
+        notes = [f"One line per run, that is, per upstream merge; {own}.", *notes]
+    return plate.exhibited(_caption(what, runs, runs, drawn, notes, plate, options))
 
 
-def _draw(
+@figure("data-efficiency", title="Accuracy by calibration samples per task", paper="Figure 3")
+def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """One line per run, mean and standard deviation over seeds; the paper's curves when asked for."""
+    narrow = venue_of(options.width) == "icml-column"
+    plate = Plate(options.width, options.width * (0.8 if narrow else 0.48))
+    axes = plate.figure.subplots()
+    entries, found = _draw_lines(plate, axes, runs, "a", "n", options)
+    entries |= _draw_printed(plate, axes) if options.paper else {}
+    if entries:
+        _count_axis(axes)
+        legend(plate.figure, entries, columns=2 if narrow else 3)
+    if not found:
+        # Where the paper's curves fill the plot, the caption alone says what the runs lack.
+        lack = (lambda *told: plate.lack(*told)) if entries else (lambda *told: plate.note(axes, *told))
+        lack("accuracy by calibration samples", f"{_needed('n')}, with test data that have labels")
+    notes = []
+    if options.paper:
+        notes.append(
+            f"Dotted and hollow: as printed in {published_tables()[PRINTED].number} of {source()} "
+            "(other models, other data); mean and standard deviation over 3 seeds."
+        )
+    what = "Accuracy, averaged over tasks, by the number of calibration samples per task."
+    measured = [run for run in runs if run.id in found]
+    return plate.exhibited(_caption(what, runs, measured, list(found.values()), notes, plate, options))
+
+
+def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str]) -> pd.DataFrame:
+    """One row per value of `factor` in its single-factor sweep, ascending: setting, mean, std, seeds, n_test.
+
+    `mean` and `std` are over seeds, of the accuracy averaged over tasks; `std` (of a sample: n - 1) is NaN with one
+    seed. A seed that lacks a task is left out, because its average would be over other tasks.
+    """
+    rows = run.sweeps()
+    rows = rows[(rows["sweep"] == factor) & rows["task"].isin(tasks) & rows["accuracy"].notna()]
+    rows = rows.assign(setting=rows[factor].astype(float))
+    seeds = rows.groupby(["setting", "seed"]).agg(
+        value=("accuracy", "mean"), tasks=("task", "nunique"), n_test=("n_test", "min")
+    )
+    whole = seeds[seeds["tasks"] == len(tasks)].reset_index()
+    points = whole.groupby("setting").agg(
+        mean=("value", "mean"), std=("value", "std"), seeds=("seed", "nunique"), n_test=("n_test", "min")
+    )
+    return points.reset_index()
+
+
+def _draw_lines(
     plate: Plate, axes: Axes, runs: Sequence[DriftRun], panel: str, factor: str, options: ExhibitOptions
-) -> tuple[dict[str, Artist], list[pd.DataFrame], str]:
-    """Draw one panel; returns the legend's lines, the points, and what the caption must say of the panel."""
+) -> tuple[dict[str, Artist], dict[str, pd.DataFrame]]:
+    """A line per run through its means, with bars of one standard deviation, and its merged model's dotted level.
+
+    Returns:
+        The legend's lines by name, and the points drawn by run id. Runs that share a name go by their ids.
+    """
     entries: dict[str, Artist] = {}
-    drawn, note = [], ""
-    for run in runs:
-        name, look = sweep_points.run_looks(runs)[run.id]
+    found: dict[str, pd.DataFrame] = {}
+    names = [run.name for run in runs]
+    for run, (colour, marker, dash) in zip(runs, itertools.cycle(_LOOKS)):
         tasks = choice.tasks_of(run, options)
-        points = sweep_points.sweep_points(run, factor, tasks)
-        if factor == "lam" and (points["setting"] <= 0).any():
-            points = points[points["setting"] > 0]
-            note = f"({panel}) λ = 0 was measured too; it has no place on a logarithmic axis."
+        points = sweep_points(run, factor, tasks)
+        points = points[points["setting"] > 0] if factor == "lam" else points
         if points.empty:
             continue
-        drawn.append(points)
-        entries[name] = sweep_points.draw_points(plate, axes, run, panel, factor, points, look)
-        sweep_points.draw_level(plate, axes, run, panel, tasks, look)
-        _mark_default(axes, run, factor, points, choice.calibrated_of(run, options), look.colour)
-    if not drawn:
-        command = f"`driftlens sweep RUN --param {factor}={_EXAMPLES[factor]}` measures it"
-        plate.note(axes, f"({panel}) accuracy by {FACTORS[factor]}", command)
-        return {}, [], ""
-    axes.set(xlabel=FACTORS[factor])
-    plate.title(axes, f"({panel})")
-    if factor == "lam":
-        _log_axis(axes)
-    return entries, drawn, note
+        found[run.id] = points
+        x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
+        name = run.id if names.count(run.name) > 1 else run.name
+        (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
+        axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * hairline())
+        settings: dict[str, Any] = {factor: list(x)}
+        plate.record(panel, run, MEAN, mean, **settings)
+        plate.record(panel, run, SPREAD, spread, **settings)
+        level = _merged_level(run, tasks)
+        if not math.isnan(level):
+            axes.axhline(level, color=colour, linewidth=1.3 * hairline(), linestyle=_DOTTED)
+            plate.record(panel, run, "accuracy (average over tasks)", level, variant="merged")
+        if factor in FACTORS:
+            _mark_default(axes, run, factor, points, choice.calibrated_of(run, options), colour)
+    return entries, found
+
+
+def _needed(factor: str) -> str:
+    return f"`driftlens sweep RUN --param {factor}={_EXAMPLES[factor]}` measures it"
+
+
+def _merged_level(run: DriftRun, tasks: Sequence[str]) -> float:
+    """The merged model's accuracy, averaged over `tasks`; NaN where the run lacks it for one of them."""
+    rows = run.accuracy(variant="merged")
+    values = rows.loc[(rows["metric"] == "accuracy") & rows["task"].isin(tasks), "value"].dropna()
+    return float(values.mean()) if len(values) == len(tasks) else math.nan
 
 
 def _mark_default(
     axes: Axes, run: DriftRun, factor: str, points: pd.DataFrame, calibrated: str | None, colour: str
 ) -> None:
     """Ring the point of the run's own setting, or draw a line there where the sweep has no such point."""
-    default = sweep_points.default_of(run, factor, calibrated)
-    if math.isnan(default):
+    info = run.manifest.calibrations.get((calibrated or "").removeprefix("calibrated:"))
+    own = None if info is None else info.settings.get(factor)
+    if not isinstance(own, (int, float)):
         return
-    at = points[[math.isclose(setting, default, rel_tol=1e-9) for setting in points["setting"]]]
+    at = points[np.isclose(points["setting"], own, rtol=1e-9, atol=0)]
+    style: dict[str, Any] = {"color": colour, "label": GUIDE}
     if at.empty:
-        axes.axvline(default, color=colour, linewidth=hairline(), linestyle=(0, (4, 2)), label=GUIDE)
+        axes.axvline(own, linewidth=hairline(), linestyle=(0, (4, 2)), **style)
     else:
-        ring = axes.plot(at["setting"], at["mean"], linestyle="", marker="o", color=colour, label=GUIDE)[0]
+        (ring,) = axes.plot(at["setting"], at["mean"], linestyle="", marker="o", **style)
         ring.set(markerfacecolor="none", markersize=2.4 * ring.get_markersize())
+
+
+def _draw_printed(plate: Plate, axes: Axes) -> dict[str, Artist]:
+    """The paper's curves: dotted and hollow, so that nobody takes them for measured ones."""
+    entries: dict[str, Artist] = {}
+    for row, (colour, marker) in zip(published_tables()[PRINTED].rows, _PRINTED_LOOKS, strict=True):
+        counts = [float(column.removeprefix("n=")) for column in row.values]
+        mean = np.array(list(row.values.values())) / 100
+        spread = np.array([row.spread[column] for column in row.values]) / 100
+        style = {"color": colour, "marker": marker, "markerfacecolor": "white"}
+        (line,) = axes.plot(counts, mean, linestyle=(0, (1, 1.5)), linewidth=1.3 * hairline(), **style)
+        axes.vlines(counts, mean - spread, mean + spread, color=colour, linewidth=hairline())
+        entries[f"paper: {row.name}"] = line
+        for quantity, values in ((MEAN, mean), (SPREAD, spread)):
+            plate.record("a", None, quantity, values, source="paper", variant=row.name, n=counts)
+    return entries
 
 
 def _log_axis(axes: Axes) -> None:
@@ -99,18 +218,45 @@ def _log_axis(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
+def _count_axis(axes: Axes) -> None:
+    """An axis of doubling counts, each labelled."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(
+        sorted({float(x) for line in axes.lines if line.get_marker() != "None" for x in line.get_xdata()})
+    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: spaced(round(count))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="calibration samples per task", ylabel="accuracy, average over tasks")
+    percent_axis(axes.yaxis)
+
+
 def _caption(
+    what: str,
     runs: Sequence[DriftRun],
-    drawn: Sequence[pd.DataFrame],
+    measured: Sequence[DriftRun],
+    points: Sequence[pd.DataFrame],
     notes: Sequence[str],
     plate: Plate,
     options: ExhibitOptions,
-) -> Iterator[str]:
-    yield "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay."
-    yield from captions.origin(runs)
-    if drawn:
-        yield "One line per run, that is, per upstream merge; the ring or dashed line marks the run's own setting."
-    yield from sweep_points.behind(runs, drawn, options)
-    yield from notes
-    yield captions.ROUNDED
-    yield from captions.gaps(plate.missing)
+) -> list[str]:
+    """What is shown, and what stands behind the points: tasks, test samples, seeds, the merged model's level."""
+    sentences = [what, *captions.origin(runs)]
+    if points:
+        rows = pd.concat(points)
+        tasks = {run.id: choice.tasks_of(run, options) for run in measured}
+        counts = sorted({len(shown) for shown in tasks.values()})
+        sentences.append(
+            f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
+        )
+        if rows["n_test"].notna().any():
+            sentences.append(
+                f"Accuracy on {span(rows['n_test'].dropna().astype(int))} test samples per task."
+            )
+        spread = f"mean over {span(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)"
+        is_single = (rows["seeds"] == 1).all()
+        sentences.append("One seed per point, so no spread is shown." if is_single else f"Points: {spread}.")
+        if any(not math.isnan(_merged_level(run, tasks[run.id])) for run in measured):
+            sentences.append("Dotted level: the merged model before calibration.")
+    return captions.together([*sentences, *notes, captions.ROUNDED, *captions.gaps(plate.missing)])

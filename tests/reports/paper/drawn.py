@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, PathCollection, PolyCollection
+from matplotlib.collections import LineCollection, PathCollection, QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Polygon, Rectangle
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
-from driftlens_reports.paper.plate import GUIDE
-from driftlens_reports.paper.style import sheet
+from driftlens_reports.paper.marks import GUIDE
+from driftlens_reports.paper.style import sheet, venue_of
 
 Array = NDArray[np.float64]
 
@@ -53,8 +53,7 @@ def segments(axes: Axes) -> list[Array]:
 
 def bands(axes: Axes) -> list[Array]:
     """Corners of every filled band, [n, 2]."""
-    filled = [entry for entry in axes.collections if isinstance(entry, PolyCollection)]
-    return [path.vertices for entry in filled for path in entry.get_paths()]
+    return [patch.get_xy() for patch in axes.patches if isinstance(patch, Polygon)]
 
 
 def bars(axes: Axes) -> list[Rectangle]:
@@ -63,8 +62,9 @@ def bars(axes: Axes) -> list[Rectangle]:
 
 
 def images(axes: Axes) -> list[Array]:
-    """Numbers behind every image, masked ones as NaN."""
-    return [np.ma.filled(image.get_array().astype(float), np.nan) for image in axes.images]
+    """Numbers behind the cells of every heatmap, masked ones as NaN."""
+    cells = [entry for entry in axes.collections if isinstance(entry, QuadMesh)]
+    return [np.ma.filled(entry.get_array().astype(float), np.nan) for entry in cells]
 
 
 def all_numbers(figure: Figure) -> Array:
@@ -91,7 +91,7 @@ def shows(numbers: Array, value: float) -> bool:
 
 def texts(figure: Figure) -> list[Text]:
     """Every text with letters in it; titles, ticks and legends included."""
-    with sheet(figure.get_figwidth()):
+    with sheet(venue_of(figure.get_figwidth())):
         figure.draw_without_rendering()
     return [text for text in figure.findobj(Text) if text.get_text().strip()]
 

@@ -15,9 +15,8 @@ import driftlens as dl
 from driftlens.cli import main
 from driftlens.errors import DataError, SpecError
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.artifact import csv_text, draw
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-from driftlens_reports.paper.export import FORMATS, export
+from driftlens_reports.paper.export import FORMATS, csv_text, draw, export
 from tests.reports.paper.table_runs import table_run
 
 

@@ -35,4 +35,4 @@ def test_a_figure_shows_no_number_that_was_not_measured(name: str, unmeasured: D
 
 def test_a_panel_without_any_drift_is_a_note(unmeasured: DriftRun) -> None:
     missing = exhibits["intro"].draw([unmeasured], ExhibitOptions()).missing
-    assert "(b) drift by layer" in [panel.name for panel in missing]
+    assert "(b) Drift by layer" in [panel.name for panel in missing]

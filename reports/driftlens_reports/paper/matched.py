@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ import pandas as pd
 from driftlens.errors import DataError, NumericsError
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
+from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.thinning import thinned
+from driftlens_reports.paper import choice
 from driftlens_reports.paper.captions import spaced
+from driftlens_reports.paper.marks import SYMBOLS
 from driftlens_reports.paper.plate import Plate
-from driftlens_reports.paper.style import dot_area, hairline, look_of
+from driftlens_reports.paper.style import hairline
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
     from driftlens.projection import Projection
@@ -93,11 +98,43 @@ def _trust(found: Projection, variants: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def draw_pairs(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, variant: str, panel: str) -> None:
+def draw_pairs(
+    plate: Plate,
+    axes: Axes,
+    run: DriftRun,
+    layout: Layout | str,
+    variant: str | None,
+    panel: str,
+    *,
+    layer: int | str = "final",
+) -> None:
     """Draw one panel: expert points, the variant's points and a line between the two of each sample.
 
-    Panels of one layout have the same limits, so that distances can be compared between them.
+    Panels of one layout have the same limits, so that distances can be compared between them. Below stands the mean
+    cosine. Without a layout or a variant, or where the layout lacks it, the panel is a note.
     """
+    if variant is None:
+        plate.note(axes, "calibrated features", f"`{choice.CALIBRATE}` adds them")
+    elif isinstance(layout, str):
+        plate.note(axes, f"features of {title(variant)}", layout)
+    elif variant not in set(layout.rows["variant"]):
+        plate.note(axes, f"features of {title(variant)}", "the run has no features of this variant")
+    else:
+        _draw_points(plate, axes, run, layout, variant, panel)
+        cosine = run.value("cos_mean", task=layout.task, variant=variant, layer=layer)
+        axes.set_xlabel(f"mean cosine {cosine:.2f}" if not math.isnan(cosine) else "cosine not measured")
+        key: dict[str, Any] = {"task": layout.task, "variant": variant, "layer": run.layer_index(layer)}
+        plate.record(panel, run, "cos_mean", cosine, **key)
+
+
+def points_legend(run: DriftRun, variants: Sequence[str]) -> dict[str, Artist]:
+    """What a legend says of panels of pairs."""
+    from matplotlib.lines import Line2D
+
+    return {title(name): Line2D([], [], linestyle="", **_marks(run, name)) for name in ["expert", *variants]}
+
+
+def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, variant: str, panel: str) -> None:
     from matplotlib.collections import LineCollection
 
     points = {
@@ -110,17 +147,19 @@ def draw_pairs(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, variant:
         LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=0.7 * hairline(), zorder=1)
     )
     for name, at in zip(points, ends, strict=True):
-        look = look_of(name)
-        size = dot_area(0.7 if len(ids) > 100 else 1.0)
-        dots = axes.scatter(
-            at[:, 0], at[:, 1], s=size, marker=look.marker, linewidths=0.8 * hairline(), zorder=2
-        )
-        # Expert points are hollow: one that the variant hits exactly stays visible around it.
-        dots.set(facecolor="none" if name == "expert" else look.colour, edgecolor=look.colour, alpha=0.8)
+        (dots,) = axes.plot(*at.T, linestyle="", alpha=0.8, **_marks(run, name))
+        dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
         for column, quantity in enumerate(("x", "y")):
             key: dict[str, Any] = {"task": layout.task, "variant": name, "sample_id": list(ids)}
             plate.record(panel, run, quantity, at[:, column], **key)
     _frame(axes, layout)
+
+
+def _marks(run: DriftRun, variant: str) -> dict[str, Any]:
+    """Marks of a variant; those of the expert are hollow: one that the variant hits exactly stays visible around it."""
+    style = look(run.variants, variant, dark=False)
+    face = "none" if variant == "expert" else style.colour
+    return {"marker": SYMBOLS[style.symbol], "markerfacecolor": face, "markeredgecolor": style.colour}
 
 
 def _frame(axes: Axes, layout: Layout) -> None:

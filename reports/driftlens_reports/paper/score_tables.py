@@ -140,7 +140,7 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
 def accuracy_text(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """Exact match by task, Spearman's rank correlation for STS-B; a block per model."""
     caption = "FLAN-T5 on GLUE: exact match (%), for STS-B Spearman's rank correlation (times 100)."
-    how = "runs of FLAN-T5 models fill them: `driftlens init --template flan-t5` writes a spec."
+    how = "runs of FLAN-T5 models fill them, which DriftLens can't load yet."
     return _by_model(runs, options, _renamed(printed, "STS-B", "STS-B (Spearman)"), "text", caption, how)
 
 
@@ -150,7 +150,7 @@ def accuracy_text(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Pu
 def accuracy_llm(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """MergeBench scores: base, the best single expert of each column, merged, calibrated; a block per model."""
     caption = f"MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy. {_BEST_SINGLE}"
-    how = "runs of Llama models fill them: `driftlens init --template llama` writes a spec."
+    how = "runs of Llama models fill them, which DriftLens can't load yet."
     return _by_model(runs, options, printed, "language", caption, how)
 
 

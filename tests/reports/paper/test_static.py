@@ -172,9 +172,10 @@ def test_every_chart_of_a_full_run_is_drawn_with_all_its_lines_and_bars(name: st
     shown = figure.axes
     points = sum(len(line_points(line)) for axes in shown for line in lines(axes))
     wanted = sum(
-        sum(value is not None and not (isinstance(value, float) and math.isnan(value)) for value in trace.y)
+        not any(value is None or (isinstance(value, float) and math.isnan(value)) for value in point)
         for trace in chart.data
-        if trace.type.startswith("scatter") and trace.fill != "toself" and trace.x[0] is not None
+        if trace.type.startswith("scatter") and trace.fill != "toself"
+        for point in zip(trace.x, trace.y, strict=True)
     )
     assert points == wanted
     assert sum(len(bars(axes)) for axes in shown) == sum(len(t.x) for t in chart.data if t.type == "bar")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens.errors import DataError, SpecError
+from driftlens.errors import DataError, NumericsError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.plan import Choice
 from driftlens.pipeline.calibrate.request import CalibrationRequest, calibrator_of
@@ -204,3 +204,15 @@ def test_samples_that_are_not_there_are_counted(folder: pathlib.Path) -> None:
     with pytest.raises(DataError) as caught:
         calibrate(folder, request(samples=1000))
     assert "1000" in caught.value.message and np.isfinite(caught.value.context["available"])
+
+
+def test_a_run_whose_drift_is_not_the_librarys_is_not_calibrated(folder: pathlib.Path) -> None:
+    """Of an older run, too: the check stands before anything is solved."""
+    rows = open_run(folder).layers()
+    rows.loc[(rows["variant"] == "merged") & (rows["layer"] == 3), "closure_error"] = 0.2
+    with RunWriter.resume(folder) as writer:
+        writer.append("layers", rows, replace=True)
+    before = files_of(folder)
+    with pytest.raises(NumericsError, match=r"layer 3 .*closure error 0\.2"):
+        calibrate(folder, request())
+    assert files_of(folder) == before

@@ -20,6 +20,7 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     suitable_threads,
 )
+from driftlens.pipeline.analyze.verification import require_closed
 from driftlens.pipeline.calibrate.card import model_card
 from driftlens.pipeline.calibrate.plan import CalibrationPlan, Choice, plan_calibration, untouched_but_moved
 from driftlens.pipeline.calibrate.request import CalibrationRequest
@@ -129,11 +130,13 @@ def open_calibration(
     """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
 
     Raises:
+        NumericsError: the run's own drift is not that of ordinary forward passes, so nothing can be built on it.
         DriftLensError: as for `calibrate`.
     """
     require_analyzed(folder)
     run = open_run(folder)
     require_spec(folder, run.manifest)
+    require_closed(run.layers(variant="merged"), run.manifest.dtype)
     study, models = reopened(
         folder,
         num_calibration=request.samples,

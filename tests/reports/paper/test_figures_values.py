@@ -112,12 +112,15 @@ def test_intro_bars_and_intervals_are_those_of_the_accuracy_table(run: DriftRun)
     axes, shown = panel(draw("intro", run), "(c)"), ("merged", CONTROL, CALIBRATED, "expert")
     rows = run.accuracy().set_index(["variant", "task"])
     keys = [(variant, task) for variant in shown for task in run.tasks]
-    single = [bar for group in axes.containers if len(group) == len(run.tasks) for bar in group]
+    drawn = np.array(bars(axes)).reshape(len(shown), len(run.tasks) + 1)
+    single = drawn[:, :-1].ravel().tolist()
     assert [bar.get_height() for bar in single] == pytest.approx(rows.loc[keys, "value"].tolist())
-    means = [bar.get_height() for group in axes.containers if len(group) == 1 for bar in group]
-    assert means == pytest.approx([rows.loc[variant, "value"].mean() for variant in shown])
-    ends = np.concatenate(segments(axes))[:, :, 1]
-    np.testing.assert_allclose(ends, rows.loc[keys, ["ci_low", "ci_high"]].to_numpy(dtype=float))
+    means = [rows.loc[variant, "value"].mean() for variant in shown]
+    assert [bar.get_height() for bar in drawn[:, -1]] == pytest.approx(means)
+    ends = np.concatenate(segments(axes))[:, :, 1].reshape(len(shown), -1, 2)[:, : len(run.tasks)]
+    np.testing.assert_allclose(
+        ends.reshape(-1, 2), rows.loc[keys, ["ci_low", "ci_high"]].to_numpy(dtype=float)
+    )
     for bar, (_, task) in zip(single, keys, strict=True):
         assert round(bar.get_x() + bar.get_width() / 2) == run.tasks.index(task)
         assert bar.get_y() == 0 == axes.get_ylim()[0]

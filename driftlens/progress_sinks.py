@@ -124,8 +124,13 @@ def _draws(stream: TextIO) -> bool:
 
 def _line(event: ProgressEvent) -> str:
     count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
-    label = f", {event.label}" if event.label else ""
+    label = f", {_harmless(event.label)}" if event.label else ""
     return f"{event.phase}: {count}{label}; {_times(event)}"
+
+
+def _harmless(label: str) -> str:
+    """The label without control characters: the name of a task must not steer the terminal."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in label)
 
 
 def _times(event: ProgressEvent) -> str:
@@ -158,7 +163,7 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
                 completed=event.done,
                 total=event.total,
                 times=_times(event),
-                label=event.label,
+                label=_harmless(event.label),
             )
 
         yield draw

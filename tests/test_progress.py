@@ -61,6 +61,14 @@ def test_plain_lines_are_never_redrawn() -> None:
     assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
 
 
+def test_a_name_does_not_steer_the_terminal() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with sink_for("auto", stream, clock) as sink:
+        for clock.now in (0.0, 20.0):
+            sink(ProgressEvent("layout", 1, 3, "task \x1b[31mred", clock.now))
+    assert "\ufffd[31mred" in stream.getvalue() and "\x1b" not in stream.getvalue()
+
+
 def test_every_phase_is_finished_once_even_without_a_last_event() -> None:
     clock, stream = Clock(), io.StringIO()
     with sink_for("auto", stream, clock) as sink:

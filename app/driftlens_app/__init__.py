@@ -7,32 +7,32 @@ from a run's tables (`driftlens.records`), its charts (`driftlens_reports.charts
 
     from driftlens_app.pages import Page
     from driftlens_app.selection import selection
-    from driftlens_app.show import page_title, show_chart
+    from driftlens_app.show import show_parts
 
-    PAGE = Page("Layer drift", icon=":material/show_chart:", order=20, section="Analysis")
+    PAGE = Page("Layer drift", icon=":material/show_chart:", order=20, section="Analysis", says="How far ...")
 
     def show() -> None:
         chosen = selection()
-        page_title("Layer drift", "How far each layer's features are from the expert's.")
-        show_chart("layer-drift", chosen.run, chosen.options(band="std"))
+        show_parts("layer_drift", chosen.run, chosen.options(band="std"), key="layers")
 
     if __name__ == "__main__":
         show()
 
 Streamlit executes the file as `__main__` whenever the page is drawn; the navigation imports it to read `PAGE`. Unless
 `PAGE` says `needs_run=False`, the page runs only with a readable run, chosen in the sidebar that the shell draws (run,
-task, variants, layer, measure of drift; all of it in the URL). Errors are the shell's too: raise `DriftLensError`, and
-the page says what happened and what to do; `with shown_errors():` keeps one part's error from taking the rest along. A
-job that a page starts needs a function in `jobs/requests.py` and no more.
+task, variants, layer, measure of drift; all of it in the URL). The title is the shell's too, and so are errors: raise
+`DriftLensError`, and the page says what happened and what to do; `with shown_errors():` keeps one part's error from
+taking the rest along. A job that a page starts needs a function in `jobs/requests.py` and no more. Which charts a page
+shows, charts say themselves: `show_parts` asks their registry.
 
 | module | what |
 |---|---|
 | `selection` | the run and what the reader chose in the sidebar: `selection()` |
-| `show` | `show_chart`, `show_data`, `page_title`: charts with their data, numbers in one format |
-| `texts` | `plain`: a name from a run or spec, safe inside Markdown |
+| `show` | `show_parts`, `show_chart`, `show_table`, `show_data`: charts and tables, with their data, in one format |
+| | `plain`: a name from a run or spec, safe inside Markdown |
+| | `shown_errors`: what happened and what to do, in place |
 | `runs` | the runs under the allowed root, by id, cached |
 | `inside` | whether a path stays under that root once links are followed: asked before a name from a run is used |
 | `jobs` | start, watch and cancel the command line; what it does is on disk |
 | `live` | a job while it runs, redrawn by itself |
-| `trouble` | `shown_errors`: what happened and what to do, in place |
 """

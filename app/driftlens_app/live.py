@@ -15,8 +15,7 @@ from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import dismiss, jobs_beside
 from driftlens_app.jobs.watching import is_finished_since
 from driftlens_app.settings import Settings
-from driftlens_app.texts import plain
-from driftlens_app.trouble import show_error, shown_errors
+from driftlens_app.show import note, plain, show_error, shown_errors
 
 BAD_ENDS = ("failed", "stopped", "cancelled")
 """States of jobs that have ended without success."""
@@ -83,10 +82,7 @@ def show_ended(view: View) -> None:
     """How a job ended that did not succeed: cause, hint, log."""
     if view.state == "cancelled":
         again = " Start it again under the same name to go on." if view.job.kind == "analyze" else ""
-        st.info(
-            f"{_what(view.job)} was cancelled; the run shows nothing half-finished.{again}",
-            icon=":material/cancel:",
-        )
+        note(f"{_what(view.job)} was cancelled; the run shows nothing half-finished.{again}", "cancel")
     elif view.state == "stopped":
         show_error(
             "Worker stopped",

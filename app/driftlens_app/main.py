@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens_app.landing import land, wait_on
+from driftlens_app.in_browser import watch_theme
+from driftlens_app.landing import land, wait_on, welcome
 from driftlens_app.pages import SECTIONS, pages
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable, show_link
 from driftlens_app.settings import Settings
-from driftlens_app.theme_watch import watch_theme
-from driftlens_app.trouble import shown_errors
-from driftlens_app.welcome import welcome
+from driftlens_app.show import page_title, shown_errors
 
 # Streamlit would take the page's own icon for the browser's tab, and fetch it from another server.
 _ICON = (
@@ -48,7 +47,10 @@ def main() -> None:
     with st.sidebar:
         watch_theme()
     with shown_errors():
-        if not listed[path].needs_run or run is not None:
+        page = listed[path]
+        if not page.needs_run or run is not None:
+            if page.says:
+                page_title(page.title, page.says)
             chosen.run()
         elif is_readable:
             require_no_unreadable(settings)

@@ -25,6 +25,7 @@ class Page:
         icon: a Material symbol, written `:material/name:`.
         order: its place within its section, ascending.
         section: heading under which the navigation lists it.
+        says: one line in Markdown that says what it shows; with it, the shell draws the title.
         needs_run: whether it shows one run, so that the shell opens it and draws the sidebar.
     """
 
@@ -32,6 +33,7 @@ class Page:
     icon: str
     order: int
     section: Literal["Start", "Analysis", "Calibration", "Results"]
+    says: str = ""
     needs_run: bool = True
 
 

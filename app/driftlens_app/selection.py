@@ -12,10 +12,10 @@ import streamlit as st
 from driftlens.errors import DataError
 from driftlens.records.listing import RunSummary
 from driftlens.records.run import DriftRun
+from driftlens_app.in_browser import is_dark
 from driftlens_app.jobs import watch
 from driftlens_app.runs import folder_of, hint_for, listed_runs, opened, run_ids
 from driftlens_app.settings import Settings
-from driftlens_app.theme_watch import is_dark
 from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"

@@ -1,22 +1,72 @@
-"""What every page shows in the same way: titles, charts with the numbers behind them, tables."""
+"""What every page shows in the same way: titles, charts with the numbers behind them, tables, names, and errors."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import streamlit as st
 
+from driftlens.errors import DriftLensError
 from driftlens.records.run import DriftRun
-from driftlens_app.drawn_once import drawn_once
 from driftlens_app.runs import Stamp, stamp
-from driftlens_app.texts import plain
-from driftlens_app.trouble import shown_errors
-from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
+from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
+from driftlens_reports.charts.theme import lay_out
+from driftlens_reports.columns import printable
 
+_LOG = logging.getLogger("driftlens_app")
+_DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _SELECTING = {"displaylogo": False}
 _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 """Plotly's toolbar, with and without the tools that select points."""
+
+
+def plain(text: object) -> str:
+    """`text` on one line, so that Markdown shows every character of it and obeys none.
+
+    Names come from runs and specs, which anybody may have written.
+    """
+    return _MARKDOWN.sub(r"\\\1", printable(str(text)))
+
+
+def when(moment: str) -> str:
+    """A UTC time from a run, to the minute, for reading; the text itself where it is no time."""
+    try:
+        parsed = datetime.fromisoformat(moment)
+    except ValueError:
+        return printable(moment)
+    return parsed.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+@contextmanager
+def shown_errors() -> Iterator[None]:
+    """Whatever fails inside the block is shown in its place, and the rest of the page stays."""
+    try:
+        yield
+    except DriftLensError as error:
+        _LOG.info("page shows an error", exc_info=error)
+        show_error(type(error).__name__, error.message, error.hint)
+    except Exception as error:
+        _LOG.exception("page failed")
+        # The message may quote anything that the code had in its hands; the type is enough for a report.
+        show_error(type(error).__name__, "", "")
+        st.caption(_DEFECT)
+
+
+def show_error(kind: str, message: str, hint: str) -> None:
+    """An error box: type, message and hint; further lines of a message, one problem each, as a list."""
+    first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    head = f"**{plain(kind)}**" + (f": {plain(first)}" if first else "")
+    parts = (head, "\n".join(f"- {plain(line)}" for line in further), plain(" ".join(hint.split())))
+    st.error("\n\n".join(filter(None, parts)), icon=":material/error:")
 
 
 def page_title(title: str, subtitle: str = "") -> None:
@@ -24,6 +74,38 @@ def page_title(title: str, subtitle: str = "") -> None:
     st.title(title, anchor=False)
     if subtitle:
         st.caption(subtitle)
+
+
+def note(text: str, icon: str = "info") -> None:
+    """A box with a remark, and a Material symbol before it."""
+    st.info(text, icon=f":material/{icon}:")
+
+
+def open_part(names: Sequence[str], *, key: str) -> str:
+    """The part of a page that the reader has open; the choice stands in the URL as `key`.
+
+    Charts of the other parts are not drawn, so that a page costs what it shows.
+    """
+    # A segmented control writes its open part in the accent, too faint on a dark page beside white on that accent.
+    return st.radio(
+        "Part of the page", names, horizontal=True, key=key, bind="query-params", label_visibility="collapsed"
+    )
+
+
+def show_parts(page: str, run: DriftRun, options: ChartOptions, *, key: str) -> str:
+    """Tabs of the charts of a page, by what these declare; returns the heading of the open one.
+
+    Args:
+        page: name of the page's file.
+        run: the run.
+        options: as for `show_chart`.
+        key: as for `open_part`.
+    """
+    parts = parts_of(page)
+    part = open_part([*parts], key=key)
+    for name in parts[part]:
+        show_chart(name, run, options)
+    return part
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -> Any:
@@ -43,7 +125,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         st.subheader(plain(chart.title), anchor=False, help=chart.hint)
         lacking = chart.missing(run, options)
         if lacking is not None:
-            st.info(plain(lacking), icon=":material/info:")
+            note(plain(lacking))
             return None
         drawn = _drawn(name, run.id, stamp(run.path), options, "on_select" in plotly, run)
         return show_drawn(name, run.id, drawn, chart.caption, **plotly)
@@ -67,6 +149,12 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, caption: str = "", **plotly
         st.caption(" ".join(plain(text) for text in words))
     show_data(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
     return result
+
+
+def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
+    """A table with these column settings, a dash where nothing was measured; returns what Streamlit does."""
+    looks = {"hide_index": True, "placeholder": "–", "column_config": columns}
+    return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
@@ -109,3 +197,49 @@ def _csv(rows: pd.DataFrame) -> bytes:
 
 def _harmless(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
+
+
+def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
+    """`figure` itself, which looks as before and is drawn once where it would have been drawn twice.
+
+    Streamlit's client gives plotly a copy of every figure right after the first, and plotly draws that from scratch
+    unless it finds nothing changed. It takes a revision's word for that where data are lists, but not where they are
+    typed arrays, and a template that is another object counts as changed: so the axes get its settings themselves. A
+    template stays where it is if it speaks of more than axes, or of axes that only traces name. A figure that has a
+    revision stays as it is.
+
+    Args:
+        figure: a plotly figure.
+        selecting: whether points are to be selected in it, which Streamlit else tells plotly only with the copy.
+    """
+    if figure.layout.datarevision is not None:
+        return figure
+    traces = [_lists(trace.to_plotly_json()) for trace in figure.data]
+    figure.data = ()  # an array of the same numbers would not be replaced
+    figure.add_traces(traces)
+    revision = hashlib.sha256(figure.to_json(validate=False).encode()).hexdigest()
+    layout = {**figure.layout.to_plotly_json(), "datarevision": revision}
+    if selecting:
+        layout["clickmode"] = "event+select"
+    template = layout.pop("template", {})
+    axes = template.get("layout", {})
+    used = {_axis(trace.get(f"{letter}axis", letter)) for trace in traces for letter in "xy"}
+    if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
+        return lay_out(figure, {**layout, "template": template})
+    figure.layout = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
+    lay_out(figure, layout)
+    figure.layout.template = None  # a new layout has plotly's own
+    return figure
+
+
+def _axis(reference: str) -> str:
+    """Name in the layout of the axis that a trace calls `x2`."""
+    return f"{reference[0]}axis{reference[1:]}"
+
+
+def _lists(settings: Any) -> Any:
+    """A trace's settings with lists in place of the arrays that plotly sends as typed ones."""
+    if isinstance(settings, Mapping):
+        return {name: _lists(value) for name, value in settings.items()}
+    is_number = isinstance(settings, np.ndarray) and settings.dtype.kind in "iuf"
+    return settings.tolist() if is_number else settings

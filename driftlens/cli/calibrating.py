@@ -136,7 +136,7 @@ def calibrate(
 
 
 def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> None:
-    from driftlens_reports.before_after import before_after_text
+    from driftlens_reports.verdicts import before_after_text
 
     if as_json:
         say_json(_document(run, name))
@@ -149,7 +149,7 @@ def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> Non
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
     from driftlens.records.before_after import accuracy_changes, credits_of, final_drift_changes
     from driftlens.variants import calibrated
-    from driftlens_reports.before_after import before_after
+    from driftlens_reports.verdicts import before_after
 
     return {
         "name": name,
@@ -208,7 +208,7 @@ def sweep(
     """Calibrate a run with many settings side by side; drift and accuracy of each become rows of its sweep table."""
     from driftlens.pipeline.search.sweep import SweepRequest
     from driftlens.pipeline.search.sweep import sweep as run_sweep
-    from driftlens_reports.sweep_text import sweep_text
+    from driftlens_reports.verdicts import sweep_text
 
     values = _values(param)
     request = SweepRequest(

@@ -56,8 +56,8 @@ def demo(
     from driftlens.progress import Reporter
     from driftlens.records.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
-    from driftlens_reports.before_after import before_after_text
     from driftlens_reports.build import Report
+    from driftlens_reports.verdicts import before_after_text
 
     refuse_occupied(out, force=force)
     job = Job(Access(device), threads, progress)

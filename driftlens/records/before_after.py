@@ -24,6 +24,7 @@ from driftlens.records.intervals import (
     unpaired_difference,
 )
 from driftlens.records.run import DriftRun
+from driftlens.records.split import Split
 from driftlens.variants import calibrated, is_control
 
 
@@ -103,12 +104,16 @@ class Credit:
     @property
     def rescaling(self) -> float:
         """What the anchor alone changes."""
-        return self.control - self.merged
+        return self._split.rescaling
 
     @property
     def calibration(self) -> float:
         """What the calibration changes beyond its anchor."""
-        return self.calibrated - self.control
+        return self._split.calibration
+
+    @property
+    def _split(self) -> Split:
+        return Split(self.merged, self.control, self.calibrated)
 
 
 def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:

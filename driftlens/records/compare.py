@@ -21,6 +21,7 @@ from driftlens.records.intervals import (
     unpaired_difference,
 )
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.split import Split
 from driftlens.variants import control_of, expert_of, part_of
 
 _UNMEASURED = MeanChange(Interval(math.nan), Interval(math.nan), 0, is_paired=False)
@@ -408,14 +409,15 @@ def _gains_of_task(task: str, places: Sequence[tuple[DriftRun, str]]) -> Iterato
         "cos": [final_value(run, task, variant, "cos_mean") for run, variant in places],
         "accuracy": [accuracy_of(run, task, variant)[0] for run, variant in places],
     }
-    for quantity, (before, control, after) in values.items():
-        if math.isnan(before + control + after):
+    for quantity, found in values.items():
+        split = Split(*found)
+        if math.isnan(split.rescaling + split.calibration):
             continue
         yield {
             "quantity": quantity,
-            "value_before": before,
-            "value_control": control,
-            "value_after": after,
-            "by_rescaling": control - before,
-            "by_calibration": after - control,
+            "value_before": split.before,
+            "value_control": split.control,
+            "value_after": split.after,
+            "by_rescaling": split.rescaling,
+            "by_calibration": split.calibration,
         }

@@ -1,4 +1,4 @@
-"""Checks, comparisons and projections in plain text, for the terminal."""
+"""What commands find, in plain text for the terminal: checks, comparisons, calibrations, sweeps, projections."""
 
 from __future__ import annotations
 
@@ -9,12 +9,32 @@ from typing import Any
 import pandas as pd
 
 from driftlens.projection import Projection
+from driftlens.records.before_after import (
+    AccuracyChange,
+    Outcome,
+    accuracy_change_note,
+    accuracy_changes,
+    credit_sentences,
+    final_drift_changes,
+    outcomes,
+    selection_sentences,
+)
 from driftlens.records.checks import CheckReport
 from driftlens.records.compare import Comparison
 from driftlens.records.equality import Equality
-from driftlens.variants import title
+from driftlens.records.run import DriftRun
+from driftlens.variants import calibrated, title
 from driftlens_reports.columns import aligned, printable
-from driftlens_reports.wording import error, number, percent, percent_interval, points, points_interval
+from driftlens_reports.wording import (
+    error,
+    number,
+    percent,
+    percent_interval,
+    points,
+    points_interval,
+    share_interval,
+    with_error,
+)
 
 _SHOWN = 5
 """How many of the differences between two runs are listed."""
@@ -25,6 +45,7 @@ _INTERVAL_NOTE = (
     "Accuracy is that of test samples. Its interval takes the two answers for independent: where both answered "
     "the same samples it is too wide."
 )
+_FACTORS = ("lam", "rho", "alpha", "n")
 
 
 def checks_text(report: CheckReport) -> str:
@@ -76,17 +97,8 @@ def equality_text(found: Equality, tolerance: float) -> str:
 
 def projections_text(found: Sequence[Projection]) -> str:
     """How far each layout can be trusted, one line per variant; what a reader must know besides."""
-    header = [
-        "task",
-        "layer",
-        "method",
-        "variant",
-        "points",
-        "cosine",
-        "L2 drift",
-        "kept neighbours",
-        "trust",
-    ]
+    where = ["task", "layer", "method", "variant"]
+    header = [*where, "points", "cosine", "L2 drift", "kept neighbours", "trust"]
     rows = [
         [
             *(entry.settings.task, str(entry.settings.layer), entry.method, title(row["variant"])),
@@ -99,7 +111,9 @@ def projections_text(found: Sequence[Projection]) -> str:
     notes = dict.fromkeys(
         f"{entry.settings.task}, {entry.settings.method}: {text}" for entry in found for text in entry.notes
     )
-    return "\n".join([*aligned([header, *rows], num_names=4), *map(printable, [*notes, _INDICATIVE])])
+    return "\n".join(
+        [*aligned([header, *rows], num_names=len(where)), *map(printable, [*notes, _INDICATIVE])]
+    )
 
 
 def _subject(found: Comparison) -> list[str]:
@@ -108,10 +122,8 @@ def _subject(found: Comparison) -> list[str]:
 
 
 def _task_lines(rows: pd.DataFrame) -> list[str]:
-    header = [
-        *("task", "L2 drift", "change", "95 % interval", "cosine", "change", "flips"),
-        *("accuracy", "change", "95 % interval"),
-    ]
+    features = ["L2 drift", "change", "95 % interval", "cosine", "change"]
+    header = ["task", *features, "flips", "accuracy", "change", "95 % interval"]
     return aligned([header, *(_task_cells(row) for row in rows.to_dict("records"))], num_names=1)
 
 
@@ -172,3 +184,118 @@ def _signed(value: float) -> str:
 
 def _signed_percent(value: float) -> str:
     return "" if math.isnan(value) else f"{100 * value:+.1f} %"
+
+
+def before_after(run: DriftRun, name: str) -> pd.DataFrame:
+    """The numbers of a calibration's table, one row per task and model, for showing and downloading.
+
+    Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
+    (half its 95 % interval), relative, cosine, accuracy, low, high, n. The expert has an accuracy only; what was not
+    measured is NaN.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    rows = pd.DataFrame(outcomes(run, name), columns=[*Outcome.__dataclass_fields__])
+    rows.insert(2, "model", rows["variant"].map(title))
+    return rows
+
+
+def before_after_text(run: DriftRun, name: str) -> str:
+    """The table, the changes of drift and accuracy, what calibration and rescaling gain, how settings were chosen.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    found = outcomes(run, name)
+    drift = ["L2 drift, 95 %", "relative", "cosine"]
+    rows = [["task", "model", *drift, "accuracy", "95 % interval"]]
+    for at, entry in enumerate(found):
+        is_first = at == 0 or found[at - 1].task != entry.task
+        rows.append([entry.task if is_first else "", title(entry.variant), *_cells(entry)])
+    said = [*credit_sentences(run, name), *selection_sentences(run, name)]
+    changes = [*_drift_lines(run, name), *_change_lines(run, name)]
+    return "\n".join([*aligned(rows, num_names=2), "", *changes, *map(printable, said)])
+
+
+def _drift_lines(run: DriftRun, name: str) -> list[str]:
+    """How the mean final drift of each task changes, with its interval, and an empty line."""
+    rows = [
+        [
+            *(task, str(at.n), number(at.difference.value), f"{100 * at.relative.value:+.1f} %"),
+            percent_interval(at.relative.low, at.relative.high),
+        ]
+        for task, at in final_drift_changes(run, name).items()
+    ]
+    heading = f"Change of the final L2 drift from merged to {title(calibrated(name))}, paired by sample"
+    header = ["task", "samples", "change", "relative", "95 % interval"]
+    return [printable(heading), *aligned([header, *rows], num_names=1), ""] if rows else []
+
+
+def _change_lines(run: DriftRun, name: str) -> list[str]:
+    """How the accuracy of each task changes, with intervals, and an empty line; none where it was not measured."""
+    found = accuracy_changes(run, name)
+    if not found:
+        return []
+    heading = f"Change of accuracy from merged to {title(calibrated(name))}, in points"
+    tested, both = ["test samples", "change", "95 % interval"], ["answered by both", "to right", "to wrong"]
+    header = ["task", *tested, *both, "change", "95 % interval", "McNemar p"]
+    rows = [header, *(_change_cells(entry) for entry in found)]
+    return [printable(heading), *aligned(rows, num_names=1), accuracy_change_note(found), ""]
+
+
+def _change_cells(entry: AccuracyChange) -> list[str]:
+    tested = (
+        [str(entry.n), points(entry.change), points_interval(entry.low, entry.high)] if entry.n else [""] * 3
+    )
+    paired = entry.paired
+    if paired is None:
+        return [entry.task, *tested, *[""] * 6]
+    return [
+        *(entry.task, *tested, f"{paired.n} {entry.split}", str(paired.gained), str(paired.lost)),
+        *(points(paired.difference), points_interval(paired.ci_low, paired.ci_high), f"{paired.p_value:.2g}"),
+    ]
+
+
+def _cells(entry: Outcome) -> list[str]:
+    if entry.variant == "expert":  # its drift is zero by definition
+        features = ["", "", ""]
+    else:
+        features = [with_error(entry.drift, entry.drift_error), number(entry.relative), number(entry.cosine)]
+    interval = share_interval(entry.low, entry.high)
+    return [*features, percent(entry.accuracy), f"{interval} %" if interval else ""]
+
+
+def sweep_text(run: DriftRun, name: str) -> str:
+    """The points of one sweep in the order of what is varied, and below them what the numbers are.
+
+    Raises:
+        RunError: the table can't be read.
+    """
+    rows = run.sweeps()
+    rows = rows[rows["sweep"] == name]
+    points = _sweep_points(rows).sort_values(name.split("+"), kind="stable")
+    has_accuracy = bool(points["accuracy"].notna().any())
+    scored = ["accuracy", "std"] if has_accuracy else []
+    lines = [[*_FACTORS, "L2 drift", "relative", "cosine", *scored, "s"]]
+    for _, point in points.iterrows():
+        settings = [f"{point[factor]:g}" for factor in _FACTORS]
+        features = [number(point[column]) for column in ("drift_l2_mean", "drift_rel", "cos_mean")]
+        scores = [percent(point["accuracy"]), percent(point["std"])] if has_accuracy else []
+        lines.append([*settings, *features, *scores, number(point["seconds"])])
+    tasks, seeds = rows["task"].nunique(), rows["seed"].nunique()
+    spread = "; std: between seeds" if has_accuracy and seeds > 1 else ""
+    return "\n".join(
+        [*aligned(lines, num_names=0), "", f"{name}: means of {tasks} tasks, {seeds} seeds{spread}"]
+    )
+
+
+def _sweep_points(rows: pd.DataFrame) -> pd.DataFrame:
+    """Means over tasks, then over seeds; `std` is that of the accuracy over seeds, of a sample."""
+    rows = rows.astype({"n": float})
+    measured = ["drift_l2_mean", "drift_rel", "cos_mean", "accuracy", "seconds"]
+    by_seed = rows.groupby(["point", "seed", *_FACTORS], as_index=False)[measured].mean()
+    groups = by_seed.groupby(["point", *_FACTORS])
+    return groups[measured].mean().assign(std=groups["accuracy"].std()).reset_index()

@@ -36,6 +36,11 @@ def percent_interval(low: float, high: float) -> str:
     return f"{points_interval(low, high)} %" if is_measured(low) else ""
 
 
+def share_interval(low: float, high: float) -> str:
+    """Both ends of an interval of a fraction in percent; empty where it was not measured."""
+    return f"{100 * low:.1f} to {100 * high:.1f}" if is_measured(low) and is_measured(high) else ""
+
+
 def with_error(value: float, error: float) -> str:
     """Four significant digits, and two of half the interval where there is one."""
     return f"{number(value)} +- {error:#.2g}".removesuffix(".") if is_measured(error) else number(value)

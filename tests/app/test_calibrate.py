@@ -18,7 +18,7 @@ from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
-from driftlens_reports.before_after import before_after
+from driftlens_reports.verdicts import before_after
 from tests.app.conftest import Open, opened_drawers, shown_data, until
 from tests.app.test_jobs import finish, state, step
 from tests.app.test_pages import errors, said
@@ -146,8 +146,8 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
         raise RunError("can't write the record: No space left on device", hint="Free some space.")
 
     sent: list[int] = []
-    monkeypatch.setattr("driftlens_app.jobs.cancelling.note_cancelled", full)
-    monkeypatch.setattr("driftlens_app.jobs.cancelling._signal", lambda _job, number: sent.append(number))
+    monkeypatch.setattr("driftlens_app.jobs.processes.note_cancelled", full)
+    monkeypatch.setattr("driftlens_app.jobs.processes._signal", lambda _job, number: sent.append(number))
     press(app.run(), "Cancel")
     for _second in range(2):
         assert not app.exception and sent == [signal.SIGINT]

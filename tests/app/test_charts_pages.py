@@ -8,21 +8,20 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.records.run import open_run
-from driftlens_app.views import alignment, attribution, layer_drift, output
-from driftlens_reports.charts.chart import charts
+from driftlens_reports.charts.chart import charts, parts_of
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import said
 from tests.records.full_run import Size, write_full_run
 
 PARTS = [
     (view, key, part, names)
-    for view, key, module in (
-        ("layer_drift", "layers", layer_drift),
-        ("attribution", "causes", attribution),
-        ("alignment", "alignment", alignment),
-        ("output", "output", output),
+    for view, key in (
+        ("layer_drift", "layers"),
+        ("attribution", "causes"),
+        ("alignment", "alignment"),
+        ("output", "output"),
     )
-    for part, names in module._PARTS.items()
+    for part, names in parts_of(view).items()
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from driftlens_app.drawn_once import drawn_once
+from driftlens_app.show import drawn_once
 from driftlens_reports.charts.theme import apply_theme, palette
 
 

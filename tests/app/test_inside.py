@@ -11,7 +11,7 @@ import pytest
 
 from driftlens.errors import RunError
 from driftlens.records.run import open_run
-from driftlens_app import inside, pictures, runs
+from driftlens_app import inside, runs, samples
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.inside import is_inside, require_links_inside
 from driftlens_app.jobs import processes, start, watch
@@ -239,7 +239,7 @@ def test_pictures_are_not_read_through_a_link(root: Path, run: Path, outside: Pa
     (run / "thumbs").mkdir(exist_ok=True)
     replaced_by_link(run / "thumbs", outside)
     with pytest.raises(RunError, match="a link that leaves this folder"):
-        pictures.pictures(found, found.tasks[0], ["a"])
+        samples.pictures(found, found.tasks[0], ["a"])
 
 
 def test_only_a_name_that_jobs_give_their_logs_is_taken_from_a_record(run: Path) -> None:

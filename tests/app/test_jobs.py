@@ -19,8 +19,7 @@ from driftlens.records.lock import RunLock
 from driftlens.records.run import open_run
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, cancel, command_line, processes, start, watch
-from driftlens_app.jobs.curve import running_drift
-from driftlens_app.jobs.log import log_text
+from driftlens_app.jobs.log import log_text, running_drift
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
 from driftlens_app.settings import Settings
@@ -148,7 +147,7 @@ def test_a_cancel_on_a_full_disk_is_known_to_a_restarted_server(
         cancel(job)
     assert state(run) == "cancelling"
     known = processes._CHILDREN.pop(job.pid)  # what a server forgets when it restarts
-    monkeypatch.setattr("driftlens_app.jobs.cancelling.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("driftlens_app.jobs.processes.GRACE_SECONDS", 0.0)
     until(lambda: state(run) == "cancelled", "it has been ended")
     assert known.wait() == -signal.SIGKILL
 
@@ -182,7 +181,7 @@ def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
     cancel(job)
     assert state(run) == "cancelling"
     assert processes.exit_code(job.pid) is None  # it was asked, not ended
-    monkeypatch.setattr("driftlens_app.jobs.cancelling.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("driftlens_app.jobs.processes.GRACE_SECONDS", 0.0)
     until(lambda: state(run) == "cancelled", "it has been ended")
     assert processes.exit_code(job.pid) == -signal.SIGKILL
 

@@ -13,13 +13,13 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.errors import DriftLensError, RunLockedError, SpecError
 from driftlens.records.status import Status, write_status
-from driftlens_app.building import build
 from driftlens_app.jobs import Job, command_line, processes, start, watch
-from driftlens_app.jobs.ask import ask
+from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.record import dismiss, job_of, write_job
 from driftlens_app.jobs.requests import analyze_request
 from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import proposed_name
+from driftlens_app.views.report import build
 from tests.app.conftest import Open, until
 from tests.app.test_jobs import state
 from tests.app.test_pages import errors, said

@@ -17,10 +17,10 @@ from driftlens.errors import DataError
 from driftlens.records.compare import compare
 from driftlens.records.run import open_run
 from driftlens.records.writer import RunWriter
-from driftlens_app.building import Built, build, zipped
 from driftlens_app.jobs import command_line
 from driftlens_app.views.compare import of_task, readable, readable_gains
-from driftlens_reports.charts.change_curves import change_curves
+from driftlens_app.views.report import Built, build, zipped
+from driftlens_reports.charts.page_curves import change_curves
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run

@@ -16,12 +16,11 @@ from driftlens.projection import project
 from driftlens.records.run import open_run
 from driftlens.records.thumbs import SIDE, save_thumbs, thumbs_file
 from driftlens_app.jobs.requests import project_request
-from driftlens_app.pictures import pictures
-from driftlens_app.sample_story import decisions
+from driftlens_app.samples import decisions, pictures
 from driftlens_app.views.features import _selected, sample_rows
 from driftlens_app.views.output import flipped, measured_decisions
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.sample_curves import sample_curves
+from driftlens_reports.charts.page_curves import sample_curves
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run

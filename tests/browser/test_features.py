@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from driftlens.projection import project, stored_projection
 from driftlens.records.run import open_run
 from driftlens_app.jobs import watch
-from driftlens_app.pictures import pictures
+from driftlens_app.samples import pictures
 from driftlens_app.settings import Settings
 from tests.browser.reading import settled
 from tests.browser.server import serving

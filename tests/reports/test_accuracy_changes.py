@@ -10,8 +10,8 @@ from scipy import stats
 from driftlens.records.before_after import accuracy_change_note, accuracy_changes, final_drift_changes
 from driftlens.records.intervals import mcnemar, unpaired_difference
 from driftlens.records.run import DriftRun, open_run
-from driftlens_reports.before_after import before_after_text
 from driftlens_reports.build import Report
+from driftlens_reports.verdicts import before_after_text
 from driftlens_reports.wording import points
 from tests.records.full_run import Size, write_full_run
 

@@ -14,7 +14,7 @@ from driftlens.records.before_after import credit_sentences, credits_of, outcome
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens_reports.before_after import before_after, before_after_text
+from driftlens_reports.verdicts import before_after, before_after_text
 from tests.records.full_run import write_full_run
 
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"

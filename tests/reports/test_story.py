@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.story import decisions, story
+from driftlens_reports.summary import decisions, story
 
 
 def test_the_task_that_suffers_most_is_named_with_its_numbers(run: DriftRun) -> None:

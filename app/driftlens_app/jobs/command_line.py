@@ -1,18 +1,28 @@
-"""How the command line is called: the program, the environment it gets, and a run of it that is waited for."""
+"""How the command line is called: the program, its environment, a run of it that is waited for, a short question."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from driftlens.errors import DriftLensError, RunError, RunLockedError, SpecError
+from driftlens_app.jobs.log import told_failure
 from driftlens_app.settings import Settings
 
 COMMAND = (sys.executable, "-m", "driftlens")
 """The program; tests put a stand-in here."""
+
+PATIENCE_SECONDS = 300.0
+"""How long a visitor may have to wait for an answer."""
+
+_KINDS = {kind.exit_code: kind for kind in (SpecError, RunLockedError)}
+"""What an exit code says about the error; the other codes are shared by several kinds."""
 
 _TURNS = threading.BoundedSemaphore(2)
 
@@ -28,7 +38,9 @@ def environment() -> dict[str, str]:
     return {**inherited, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def answer(arguments: Sequence[str], folder: Path, patience: float) -> subprocess.CompletedProcess[str]:
+def answer(
+    arguments: Sequence[str], folder: Path, patience: float = PATIENCE_SECONDS
+) -> subprocess.CompletedProcess[str]:
     """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said.
 
     Two run at a time, however many visitors ask; the others wait, and their patience begins with their turn.
@@ -47,3 +59,32 @@ def answer(arguments: Sequence[str], folder: Path, patience: float) -> subproces
             timeout=patience,
             check=False,
         )
+
+
+def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The document that `driftlens ARGUMENTS` prints: a preflight, an estimate.
+
+    Raises:
+        DriftLensError: the command failed without one; its own message and hint.
+        RunError: it took too long.
+    """
+    try:
+        done = answer(arguments, folder)
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"`driftlens {arguments[0]}` did not answer within {PATIENCE_SECONDS:.0f} seconds",
+            hint="Ask in a terminal, where it may take its time.",
+        ) from None
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        raise _failure(arguments[0], done.returncode, done.stderr) from None
+    assert isinstance(document, dict)
+    return document
+
+
+def _failure(command: str, code: int, said: str) -> DriftLensError:
+    failure = told_failure(said)
+    if failure is None:
+        return RunError(f"`driftlens {command}` ended with exit code {code} and said nothing")
+    return _KINDS.get(code, DriftLensError)(failure.message, hint=failure.hint)

@@ -1,16 +1,18 @@
-"""What a job printed: its text, its last progress, and the error it ended with."""
+"""What a job told: its text, its last progress, the error it ended with, and the drift of each layer it calibrated."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from driftlens.records.layout import EVENTS
 from driftlens.records.status import Failure
 from driftlens_app.inside import is_file_inside
+from driftlens_app.jobs.record import Job
 
-_TAIL_BYTES = 65_536
+_TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
 
 def log_text(log: Path) -> str:
@@ -43,26 +45,48 @@ def told_failure(said: str) -> Failure | None:
     )
 
 
+def running_drift(job: Job) -> dict[int, float]:
+    """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
+    found: dict[int, float] = {}
+    for event in _events(job):
+        numbers = event.get("metrics", event)
+        layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
+        if isinstance(layer, int | float) and isinstance(drift, int | float):
+            found[int(layer)] = float(drift)
+    return dict(sorted(found.items()))
+
+
+def _events(job: Job) -> list[Mapping[str, object]]:
+    """Events since the job began; half a line at the end is left for the next look."""
+    told = (_object(line) for line in _end(job.run / EVENTS, _EVENT_BYTES)[0])
+    return [event for event in told if event is not None and str(event.get("time", "")) >= job.started]
+
+
 def _lines(log: Path) -> Iterator[str]:
     """Whole lines from the end of the file, at most as much as a page can show."""
-    if not is_file_inside(log):
-        return
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return
-    lines = text.splitlines()
-    yield from lines[1:] if size > _TAIL_BYTES else lines
+    if is_file_inside(log):
+        lines, is_whole = _end(log, _TAIL_BYTES)
+        yield from lines if is_whole else lines[1:]
 
 
 def _progress(line: str) -> dict[str, Any] | None:
-    if not line.startswith('{"event": "progress"'):
-        return None
+    return _object(line) if line.startswith('{"event": "progress"') else None
+
+
+def _object(line: str) -> dict[str, Any] | None:
     try:
         event = json.loads(line)
     except ValueError:  # half a line: the job is writing it
         return None
     return event if isinstance(event, dict) else None
+
+
+def _end(file: Path, most: int) -> tuple[list[str], bool]:
+    """The lines in the last bytes of a file, and whether that is all of it; none where it can't be read."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(max(0, size - most))
+            return opened.read().decode("utf-8", errors="replace").splitlines(), size <= most
+    except OSError:
+        return [], True

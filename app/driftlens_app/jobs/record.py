@@ -6,10 +6,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, TypeAdapter
 
 from driftlens.errors import RunError
 from driftlens.files import write_json_atomic
@@ -22,20 +24,6 @@ _SIDE = ".driftlens"
 """Folder beside the runs for jobs that make one: a folder that is to become a run must be empty before."""
 
 _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
-_SHAPES: Mapping[str, tuple[type, ...]] = {
-    "kind": (str,),
-    "name": (str,),
-    "log": (str,),
-    "pid": (int,),
-    "process_started": (int, float, type(None)),
-    "host": (str,),
-    "started": (str,),
-    "settings": (dict,),
-    "cancelled": (str,),
-    "code": (int, type(None)),
-    "dismissed": (bool,),
-}
-"""What may stand in a record; `run` is where the record was found, whatever it says."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +73,7 @@ class Job:
     name: str
     run: Path
     log: Path
-    pid: int
+    pid: Annotated[int, Field(gt=1, lt=2**31)]
     process_started: float | None
     host: str
     started: str
@@ -98,6 +86,9 @@ class Job:
     def owner(self) -> Owner:
         """Its process, as locks know processes."""
         return Owner(self.pid, self.process_started, self.host, self.started)
+
+
+_RECORDS = TypeAdapter(Job)
 
 
 def write_job(job: Job) -> None:
@@ -181,10 +172,16 @@ def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
     if not is_file_inside(file):
         return None
     try:
-        values = _checked(json.loads(file.read_text(encoding="utf-8")), kind)
-        log = folder / values["log"]
-        cancelled = values.get("cancelled") or _marked(log)
-        return Job(**{**values, "run": run, "log": log, "cancelled": cancelled})
+        record = json.loads(file.read_text(encoding="utf-8"))
+        # As JSON, which pydantic takes an object from however strict it is about types: True is no process id.
+        job = _RECORDS.validate_json(json.dumps({**record, "run": ""}), strict=True)
+        times = [job.started, *([job.cancelled] if job.cancelled else [])]
+        is_sane = job.kind == kind and _LOG.fullmatch(str(job.log)) is not None
+        if not is_sane or any(datetime.fromisoformat(moment).tzinfo is None for moment in times):
+            return None
+        # The run is where the record was found, whatever that says.
+        log = folder / job.log
+        return dataclasses.replace(job, run=run, log=log, cancelled=job.cancelled or _marked(log))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
@@ -198,32 +195,3 @@ def _marked(log: Path) -> str:
     """When that file was made, UTC; empty without it."""
     mark = _mark(log)
     return datetime.fromtimestamp(mark.stat().st_mtime, UTC).isoformat() if is_file_inside(mark) else ""
-
-
-def _checked(record: Any, kind: Kind) -> dict[str, Any]:
-    """The values of a record, as far as it has them; an older one may lack what has a default.
-
-    Raises:
-        ValueError: one of them can't be, or is missing.
-        TypeError: the record is no object, or a value is of another type.
-    """
-    if not isinstance(record, dict):
-        raise TypeError("a record is an object")
-    defaults = {entry.name for entry in dataclasses.fields(Job) if _has_default(entry)}
-    values = {name: record[name] for name in _SHAPES if name in record}
-    if missing := _SHAPES.keys() - values.keys() - defaults:
-        raise ValueError(f"without {sorted(missing)}")
-    for name, value in values.items():
-        if type(value) not in _SHAPES[name]:  # exactly: True is no process id
-            raise TypeError(f"{name} is {value!r}")
-    if values["kind"] != kind or not 1 < values["pid"] < 2**31 or not _LOG.fullmatch(values["log"]):
-        raise ValueError(f"no {kind} job has these values")
-    asked = values.get("cancelled")
-    for moment in (values["started"], *([asked] if asked else [])):
-        if datetime.fromisoformat(moment).tzinfo is None:
-            raise ValueError(f"{moment} names no time zone")
-    return values
-
-
-def _has_default(entry: dataclasses.Field[Any]) -> bool:
-    return entry.default is not MISSING or entry.default_factory is not MISSING

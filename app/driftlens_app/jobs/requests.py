@@ -1,23 +1,33 @@
-"""The jobs that a page may ask for, as arguments of the command line."""
+"""The jobs that a page may ask for, as arguments of the command line, and the spec files that one may read.
+
+A spec is under the root, of a sane size, and found by looking, not by typing.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from driftlens.errors import SpecError
 from driftlens.projection import METHODS
+from driftlens.records.layout import MANIFEST
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings
+from driftlens_app.inside import is_inside, require_root
 from driftlens_app.jobs.record import Request, job_of
-from driftlens_app.jobs.specs import spec_file
 from driftlens_app.settings import Settings
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 _PROGRESS = ("--progress", "jsonl")
 DEMO = "driftlens-demo"
 """Folder of the demo run, as the command line has it."""
+
+
+_SUFFIXES = (".yaml", ".yml")
+_MOST_BYTES = 1_000_000
+_MOST_FILES = 200
 
 
 def demo_request(settings: Settings) -> Request:
@@ -91,3 +101,45 @@ def _is_run(folder: Path) -> bool:
     except OSError:  # RunError is one
         return False
     return True
+
+
+def spec_files(root: Path) -> list[str]:
+    """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them.
+
+    Raises:
+        RunError: the root is gone.
+    """
+    require_root(root)
+    found = sorted(
+        file.relative_to(root).as_posix() for file in _candidates(root) if _may_be_read(root, file)
+    )
+    return found[:_MOST_FILES]
+
+
+def spec_file(root: Path, relative: str) -> Path:
+    """The spec file at `relative`, checked again: what a browser sends may be anything.
+
+    Raises:
+        SpecError: it is not one of `spec_files`.
+        RunError: the root is gone.
+    """
+    if relative not in spec_files(root):
+        raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
+    return root / relative
+
+
+def _candidates(root: Path) -> Iterator[Path]:
+    for folder in (root, *(child for child in _entries(root) if child.is_dir())):
+        if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root):
+            yield from (file for file in _entries(folder) if file.suffix.lower() in _SUFFIXES)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [*folder.iterdir()]
+    except OSError:  # removed a moment ago, or not ours to look into
+        return []
+
+
+def _may_be_read(root: Path, file: Path) -> bool:
+    return file.is_file() and is_inside(file, root) and file.stat().st_size <= _MOST_BYTES

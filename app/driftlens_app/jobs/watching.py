@@ -16,9 +16,8 @@ from driftlens.progress import ProgressEvent
 from driftlens.records.layout import STATUS
 from driftlens.records.status import Failure, Status, read_status
 from driftlens_app.inside import is_inside
-from driftlens_app.jobs.cancelling import insist
 from driftlens_app.jobs.log import last_progress, logged_failure
-from driftlens_app.jobs.processes import exit_code
+from driftlens_app.jobs.processes import exit_code, insist
 from driftlens_app.jobs.record import Job, Kind, job_of, write_job
 
 State = Literal["starting", "running", "cancelling", "cancelled", "failed", "stopped", "done"]

@@ -7,36 +7,31 @@ import streamlit as st
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_app.pages import Page
-from driftlens_app.parts import show_parts
 from driftlens_app.selection import selection
-from driftlens_app.show import page_title
-from driftlens_app.texts import plain
-from driftlens_app.trouble import shown_errors
+from driftlens_app.show import note, plain, show_parts
 
-PAGE = Page("Alignment", icon=":material/compare_arrows:", order=50, section="Analysis")
-
-_PARTS = {
-    "Features": ("task-cosine", "sample-cosine"),
-    "Gains": ("gains",),
-    "Task vectors": ("backbone-alignment", "alignment"),
-}
+PAGE = Page(
+    "Alignment",
+    icon=":material/compare_arrows:",
+    order=50,
+    section="Analysis",
+    says="Whether features, accuracy and parameters come closer to the experts together.",
+)
 
 
 def show() -> None:
     """Draw the page."""
     chosen = selection()
-    page_title("Alignment", "Whether features, accuracy and parameters come closer to the experts together.")
-    with shown_errors():
-        baseline = _baseline(chosen.run)
-        if baseline is not None:
-            show_parts(_PARTS, chosen.run, chosen.options(baseline=baseline), key="alignment")
+    baseline = _baseline(chosen.run)
+    if baseline is not None:
+        show_parts("alignment", chosen.run, chosen.options(baseline=baseline), key="alignment")
 
 
 def _baseline(run: DriftRun) -> str | None:
     """The variant that gains are counted from, chosen by the reader; None where the run has no variant at all."""
     known = sorted(run.variants, key=lambda variant: (variant != "merged", part_of(variant) != "baseline"))
     if not known:
-        st.info("The run has no merged model to look at yet.", icon=":material/info:")
+        note("The run has no merged model to look at yet.")
         return None
     chosen = st.selectbox(
         "Baseline",

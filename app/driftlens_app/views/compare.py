@@ -6,25 +6,29 @@ from dataclasses import replace
 
 import pandas as pd
 import streamlit as st
+from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.errors import DataError
 from driftlens.records.compare import Comparison, compare
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
-from driftlens_app.drawn_once import drawn_once
+from driftlens_app.in_browser import is_dark
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import Stamp, folder_of, opened, run_ids, stamp
 from driftlens_app.selection import Selection, selection
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title, show_data, show_drawn
-from driftlens_app.texts import plain
-from driftlens_app.theme_watch import is_dark
-from driftlens_app.trouble import shown_errors
-from driftlens_reports.charts.change_curves import change_curves
+from driftlens_app.show import drawn_once, note, plain, show_data, show_drawn, show_table
 from driftlens_reports.charts.chart import Drawn
-from driftlens_reports.wording import percent_interval
+from driftlens_reports.charts.page_curves import change_curves
+from driftlens_reports.wording import percent_interval, points_interval
 
-PAGE = Page("Compare", icon=":material/difference:", order=10, section="Results")
+PAGE = Page(
+    "Compare",
+    icon=":material/difference:",
+    order=10,
+    section="Results",
+    says="What changes from one model to another, in feature units over all layers: negative drift is an improvement.",
+)
 
 _SAME = "this run"
 _ORDERS = {
@@ -34,30 +38,30 @@ _ORDERS = {
     "cos_change": "change of cosine",
 }
 _COLUMNS = {
-    "drift_before": st.column_config.NumberColumn("L2 drift before", format="%.4g"),
-    "drift_after": st.column_config.NumberColumn("after", format="%.4g"),
-    "drift_relative": st.column_config.NumberColumn("change", format="%+.1f %%"),
-    "drift_interval": st.column_config.TextColumn(
+    "drift_before": NumberColumn("L2 drift before", format="%.4g"),
+    "drift_after": NumberColumn("after", format="%.4g"),
+    "drift_relative": NumberColumn("change", format="%+.1f %%"),
+    "drift_interval": TextColumn(
         "95 % interval ", help="Of the change of drift; paired where both measured the same samples."
     ),
-    "cos_before": st.column_config.NumberColumn("cosine before", format="%.4f"),
-    "cos_change": st.column_config.NumberColumn("change ", format="%+.4f"),
-    "flips_before": st.column_config.NumberColumn("flips before", format="%.1f %%"),
-    "flips_change": st.column_config.NumberColumn("points", format="%+.1f"),
-    "accuracy_before": st.column_config.NumberColumn("accuracy before", format="%.1f %%"),
-    "accuracy_change": st.column_config.NumberColumn("points ", format="%+.1f"),
-    "interval": st.column_config.TextColumn(
+    "cos_before": NumberColumn("cosine before", format="%.4f"),
+    "cos_change": NumberColumn("change ", format="%+.4f"),
+    "flips_before": NumberColumn("flips before", format="%.1f %%"),
+    "flips_change": NumberColumn("points", format="%+.1f"),
+    "accuracy_before": NumberColumn("accuracy before", format="%.1f %%"),
+    "accuracy_change": NumberColumn("points ", format="%+.1f"),
+    "interval": TextColumn(
         "95 % interval", help="Of the change of accuracy; paired where both answered the same test samples."
     ),
 }
 _GAINS = {
-    "task": st.column_config.TextColumn(),
-    "quantity": st.column_config.TextColumn(),
-    "value_before": st.column_config.NumberColumn("before", format="%.4g"),
-    "value_control": st.column_config.NumberColumn("anchor alone", format="%.4g"),
-    "value_after": st.column_config.NumberColumn("after", format="%.4g"),
-    "by_rescaling": st.column_config.NumberColumn("by rescaling", format="%+.4g"),
-    "by_calibration": st.column_config.NumberColumn("by calibration", format="%+.4g"),
+    "task": TextColumn(),
+    "quantity": TextColumn(),
+    "value_before": NumberColumn("before", format="%.4g"),
+    "value_control": NumberColumn("anchor alone", format="%.4g"),
+    "value_after": NumberColumn("after", format="%.4g"),
+    "by_rescaling": NumberColumn("by rescaling", format="%+.4g"),
+    "by_calibration": NumberColumn("by calibration", format="%+.4g"),
 }
 _QUANTITIES = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy (%)"}
 _SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", "accuracy_change")
@@ -66,14 +70,9 @@ _SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", 
 def show() -> None:
     """Draw the page."""
     chosen = selection()
-    page_title(
-        "Compare",
-        "What changes from one model to another, in feature units over all layers: negative drift is an improvement.",
-    )
-    with shown_errors():
-        found = _comparison(chosen)
-        if found is not None:
-            _show(found, chosen.task)
+    found = _comparison(chosen)
+    if found is not None:
+        _show(found, chosen.task)
 
 
 def _comparison(chosen: Selection) -> Comparison | None:
@@ -85,7 +84,7 @@ def _comparison(chosen: Selection) -> Comparison | None:
         second = run if other == _SAME else opened(folder_of(settings, other))
         pair = _pair(run, second)
     if pair is None:
-        st.info("The run has one model only. Calibrate it, or choose another run.", icon=":material/info:")
+        note("The run has one model only. Calibrate it, or choose another run.")
         st.page_link(path_of("calibrate"), label="Calibrate this run", icon=":material/tune:")
         return None
     return _compared(run.id, stamp(run.path), second.id, stamp(second.path), pair, run, second)
@@ -162,8 +161,8 @@ def _show(whole: Comparison, task: str | None) -> None:
             f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
             icon=":material/warning:",
         )
-    for note in found.notes:
-        st.caption(plain(note))
+    for remark in found.notes:
+        st.caption(plain(remark))
     st.subheader("Change by layer", anchor=False)
     names, stamps = f"{found.before.id}-{found.after.id}", (stamp(found.before.path), stamp(found.after.path))
     show_drawn("change", names, _curves(names, stamps, found.pairs, task, is_dark(), found))
@@ -172,14 +171,8 @@ def _show(whole: Comparison, task: str | None) -> None:
         "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220
     )
     rows = found.tasks if order == "run" else found.tasks.sort_values(order, kind="stable")
-    st.dataframe(
-        readable(rows),
-        hide_index=True,
-        column_config=_COLUMNS,
-        placeholder="–",
-        key="changes",
-        alt="Drift, cosine, flips and accuracy by task, before and after",
-    )
+    alt = "Drift, cosine, flips and accuracy by task, before and after"
+    show_table(readable(rows), _COLUMNS, key="changes", alt=alt)
     show_data(rows, f"{names}-tasks", key="data-tasks")
     _gains(found, names)
 
@@ -192,14 +185,8 @@ def _gains(found: Comparison, names: str) -> None:
         anchor=False,
         help="With rho other than 1 the anchor is another merge; only what is gained over it is the calibration's own.",
     )
-    st.dataframe(
-        readable_gains(found.gains),
-        hide_index=True,
-        column_config=_GAINS,
-        placeholder="–",
-        key="gains",
-        alt="What rescaling and calibration gain, by task",
-    )
+    alt = "What rescaling and calibration gain, by task"
+    show_table(readable_gains(found.gains), _GAINS, key="gains", alt=alt)
     show_data(found.gains, f"{names}-gains", key="data-gains")
 
 
@@ -224,7 +211,7 @@ def readable_gains(rows: pd.DataFrame) -> pd.DataFrame:
 def _interval(row: dict[str, object]) -> str:
     source = "paired" if row["paired_split"] == "test" else "accuracy"
     low, high = (float(row[f"{source}_ci_{end}"]) for end in ("low", "high"))  # type: ignore[arg-type]
-    return f"{100 * low:+.1f} to {100 * high:+.1f}" if low == low and high == high else ""  # false for NaN
+    return points_interval(low, high)
 
 
 if __name__ == "__main__":

@@ -8,50 +8,129 @@ from typing import Any
 
 import pandas as pd
 import streamlit as st
+from streamlit.column_config import NumberColumn
 
+from driftlens.projection import METHODS
+from driftlens.projection.layouts import FEWEST_POINTS
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
-from driftlens_app.feature_options import MOST_FOLLOWED, feature_options
-from driftlens_app.hover_picture import show_hover_pictures
 from driftlens_app.jobs import start, watch
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.pages import Page
-from driftlens_app.sample_story import show_story
-from driftlens_app.sample_table import choose_sample
-from driftlens_app.selection import selection
+from driftlens_app.samples import choose_sample, show_hover_pictures, show_story
+from driftlens_app.selection import Selection, selection
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title, show_chart
-from driftlens_app.texts import plain
-from driftlens_app.trouble import shown_errors
-from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_app.show import note, plain, show_chart
+from driftlens_reports.charts.chart import ChartOptions, charts, parts_of
 from driftlens_reports.charts.picking import chosen_variants
 from driftlens_reports.charts.scatter import shown_task
 
-PAGE = Page("Features", icon=":material/scatter_plot:", order=30, section="Analysis")
+PAGE = Page(
+    "Features",
+    icon=":material/scatter_plot:",
+    order=30,
+    section="Analysis",
+    says="The same samples through the expert and through each variant, in one layout with shared axes.",
+)
+
+_METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
+_COLOURS = {"role": "model", "class": "class", "drift": "drift"}
+_POINTS = (250, 500, 1000, 2000)
+_MOST_FOLLOWED = 20
+"""Samples that a click follows; more lines hide one another."""
 
 
 def show() -> None:
     """Draw the page."""
     chosen = selection()
     run = chosen.run
-    page_title(
-        "Features",
-        "The same samples through the expert and through each variant, in one layout with shared axes.",
-    )
     if not run.tasks or not run.manifest.layers:
-        st.info("The run has no features yet.", icon=":material/info:")
+        note("The run has no features yet.")
         return
-    with shown_errors():
-        task = shown_task(run, chosen.options())
-        options = feature_options(chosen, task)
-        _layout_job(run, task, options)
-        event = show_chart(
-            "scatter", run, options, on_select="rerun", selection_mode=("points", "box", "lasso")
+    task = shown_task(run, chosen.options())
+    options = _options(chosen, task)
+    _layout_job(run, task, options)
+    event = show_chart("scatter", run, options, on_select="rerun", selection_mode=("points", "box", "lasso"))
+    if event is not None:
+        show_hover_pictures(run, task, "chart-scatter", run.sample_ids(task))
+    _samples(run, task, options, _selected(event))
+    for name in parts_of("features")[""]:
+        if name != "scatter":
+            show_chart(name, run, options)
+
+
+def _options(chosen: Selection, task: str) -> ChartOptions:
+    """Draw the controls and return what the reader chose, for one task."""
+    run = chosen.run
+    few = len(run.sample_ids(task)) < FEWEST_POINTS
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        method = st.selectbox(
+            "Method",
+            METHODS[:1] if few else METHODS,
+            format_func=_METHODS.__getitem__,
+            key="method",
+            bind="query-params",
+            help="PCA is drawn at once; the others are computed by a job of their own and kept in the run.",
+            width=130,
         )
-        if event is not None:
-            show_hover_pictures(run, task, "chart-scatter", run.sample_ids(task))
-        _samples(run, task, options, _selected(event))
+        seed = 0
+        if method != "pca":
+            seed = st.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", width=130)
+        colour = st.selectbox(
+            "Colour",
+            [*_COLOURS],
+            format_func=_COLOURS.__getitem__,
+            key="colour",
+            bind="query-params",
+            width=130,
+        )
+        points = st.selectbox(
+            "Most points",
+            _POINTS,
+            index=len(_POINTS) - 1,
+            key="points",
+            bind="query-params",
+            help="Over all panels together; samples beyond are left out, evenly over classes.",
+            width=130,
+        )
+        classes = st.multiselect(
+            "Classes",
+            _classes(run, task),
+            placeholder="All classes",
+            key="classes",
+            bind="query-params",
+            width=300,
+        )
+        highlight = st.multiselect(
+            "Follow samples",
+            run.sample_ids(task),
+            placeholder="By id",
+            key="highlight",
+            bind="query-params",
+            help="Lines show where these samples are for the expert and for each variant.",
+            width=300,
+        )
+    if few:
+        st.caption(f"Only PCA: UMAP and t-SNE need {FEWEST_POINTS} samples or more, and there are fewer.")
+    return chosen.options(
+        tasks=(task,),
+        method=method,
+        seed=int(seed),
+        colour=colour,
+        max_points=points,
+        classes=tuple(classes) or None,
+        highlight=tuple(highlight),
+    )
+
+
+def _classes(run: DriftRun, task: str) -> list[str]:
+    """The classes that the task's diagnosis samples have, sorted; none without labels.
+
+    Raises:
+        RunError: the sample table can't be read.
+    """
+    return sorted(str(label) for label in run.samples(task)["label"].dropna().unique())
 
 
 def _layout_job(run: DriftRun, task: str, options: ChartOptions) -> None:
@@ -87,7 +166,7 @@ def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str
     )
     rows = sample_rows(run, task, options)
     if rows.empty:
-        st.info("The run has no rows of single samples.", icon=":material/info:")
+        note("The run has no rows of single samples.")
         return
     if selected:
         rows = rows[rows["sample_id"].isin(selected)]
@@ -96,13 +175,9 @@ def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str
             "Follow them through all panels",
             icon=":material/timeline:",
             key="follow",
-            on_click=lambda: st.session_state.update(highlight=selected[:MOST_FOLLOWED]),
+            on_click=lambda: st.session_state.update(highlight=selected[:_MOST_FOLLOWED]),
         )
-    columns = {
-        name: st.column_config.NumberColumn(format="%.4g")
-        for name in rows.columns
-        if name.startswith("drift, ")
-    }
+    columns = {name: NumberColumn(format="%.4g") for name in rows.columns if name.startswith("drift, ")}
     sample = choose_sample(run, task, rows, columns, key="samples", alt="Samples, the most drifted first")
     if sample is None and len(selected) == 1:
         sample = selected[0]

@@ -5,20 +5,18 @@ from __future__ import annotations
 import streamlit as st
 
 from driftlens_app.pages import Page
-from driftlens_app.parts import show_parts
 from driftlens_app.selection import selection
-from driftlens_app.show import page_title
-from driftlens_app.trouble import shown_errors
+from driftlens_app.show import show_parts
 from driftlens_reports.charts.chart import ChartOptions
 
-PAGE = Page("Layer drift", icon=":material/show_chart:", order=20, section="Analysis")
+PAGE = Page(
+    "Layer drift",
+    icon=":material/show_chart:",
+    order=20,
+    section="Analysis",
+    says="How far the features leaving each layer are from the expert's, task by task.",
+)
 
-_PARTS = {
-    "Drift": ("layer-drift", "base-distance"),
-    "Mismatch and propagation": ("decomposition",),
-    "Amplification": ("amplification", "growth", "spectral"),
-    "Similarity": ("cka",),
-}
 _BANDS = {
     "q10-q90": "10 to 90 % of samples",
     "q25-q75": "25 to 75 % of samples",
@@ -29,10 +27,7 @@ _BANDS = {
 
 def show() -> None:
     """Draw the page."""
-    chosen = selection()
-    page_title("Layer drift", "How far the features leaving each layer are from the expert's, task by task.")
-    with shown_errors():
-        show_parts(_PARTS, chosen.run, _options(), key="layers")
+    show_parts("layer_drift", selection().run, _options(), key="layers")
 
 
 def _options() -> ChartOptions:

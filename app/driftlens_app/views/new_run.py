@@ -8,20 +8,24 @@ from pathlib import PurePosixPath
 
 import streamlit as st
 
-from driftlens_app.findings import show_findings
 from driftlens_app.jobs import start
-from driftlens_app.jobs.ask import ask
-from driftlens_app.jobs.requests import analyze_request
-from driftlens_app.jobs.specs import spec_file, spec_files
+from driftlens_app.jobs.command_line import ask
+from driftlens_app.jobs.requests import analyze_request, spec_file, spec_files
 from driftlens_app.landing import await_run
 from driftlens_app.live import show_new_runs
+from driftlens_app.outlook import show_findings
 from driftlens_app.pages import Page
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title
-from driftlens_app.texts import plain
-from driftlens_app.trouble import shown_errors
+from driftlens_app.show import note, plain, shown_errors
 
-PAGE = Page("New run", icon=":material/add_circle:", order=20, section="Start", needs_run=False)
+PAGE = Page(
+    "New run",
+    icon=":material/add_circle:",
+    order=20,
+    section="Start",
+    needs_run=False,
+    says="Measure the drift of your own models: a spec says which, and where their data is.",
+)
 
 _FOUND = "_preflight"
 
@@ -29,24 +33,21 @@ _FOUND = "_preflight"
 def show() -> None:
     """Draw the page."""
     settings = Settings.from_environment()
-    page_title("New run", "Measure the drift of your own models: a spec says which, and where their data is.")
     if settings.is_one_run:
-        st.info(
-            "The dashboard was opened on a single run. Open it on a folder to add runs: `driftlens ui FOLDER`.",
-            icon=":material/info:",
+        note(
+            "The dashboard was opened on a single run. Open it on a folder to add runs: `driftlens ui FOLDER`."
         )
         return
     show_new_runs(settings)
     specs = spec_files(settings.root)
     if not specs:
-        st.info(
-            f"There is no spec in {plain(settings.root)}. `driftlens init --out run.yaml` writes a commented one.",
-            icon=":material/info:",
+        note(
+            f"There is no spec in {plain(settings.root)}. `driftlens init --out run.yaml` writes a commented one."
         )
         return
     spec = st.selectbox("Spec", specs, key="spec", help="YAML files in this folder and one level below.")
     if settings.read_only:
-        st.info("This dashboard is read-only: it starts no jobs.", icon=":material/lock:")
+        note("This dashboard is read-only: it starts no jobs.", "lock")
     _preflight(settings, spec)
     _start(settings, spec)
 

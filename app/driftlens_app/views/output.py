@@ -4,56 +4,45 @@ from __future__ import annotations
 
 import pandas as pd
 import streamlit as st
+from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.pages import Page
-from driftlens_app.parts import open_part
-from driftlens_app.sample_story import show_story
-from driftlens_app.sample_table import choose_sample
+from driftlens_app.samples import choose_sample, show_story
 from driftlens_app.selection import Selection, selection
-from driftlens_app.show import page_title, show_chart
-from driftlens_app.texts import plain
-from driftlens_app.trouble import shown_errors
-from driftlens_reports.charts.chart import ChartOptions
+from driftlens_app.show import note, plain, show_parts
+from driftlens_reports.charts.chart import SECTIONS, ChartOptions
 from driftlens_reports.charts.picking import chosen_variants
 
-PAGE = Page("Output", icon=":material/call_split:", order=60, section="Analysis")
+PAGE = Page(
+    "Output",
+    icon=":material/call_split:",
+    order=60,
+    section="Analysis",
+    says="What the drift of the final feature does to scores, decisions and probabilities.",
+)
 
-_FLIPS = "Decisions"
-_PARTS = {
-    _FLIPS: ("margins", "flips"),
-    "Score drift": ("bound",),
-    "Probabilities": ("confidence",),
-    "Accuracy": ("accuracy",),
-}
 _COLUMNS = {
-    "expert_pred": st.column_config.TextColumn("expert predicts"),
-    "pred": st.column_config.TextColumn("predicts"),
-    "margin": st.column_config.NumberColumn(
-        format="%.4g", help="The expert's best score minus its second best."
-    ),
-    "score_drift_inf": st.column_config.NumberColumn("largest score change", format="%.4g"),
-    "kl": st.column_config.NumberColumn("KL", format="%.4g", help="Of the class probabilities, in nats."),
+    "expert_pred": TextColumn("expert predicts"),
+    "pred": TextColumn("predicts"),
+    "margin": NumberColumn(format="%.4g", help="The expert's best score minus its second best."),
+    "score_drift_inf": NumberColumn("largest score change", format="%.4g"),
+    "kl": NumberColumn("KL", format="%.4g", help="Of the class probabilities, in nats."),
 }
 
 
 def show() -> None:
     """Draw the page."""
     chosen = selection()
-    page_title("Output", "What the drift of the final feature does to scores, decisions and probabilities.")
-    with shown_errors():
-        if chosen.run.outputs().empty:
-            st.info(
-                "The run has no class scores. A task has them when its spec names a head: `heads` with `classes` and "
-                "`templates`, or a file with the rows of a classifier.",
-                icon=":material/info:",
-            )
-        part = open_part([*_PARTS], key="output")
-        for name in _PARTS[part]:
-            show_chart(name, chosen.run, chosen.options())
-        if part == _FLIPS:
-            _flips(chosen)
+    if chosen.run.outputs().empty:
+        note(
+            "The run has no class scores. A task has them when its spec names a head: `heads` with `classes` and "
+            "`templates`, or a file with the rows of a classifier."
+        )
+    part = show_parts("output", chosen.run, chosen.options(), key="output")
+    if part == SECTIONS["decisions"].part:
+        _flips(chosen)
 
 
 def _flips(chosen: Selection) -> None:
@@ -65,9 +54,9 @@ def _flips(chosen: Selection) -> None:
     rows = flipped(decided)
     if rows.empty:
         if decided.empty:
-            st.info("Decisions were not measured for these tasks and variants.", icon=":material/info:")
+            note("Decisions were not measured for these tasks and variants.")
         else:
-            st.info("No decision flips.", icon=":material/check:")
+            note("No decision flips.", "check")
         return
     tasks = [task for task in chosen.tasks if (rows["task"] == task).any()]
     task = tasks[0]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import pandas as pd
 import streamlit as st
 
 from driftlens.records.run import DriftRun
-from driftlens.variants import title
-from driftlens_app.cards import Card, cards, shown_variant
+from driftlens.variants import part_of, title
 from driftlens_app.pages import Page, path_of
 from driftlens_app.selection import Selection, selection
-from driftlens_app.show import page_title, show_chart
-from driftlens_app.texts import plain, when
-from driftlens_app.trouble import shown_errors
+from driftlens_app.show import note, page_title, plain, show_chart, shown_errors, when
 from driftlens_reports import facts
-from driftlens_reports.wording import check_sentence, error, origin_sentence, size
+from driftlens_reports.charts.chart import by_rank, charts
+from driftlens_reports.wording import check_sentence, error, number, origin_sentence, percent, size
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=10, section="Analysis")
 
@@ -26,9 +28,9 @@ def show() -> None:
     for stamp in facts.stamps(chosen.run):
         st.warning(plain(stamp), icon=":material/warning:")
     with shown_errors():
-        _cards(chosen)
-    show_chart("layer-drift", chosen.run, chosen.options())
-    show_chart("heatmap", chosen.run, chosen.options())
+        _show_cards(chosen)
+    for chart in by_rank(entry for entry in charts.values() if "overview" in entry.presets):
+        show_chart(chart.name, chosen.run, chosen.options())
     with shown_errors():
         _origins(chosen)
     with shown_errors():
@@ -36,14 +38,14 @@ def show() -> None:
     _provenance(chosen.run)
 
 
-def _cards(chosen: Selection) -> None:
+def _show_cards(chosen: Selection) -> None:
     run = chosen.run
     variant = shown_variant(run, chosen.variants)
     if variant is None:
         reason = "The run has no merged model to look at yet."
         if shown_variant(run, ()) is not None:
             reason = "The base has no cards: they are of merged and calibrated models. Choose one of those variants."
-        st.info(reason, icon=":material/info:")
+        note(reason)
         return
     found = cards(run, variant, chosen.tasks, relative=chosen.relative)
     over = "all tasks" if chosen.task is None else chosen.task
@@ -53,14 +55,14 @@ def _cards(chosen: Selection) -> None:
             if card is None:
                 _closure(run)
             else:
-                _draw_card(card)
+                _show_card(card)
     if not any(name.startswith("calibrated:") for name in run.variants):
         st.page_link(
             path_of("calibrate"), label="Not calibrated yet: calibrate this run", icon=":material/tune:"
         )
 
 
-def _draw_card(card: Card) -> None:
+def _show_card(card: Card) -> None:
     with st.container(border=True, height="stretch"):
         st.metric(
             card.label,
@@ -89,7 +91,7 @@ def _origins(chosen: Selection) -> None:
     )
     found = [entry for entry in facts.origins(chosen.run) if entry.task in chosen.tasks]
     if not any(entry.layers for entry in found):
-        st.info("Neither shares nor local mismatch were measured in this run.", icon=":material/info:")
+        note("Neither shares nor local mismatch were measured in this run.")
         return
     st.markdown("\n".join(f"- {plain(origin_sentence(entry))}" for entry in found))
 
@@ -118,6 +120,127 @@ def _provenance(run: DriftRun) -> None:
         st.dataframe(rows, hide_index=True, key="provenance", alt="Provenance of the run")
         for notice in manifest.notices:
             st.caption(plain(notice))
+
+
+@dataclass(frozen=True)
+class Card:
+    """One number of a run.
+
+    Attributes:
+        label: what it is.
+        value: the number in words, over the tasks asked for.
+        change: how it differs from the merged model's; empty where nothing is compared.
+        worst: which task is worst, and how bad; empty with a single task.
+        lower_is_better: which way is an improvement.
+        help: what is averaged over what.
+    """
+
+    label: str
+    value: str
+    change: str
+    worst: str
+    lower_is_better: bool
+    help: str
+
+
+def shown_variant(run: DriftRun, asked: Sequence[str]) -> str | None:
+    """The variant that the cards show: the newest calibrated one of those asked for, or of all, else the merged model.
+
+    None where the base is all there is, or all that was asked for.
+    """
+    candidates = [variant for variant in asked or run.variants if variant not in ("base", "expert")]
+    calibrated = [variant for variant in candidates if part_of(variant) == "calibrated"]
+    if calibrated:
+        return calibrated[-1]
+    return "merged" if "merged" in candidates else next(iter(candidates), None)
+
+
+def cards(run: DriftRun, variant: str, tasks: Sequence[str], *, relative: bool) -> list[Card]:
+    """Final drift, cosine, changed decisions and closure of one variant, compared with the merged model.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    before = "merged" if variant != "merged" and "merged" in run.variants else None
+    final = [row for row in facts.final_drift(run) if row.task in tasks]
+
+    def sides(name: str) -> list[dict[str, float]]:
+        """The numbers of this name by task, now and before."""
+        return [
+            {row.task: getattr(row, name) for row in final if row.variant == of} for of in (variant, before)
+        ]
+
+    return [
+        _card(
+            "Relative final drift" if relative else "Final drift",
+            *sides("relative" if relative else "drift"),
+            words=number,
+            help="Mean L2 distance of the final feature to the expert's, over samples, then over tasks."
+            + (" In units of the expert's feature norm." if relative else ""),
+        ),
+        _card(
+            "Cosine to expert",
+            *sides("cosine"),
+            words=number,
+            lower_is_better=False,
+            help="Mean cosine of the final feature to the expert's, over samples, then over tasks.",
+        ),
+        _card(
+            "Changed decisions",
+            _flips(run, variant, tasks),
+            _flips(run, before, tasks) if before else {},
+            words=percent,
+            difference=_points,
+            help="Share of diagnosis samples whose predicted class differs from the expert's.",
+        ),
+    ]
+
+
+def _card(
+    label: str,
+    now: dict[str, float],
+    then: dict[str, float],
+    *,
+    words: Callable[[float], str],
+    difference: Callable[[float], str] = number,
+    help: str,
+    lower_is_better: bool = True,
+) -> Card:
+    measured = {task: value for task, value in now.items() if facts.is_measured(value)}
+    worst = (max if lower_is_better else min)(measured, key=lambda task: measured[task], default="")
+    return Card(
+        label=label,
+        value=words(_mean(measured)),
+        change=_change(
+            _mean(measured), _mean({task: then[task] for task in measured if task in then}), difference
+        ),
+        worst=f"worst: {worst} {words(measured[worst])}" if len(measured) > 1 else "",
+        lower_is_better=lower_is_better,
+        help=help,
+    )
+
+
+def _change(now: float, then: float, words: Callable[[float], str]) -> str:
+    """The difference in the card's own unit, signed; the sign comes first, as Streamlit reads it."""
+    if math.isnan(now) or math.isnan(then):
+        return ""
+    sign = "-" if now < then else "+"
+    return f"{sign}{words(abs(now - then))} against merged"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share:.1f} points"
+
+
+def _flips(run: DriftRun, variant: str, tasks: Sequence[str]) -> dict[str, float]:
+    rows = run.outputs(variant=variant)
+    rows = rows[rows["task"].isin(list(tasks)) & rows["flipped"].notna()]
+    shares = rows.groupby("task")["flipped"].mean()
+    return {str(task): float(share) for task, share in shares.items()}
+
+
+def _mean(values: dict[str, float]) -> float:
+    return sum(values.values()) / len(values) if values else math.nan
 
 
 if __name__ == "__main__":

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
 import pandas as pd
 import streamlit as st
 
 from driftlens.records.checks import run_self_checks
 from driftlens.records.run import DriftRun
-from driftlens_app.building import Built, build
+from driftlens_app.jobs import command_line
+from driftlens_app.jobs.log import told_failure
 from driftlens_app.pages import Page
-from driftlens_app.parts import open_part
 from driftlens_app.runs import stamp
 from driftlens_app.selection import selection
-from driftlens_app.show import page_title, show_data
-from driftlens_app.texts import plain
-from driftlens_app.trouble import show_error, shown_errors
+from driftlens_app.show import note, open_part, plain, show_data, show_error
 from driftlens_reports.build import formats
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import WIDTHS
 from driftlens_reports.sections.outline import PRESETS
 from driftlens_reports.wording import error, size
 
-PAGE = Page("Report & export", icon=":material/description:", order=20, section="Results")
+PAGE = Page(
+    "Report & export",
+    icon=":material/description:",
+    order=20,
+    section="Results",
+    says="The run as a report, and as figures and tables for a paper.",
+)
 
 _BUILT = "_built"
 _FORMATS = {
@@ -35,15 +47,79 @@ _FORMATS = {
 _ICONS = {"pass": "check", "warn": "warning", "fail": "error", "skip": "remove"}
 _EXHIBIT_FORMATS = "pdf,png,tex,csv"
 _MOST_PREVIEW = 5_000_000
+_LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one command wrote, or why it did not.
+
+    Attributes:
+        name: what was asked for.
+        files: contents by path, relative to the command's folder; empty where it failed.
+        problem: the command's own message; empty where it succeeded.
+        hint: its hint, if it gave one.
+        log: the end of what it printed.
+    """
+
+    name: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    problem: str = ""
+    hint: str = ""
+    log: str = ""
+
+    @property
+    def file_name(self) -> str:
+        """Name of the one file to hand out."""
+        return Path(next(iter(self.files))).name if len(self.files) == 1 else f"{self.name}.zip"
+
+    def download(self) -> bytes:
+        """The one file to hand out: the only one there is, or an archive of all."""
+        return next(iter(self.files.values())) if len(self.files) == 1 else zipped(self.files)
+
+
+def build(name: str, arguments: Sequence[str], folder: Path) -> Built:
+    """Run `driftlens ARGUMENTS --out FOLDER` and collect what it wrote.
+
+    Args:
+        name: of the result.
+        arguments: of the command line, without `--out`.
+        folder: where the command runs.
+    """
+    with tempfile.TemporaryDirectory(prefix="driftlens-") as made:
+        out = Path(made) / "out"
+        try:
+            done = command_line.answer([*arguments, "--out", str(out)], folder)
+        except subprocess.TimeoutExpired:
+            return Built(name, problem=f"it took longer than {command_line.PATIENCE_SECONDS:.0f} seconds")
+        log = "\n".join((done.stdout + done.stderr).replace(made, "").splitlines()[-_LOG_LINES:])
+        if done.returncode:
+            failure = told_failure(done.stderr.replace(made, ""))
+            if failure is None:
+                return Built(name, problem=f"it ended with exit code {done.returncode}", log=log)
+            return Built(name, problem=failure.message, hint=failure.hint, log=log)
+        files = {
+            path.relative_to(out).as_posix(): path.read_bytes()
+            for path in sorted(out.rglob("*"))
+            if path.is_file()
+        }
+        return Built(name, files, problem="" if files else "it wrote nothing", log=log)
+
+
+def zipped(files: Mapping[str, bytes]) -> bytes:
+    """A ZIP archive of the files, the same bytes every time."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+    return target.getvalue()
 
 
 def show() -> None:
     """Draw the page."""
     run = selection().run
-    page_title("Report & export", "The run as a report, and as figures and tables for a paper.")
     parts = {"Report": _report, "Figures and tables": _exhibits, "Checks": _checks}
-    with shown_errors():
-        parts[open_part([*parts], key="export")](run)
+    parts[open_part([*parts], key="export")](run)
 
 
 def _report(run: DriftRun) -> None:
@@ -146,7 +222,7 @@ def _preview(built: list[Built]) -> None:
         st.caption("Choose the HTML without scripts to preview the report here.")
         return
     if len(pages[0]) > _MOST_PREVIEW or "<script" in pages[0].lower():
-        st.info("The report is too large to preview; download it.", icon=":material/info:")
+        note("The report is too large to preview; download it.")
         return
     st.subheader("Preview", anchor=False)
     st.iframe(pages[0], height=800, alt="Preview of the report")

@@ -6,19 +6,18 @@ import math
 
 import pandas as pd
 import streamlit as st
+from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.records.listing import RunSummary
 from driftlens_app.jobs import watch
 from driftlens_app.jobs.requests import DEMO
-from driftlens_app.landing import await_demo
+from driftlens_app.landing import await_demo, welcome
 from driftlens_app.live import show_new_runs
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import hint_for, listed_runs
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title
-from driftlens_app.texts import plain, when
-from driftlens_app.welcome import welcome
+from driftlens_app.show import note, page_title, plain, show_table, when
 from driftlens_reports.wording import size
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, section="Start", needs_run=False)
@@ -41,14 +40,14 @@ def show() -> None:
     )
     shown = sorted((run for run in found if _matches(run, wanted)), key=lambda run: run.created, reverse=True)
     if not shown:
-        st.info("No run matches the filter.", icon=":material/filter_alt:")
+        note("No run matches the filter.", "filter_alt")
         return
     _table(shown)
     for run in shown:
         if run.problem:
             st.warning(_reason(run), icon=":material/warning:")
         for text in run.left:
-            st.info(f"**{plain(run.path.name)}**: {plain(text)}", icon=":material/pending:")
+            note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
 
 
 def _is_being_made(run: RunSummary) -> bool:
@@ -59,21 +58,11 @@ def _is_being_made(run: RunSummary) -> bool:
 def _table(runs: list[RunSummary]) -> None:
     rows = pd.DataFrame([_row(run) for run in runs])
     columns = {
-        "drift": st.column_config.NumberColumn(
-            "largest final drift", format="%.4g", help="Merged model, L2."
-        ),
-        "worst task": st.column_config.TextColumn(help="The task with the largest final drift."),
+        "drift": NumberColumn("largest final drift", format="%.4g", help="Merged model, L2."),
+        "worst task": TextColumn(help="The task with the largest final drift."),
     }
-    chosen = st.dataframe(
-        rows,
-        hide_index=True,
-        column_config=columns,
-        on_select="rerun",
-        selection_mode="single-row",
-        key="runs-table",
-        placeholder="–",
-        alt=f"Table of {len(rows)} runs",
-    )
+    selecting = {"on_select": "rerun", "selection_mode": "single-row"}
+    chosen = show_table(rows, columns, key="runs-table", alt=f"Table of {len(rows)} runs", **selecting)
     for position in chosen["selection"]["rows"]:
         if not runs[position].problem:
             st.switch_page(path_of("overview"), query_params={RUN: runs[position].id})

@@ -1,4 +1,4 @@
-"""Interactive charts of a saved run, one file each; `charts` lists them.
+"""Interactive charts of a saved run; `charts` lists them. A file holds one, or a few that share their parts.
 
 from driftlens_reports.charts.chart import ChartOptions, charts
 

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pandas as pd
 
-from driftlens import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import last_layer, layer_axis, whole
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import Trace, bar, hatched, scatter
 from driftlens_reports.charts.panels import panel_grid, reference_line
-from driftlens_reports.charts.picking import (
-    ANALYZE,
-    absent,
-    chosen_tasks,
-    chosen_variants,
-    not_of_these,
-    ordered,
-)
-from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, Look, look, palette
-from driftlens_reports.charts.words import counted, data_key, joined, literal, overlap_notes, ranged, shown
+from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants, not_of_these, ordered
+from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look, palette
+from driftlens_reports.charts.words import by_variant, counted, literal, overlap_notes, ranged, shown, themed
 from driftlens_reports.wording import number
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _TARGETS = {"loss": "part of the loss change (nat)", "margin": "part of the margin change (score units)"}
 _MEAN, _REST = "mean part", "remainder"
@@ -44,7 +35,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
         return None
     if len(_samples(run, replace(options, variants=None))):
         return not_of_these(run, options, "adjoint", ["part"])
-    return absent("adjoint", ["part"], f"{ANALYZE} --set metrics.adjoint=true")
+    return absent("adjoint", ["part"])
 
 
 def _rows(samples: pd.DataFrame) -> pd.DataFrame:
@@ -66,13 +57,15 @@ def _means(rows: pd.DataFrame) -> pd.DataFrame:
 @chart(
     "adjoint",
     title="Which layers cost loss and margin",
-    section="causes",
+    section="loss",
+    rank=40,
+    needs=("adjoint", ("part",)),
+    lacks=_missing,
     caption="Each layer's part of the change from expert to variant in loss and in margin, mean over the diagnosis "
     "samples of every task: bars for the mean of tasks, dots for the tasks, one panel per variant and target.",
     hint="Bars add up to the change, with the remainder that belongs to no layer. Positive parts of the loss are what "
     "a layer's local mismatch costs; negative parts of the margin push samples towards a flip. Bars of opposite sign "
     "cancel in the sum.",
-    missing=_missing,
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of bars by layer, one row per variant, one column per target."""
@@ -85,28 +78,24 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         [f"{shown(variant)}: {target}" for variant in names for target in targets],
         x_title=f"layer (index: 1 stem, {last_layer(run)} head; rest: in no layer)",
         y_titles=[_TARGETS[target] for target in targets],
-        dark=options.dark,
-        key=data_key(run, "adjoint", options),
         columns=len(targets),
+        **themed(run, "adjoint", options),
     )
+    last = last_layer(run)
     spots = {str(layer): layer for layer in rows["layer"].dropna().astype(int).unique()}
-    spots[_REST] = last_layer(run) + 1
-    has_tasks = rows["task"].nunique() > 1
+    spots[_REST] = last + 1
     for at, (variant, target) in enumerate((variant, target) for variant in names for target in targets):
-        style = look(run.variants, variant, dark=options.dark)
         mean, tasks = (
             table[(table["variant"] == variant) & (table["target"] == target)] for table in (means, rows)
         )
-        grid.figure.add_trace(_bars(mean, spots, style), **grid.place(at))
-        if has_tasks:
-            grid.figure.add_trace(_dots(tasks, spots, palette(options.dark).ink), **grid.place(at))
+        filled = hatched(look(run.variants, variant, dark=options.dark))
+        grid.add(at, _marks(bar, mean, spots, marker=filled, textposition="none"))
+        if rows["task"].nunique() > 1:
+            dots = {"color": palette(options.dark).ink, "symbol": "circle-open", "size": 5}
+            grid.add(at, _marks(scatter, tasks, spots, marker=dots, mode="markers"))
     reference_line(grid, 0, dark=options.dark)
-    axis = layer_axis(run)
-    last = last_layer(run)
-    ticks = [tick for tick in axis["tickvals"] if tick != last or len(axis["tickvals"]) < 2] + [
-        last,
-        last + 1,
-    ]
+    axis = layer_axis(run)["tickvals"]
+    ticks = [*(tick for tick in axis if tick != last or len(axis) < 2), last, last + 1]
     grid.figure.update_xaxes(
         autorangeoptions=whole(0.5, last + 1.5), tickvals=ticks, ticktext=[*map(str, ticks[:-1]), "rest"]
     )
@@ -124,31 +113,21 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _bars(rows: pd.DataFrame, spots: dict[str, int], style: Look) -> go.Bar:
-    import plotly.graph_objects as go
-
-    pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
-    return go.Bar(
+def _marks(draw: Callable[..., Trace], rows: pd.DataFrame, spots: dict[str, int], **settings: Any) -> Trace:
+    """Bars of the means by layer, or dots of the tasks."""
+    is_mean = draw is bar
+    texts = [_where(place) for place in rows["place"]] if is_mean else rows["task"].astype(str).map(literal)
+    return draw(
         x=[spots[place] for place in rows["place"]],
         y=rows[_MEAN].tolist(),
-        marker={"color": style.colour, "pattern": pattern},
-        text=[f"layer {place}" if place != _REST else _REST for place in rows["place"]],
-        textposition="none",
-        hovertemplate=f"%{{text}}<br>mean of tasks %{{y:{NUMBER}}}<extra></extra>",
+        text=list(texts),
+        hovertemplate=f"%{{text}}<br>{'mean of tasks ' if is_mean else ''}%{{y:{NUMBER}}}<extra></extra>",
+        **settings,
     )
 
 
-def _dots(rows: pd.DataFrame, spots: dict[str, int], colour: str) -> go.Scatter:
-    import plotly.graph_objects as go
-
-    return go.Scatter(
-        x=[spots[place] for place in rows["place"]],
-        y=rows[_MEAN].tolist(),
-        mode="markers",
-        marker={"color": colour, "symbol": "circle-open", "size": 5},
-        text=[literal(str(task)) for task in rows["task"]],
-        hovertemplate=f"%{{text}}<br>%{{y:{NUMBER}}}<extra></extra>",
-    )
+def _where(place: str) -> str:
+    return f"layer {place}" if place != _REST else _REST
 
 
 def _worst_in_words(means: pd.DataFrame, targets: list[str]) -> str:
@@ -158,6 +137,5 @@ def _worst_in_words(means: pd.DataFrame, targets: list[str]) -> str:
     unit = "nat of loss" if targets[0] == "loss" else "score units of margin"
     for variant, rows in layers.groupby("variant", sort=False):
         at = rows[_MEAN].idxmax() if targets[0] == "loss" else rows[_MEAN].idxmin()
-        value = number(rows.at[at, _MEAN])
-        parts.append(f"{variants.title(str(variant))} layer {rows.at[at, 'place']}, {value} {unit}")
-    return joined(parts)
+        parts.append((variant, f"layer {rows.at[at, 'place']}, {number(rows.at[at, _MEAN])} {unit}"))
+    return by_variant(parts)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
-from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import TICK_NUMBER
 from driftlens_reports.charts.words import literal
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from driftlens import variants
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import named
 from driftlens_reports.charts.panels import panel_grid
+from driftlens_reports.charts.picking import needs_scores, scored_samples
 from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
-from driftlens_reports.charts.scored import no_scores, scored_samples
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look
-from driftlens_reports.charts.words import counted, data_key, joined, overlap_notes, ranged, shown
+from driftlens_reports.charts.words import by_variant, counted, shown, table_notes, themed
 from driftlens_reports.wording import percent
 
 _ESTIMATES = {
@@ -37,23 +37,25 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     )
 
 
-def _missing(run: DriftRun, options: ChartOptions) -> str | None:
+def _bounded(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """Those rows with a bound by any estimate."""
     rows = _rows(run, options)
-    if (rows[_ACTUAL].notna() & rows[list(_ESTIMATES)].notna().any(axis=1)).any():
-        return None
-    return no_scores(["score_drift_l2", "score_gain"])
+    return rows[rows[_ACTUAL].notna() & rows[list(_ESTIMATES)].notna().any(axis=1)]
 
 
 @chart(
     "bound",
     title="Score drift and its bound",
-    section="outputs",
+    section="scores",
+    rank=60,
+    per_sample=True,
+    needs=("outputs", ("score_drift_l2", "score_gain")),
+    lacks=needs_scores(_bounded, "score_drift_l2", "score_gain"),
     caption="Norm of the score drift of all diagnosis samples against the gain of the score map times the norm of the "
     "final drift, on logarithmic axes with the line of equality, one panel per estimate of the gain.",
     hint="No point may lie above the line of the certified bound; how far below it points lie is how loose the bound "
     "is. The secant gain is score drift over final drift itself, so its points lie on the line; directional and "
     "spectral gains are sampled and guarantee nothing.",
-    missing=_missing,
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Four panels of points with the same logarithmic axes."""
@@ -63,10 +65,9 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         [title for _, title in _ESTIMATES.values()],
         x_title="bound: gain times final drift (score units, log)",
         y_titles=["norm of the score drift (score units, log)"],
-        dark=options.dark,
-        key=data_key(run, "bound", options),
         columns=2,
         height=230,
+        **themed(run, "bound", options),
     )
     names = list(drawn["variant"].unique())
     texts = (literal_column(drawn["task"]) + ", " + literal_column(drawn["sample_id"])).to_numpy()
@@ -78,29 +79,22 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
                 drawn.loc[is_shown, _ACTUAL].to_numpy(),
                 look(run.variants, variant, dark=options.dark),
                 total=len(drawn) * len(_ESTIMATES),
-                name=shown(variant),
-                legendgroup=variant,
-                showlegend=at == 0,
+                **named(variant, shown(variant), legend=at == 0),
                 text=texts[is_shown],
                 hovertemplate=f"%{{text}}<br>score drift %{{y:{NUMBER}}}, bound %{{x:{NUMBER}}}",
             )
-            grid.figure.add_trace(trace, **grid.place(at))
+            grid.add(at, trace)
     for at in range(len(_ESTIMATES)):
         identity_line(grid.figure, *_reach(drawn), dark=options.dark, **grid.place(at))
     axis = {"type": "log", "tickformat": TICK_NUMBER, "minor": {"ticks": "outside"}}
     grid.figure.update_xaxes(**axis)
     grid.figure.update_yaxes(**axis)
-    counts = rows.groupby(["task", "variant"], sort=False).size()
+    counts, *overlaps = table_notes(run, rows, over_tasks=False)
     return Drawn(
         grid.figure,
         alt=_used_in_words(rows),
         data=drawn,
-        notes=(
-            *thinned,
-            f"{ranged(counts, 'diagnosis sample')} per task.",
-            *_left_out(drawn),
-            *overlap_notes(run),
-        ),
+        notes=(*thinned, counts, *_left_out(drawn), *overlaps),
     )
 
 
@@ -134,5 +128,5 @@ def _used_in_words(rows: pd.DataFrame) -> str:
     measured = rows[np.isfinite(rows["certified"]) & (rows["certified"] > 0)]
     over = int((measured[_ACTUAL] > measured["certified"] * (1 + 1e-6)).sum())
     medians = measured.drop_duplicates("variant").set_index("variant")[_USE]
-    used = joined([f"{variants.title(str(name))} {percent(float(value))}" for name, value in medians.items()])
+    used = by_variant(medians.astype(float).map(percent).items())
     return f"{counted(over, 'sample')} of {len(measured)} above the certified bound. Median share of it used: {used}."

@@ -9,12 +9,13 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated
+from driftlens_reports.charts.alignment import block_of
 from driftlens_reports.charts.axes import layer_axis, layer_title, room_beside
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.module_groups import block_of
+from driftlens_reports.charts.marks import Trace, cell_rows, cells, colour_bar, ink
 from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants
 from driftlens_reports.charts.theme import NUMBER, SIZE, SMALL, TICK_NUMBER, apply_theme, palette, scale
-from driftlens_reports.charts.words import counted, data_key, joined, label, literal, ranged
+from driftlens_reports.charts.words import counted, joined, label, literal, ranged, span, themed
 from driftlens_reports.wording import number
 
 if TYPE_CHECKING:
@@ -63,19 +64,22 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     rows = _rows(run, options)
     if rows[["objective ratio", "weight change"]].notna().any().any():
         return None
-    return absent("calibration", ["objective_before", "weight_change"], "driftlens calibrate RUN --name NAME")
+    return absent("calibration", ["objective_before", "weight_change"])
 
 
 @chart(
     "calibration-log",
     title="What the calibration did",
-    section="causes",
+    section="calibration",
+    rank=10,
+    presets=("standard", "calibration"),
+    needs=("calibration", ("objective_before", "weight_change")),
+    lacks=_missing,
     caption="For all calibrated sites, layers across and modules down: the objective after calibration against before, "
     "and the norm of the weight change against that of the weights, one number per site over the calibration samples.",
     hint="A ratio near 1 means that the site could do little; a large weight change with a ratio near 1 is effort "
     "without effect. Objectives are those of the calibration samples and of one site at a time: what the calibration "
     "does to the model is in the drift charts.",
-    missing=_missing,
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Heatmaps, one row of panels per measure and calibration."""
@@ -95,12 +99,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     for at, (measure, name) in enumerate(panels, start=1):
         figure.add_trace(_cells(rows[rows["name"] == name], measure, sites), row=at, col=1)
-    apply_theme(
-        figure,
-        dark=options.dark,
-        key=data_key(run, "calibration-log", options),
-        height=inner + _TOP + _BOTTOM,
-    )
+    apply_theme(figure, height=inner + _TOP + _BOTTOM, **themed(run, "calibration-log", options))
     _finish(figure, run, rows, sites, dark=options.dark)
     kept = ["name", "layer", "site", "kind", "lam", *_NAMES.values(), "objective ratio"]
     return Drawn(
@@ -111,22 +110,16 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _cells(rows: pd.DataFrame, measure: _Measure, sites: list[str]) -> go.Heatmap:
-    import plotly.graph_objects as go
-
+def _cells(rows: pd.DataFrame, measure: _Measure, sites: list[str]) -> Trace:
     layers = sorted(int(layer) for layer in rows["layer"].unique())
     places = {"index": "site in block", "columns": "layer"}
     values = rows.pivot(**places, values=measure.column).reindex(index=sites, columns=layers)
     texts = rows.assign(text=[_hover(row) for row in rows.to_dict("records")])
     hovers = texts.pivot(**places, values="text").reindex(index=sites, columns=layers)
-    return go.Heatmap(
-        x=layers,
-        y=list(range(len(sites))),
-        z=values.to_numpy(dtype=float),
+    return cells(
+        values.to_numpy(dtype=float),
+        layers,
         coloraxis=measure.colours,
-        xgap=1,
-        ygap=1,
-        hoverongaps=False,
         text=hovers.fillna("").to_numpy().tolist(),
         texttemplate="%{z:.2~g}" if len(layers) <= _MOST_WRITTEN else None,
         textfont={"size": SMALL - 1},
@@ -140,36 +133,22 @@ def _hover(row: dict[str, object]) -> str:
 
 
 def _finish(figure: go.Figure, run: DriftRun, rows: pd.DataFrame, sites: list[str], *, dark: bool) -> None:
-    colours, titles = palette(dark), [label(site) for site in sites]
+    rows_of_cells = cell_rows(sites, "site (name)")
     figure.update_xaxes(**layer_axis(run), showgrid=False)
     figure.update_xaxes(title_text=layer_title(run), row=len(figure.data), col=1)
-    figure.update_yaxes(
-        tickvals=list(range(len(sites))),
-        ticktext=titles,
-        range=[len(sites) - 0.5, -0.5],
-        showgrid=False,
-        title_text="site (name)",
-    )
-    figure.update_annotations(font={"size": SIZE, "color": colours.ink})
-    figure.update_layout(plot_bgcolor=colours.gap, margin={"t": _TOP, **room_beside(titles)})
+    figure.update_yaxes(**rows_of_cells)
+    figure.update_annotations(font=ink(dark=dark, size=SIZE))
+    room = {"t": _TOP, **room_beside(rows_of_cells["ticktext"])}
+    figure.update_layout(plot_bgcolor=palette(dark).gap, margin=room)
     for at, measure in enumerate(_MEASURES):
         top = rows[measure.column].astype(float).max()
-        figure.update_layout(
-            {
-                measure.colours: {
-                    "cmin": 0,
-                    "cmax": max(measure.least_top, top) or 1.0,
-                    "colorscale": scale(colours.sequential),
-                    "colorbar": {
-                        "len": 0.46,
-                        "y": 0.77 - 0.54 * at,
-                        "thickness": 14,
-                        "outlinewidth": 0,
-                        "tickformat": TICK_NUMBER,
-                    },
-                }
-            }
-        )
+        settings = {
+            "cmin": 0,
+            "cmax": max(measure.least_top, top) or 1.0,
+            "colorscale": scale(palette(dark).sequential),
+            "colorbar": colour_bar(len=0.46, y=0.77 - 0.54 * at, tickformat=TICK_NUMBER),
+        }
+        figure.update_layout({measure.colours: settings})
 
 
 def _in_words(rows: pd.DataFrame) -> str:
@@ -177,11 +156,10 @@ def _in_words(rows: pd.DataFrame) -> str:
     for name, part in rows.groupby("name", sort=False):
         ratio = part["objective ratio"].astype(float)
         if ratio.notna().any():
-            low, high = part.loc[ratio.idxmin()], part.loc[ratio.idxmax()]
-            parts.append(
-                f"{name}: objective after against before from {number(low['objective ratio'])} ({low['site']}) to "
-                f"{number(high['objective ratio'])} ({high['site']})"
+            ends = span(
+                part, "objective ratio", lambda row: f"{number(row['objective ratio'])} ({row['site']})"
             )
+            parts.append(f"{name}: objective after against before from {ends}")
     return joined(parts) or "No objective was measured"
 
 

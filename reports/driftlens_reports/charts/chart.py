@@ -1,59 +1,66 @@
-"""What a chart is: a function from a saved run to a plotly figure, and the words that belong to it."""
+"""What a chart is: a function from a saved run to a plotly figure, the words that belong to it, and where it stands.
+
+A chart registers itself once. Reports, the dashboard's pages and the tests ask `charts` for what there is; none of them
+keeps a list of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
+from driftlens_reports.charts.picking import ChartOptions, Missing, unmeasured
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-Section = Literal["layers", "causes", "features", "parameters", "outputs"]
-"""Where a report and the app put a chart; they show sections in this order."""
+__all__ = ["SECTIONS", "Chart", "ChartOptions", "Drawn", "by_rank", "chart", "charts", "parts_of"]
 
 
 @dataclass(frozen=True)
-class ChartOptions:
-    """What a reader may choose. Figures depend on these and on the run, never on a selection in the browser.
+class Place:
+    """Where the charts of one section stand.
 
     Attributes:
-        tasks: only these; None is all.
-        variants: only these; None is all but the base.
-        layer: layer index, "final" or module path, for charts of one layer.
-        band: which dispersion the band shows: the 10-90 % or 25-75 % quantiles, one standard deviation, or none.
-        log: a logarithmic value axis, where the chart has one.
-        relative: drift against the expert's feature norm instead of in feature units.
-        baseline: the variant that gains are counted from.
-        colour: what colours the points of scatters.
-        method: projection of the feature scatter.
-        seed: of that projection's random numbers.
-        classes: the feature scatter shows only samples of these classes; None is all.
-        highlight: ids of samples whose way from expert to variant the feature scatter draws.
-        max_points: more are thinned out, evenly and repeatably; the notes then say so.
-        dark: the dark theme.
+        report: the section of a report.
+        page: the dashboard's page, a file in its `views/`; empty without.
+        part: the heading under which that page shows them; empty where it is not in parts.
     """
 
-    tasks: Sequence[str] | None = None
-    variants: Sequence[str] | None = None
-    layer: int | str = "final"
-    band: Literal["q10-q90", "q25-q75", "std", "none"] = "q10-q90"
-    log: bool = False
-    relative: bool = False
-    baseline: str = "merged"
-    colour: Literal["role", "class", "drift"] = "role"
-    method: str = "pca"
-    seed: int = 0
-    classes: Sequence[str] | None = None
-    highlight: Sequence[str] = ()
-    max_points: int = 20_000
-    dark: bool = False
+    report: str
+    page: str = ""
+    part: str = ""
+
+
+SECTIONS: Mapping[str, Place] = MappingProxyType(
+    {
+        "drift": Place("layers", "layer_drift", "Drift"),
+        "tasks": Place("layers"),
+        "mismatch": Place("decomposition", "layer_drift", "Mismatch and propagation"),
+        "amplification": Place("decomposition", "layer_drift", "Amplification"),
+        "similarity": Place("layers", "layer_drift", "Similarity"),
+        "contributions": Place("origins", "attribution", "Contributions"),
+        "splits": Place("origins", "attribution", "Two exact splits"),
+        "loss": Place("origins", "attribution", "Loss and margin"),
+        "features": Place("cosine", "alignment", "Features"),
+        "gains": Place("outputs", "alignment", "Gains"),
+        "parameters": Place("parameters", "alignment", "Task vectors"),
+        "plane": Place("cosine", "features"),
+        "decisions": Place("outputs", "output", "Decisions"),
+        "scores": Place("outputs", "output", "Score drift"),
+        "probabilities": Place("outputs", "output", "Probabilities"),
+        "accuracy": Place("outputs", "output", "Accuracy"),
+        "calibration": Place("calibration"),
+    }
+)
+"""What a chart may declare as its section; a page shows its parts in this order."""
 
 
 @dataclass(frozen=True)
@@ -73,30 +80,50 @@ class Drawn:
     notes: tuple[str, ...] = ()
 
 
-Missing = Callable[[DriftRun, ChartOptions], str | None]
+Render = Callable[[DriftRun, ChartOptions], Drawn]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One chart.
+    """One chart, as its file declares it.
 
     Attributes:
         name: its name, for example `layer-drift`.
         title: a heading.
-        section: where it belongs.
+        section: where it belongs, one of `SECTIONS`.
+        rank: its place, ascending, in its section of a report and its part of a page.
         caption: one sentence that says what is plotted, with n, dispersion and split.
         hint: how to read it, and what it can't tell.
-        missing: None, or one sentence that says what the run lacks and which command adds it.
+        needs: a table of the run, and the columns of it that the chart can't do without.
+        presets: the report presets that it belongs to besides `full`; `overview` is the dashboard's first page.
+        per_sample: whether it has a mark for every sample: only a report that asks for raw data shows it.
+        lacks: what `missing` says where a number in every needed column is not the question.
         render: draws it; call `draw`.
     """
 
     name: str
     title: str
-    section: Section
+    section: str
+    rank: int
     caption: str
     hint: str
-    missing: Missing
-    render: Callable[[DriftRun, ChartOptions], Drawn]
+    needs: tuple[str, tuple[str, ...]]
+    presets: tuple[str, ...] = ()
+    per_sample: bool = False
+    lacks: Missing | None = None
+    render: Render
+
+    def __post_init__(self) -> None:
+        assert self.section in SECTIONS, f"{self.name} is in {self.section!r}, not in {', '.join(SECTIONS)}"
+
+    @property
+    def place(self) -> Place:
+        """Where its section stands."""
+        return SECTIONS[self.section]
+
+    def missing(self, run: DriftRun, options: ChartOptions) -> str | None:
+        """None, or one sentence that says what the run lacks and which command adds it."""
+        return (self.lacks or unmeasured(*self.needs))(run, options)
 
     def draw(self, run: DriftRun, options: ChartOptions | None = None) -> Drawn:
         """The chart of `run`.
@@ -115,15 +142,25 @@ class Chart:
 charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts")
 
 
-def chart(
-    name: str, *, title: str, section: Section, caption: str, hint: str, missing: Missing
-) -> Callable[[Callable[[DriftRun, ChartOptions], Drawn]], Callable[[DriftRun, ChartOptions], Drawn]]:
-    """Decorator that files a drawing function as the chart `name`."""
+def chart(name: str, **declared: Any) -> Callable[[Render], Render]:
+    """Decorator that files a drawing function as the chart `name`; `declared` are the other attributes of `Chart`."""
 
-    def file(
-        render: Callable[[DriftRun, ChartOptions], Drawn],
-    ) -> Callable[[DriftRun, ChartOptions], Drawn]:
-        charts.register(name)(Chart(name, title, section, caption, hint, missing, render))
+    def file(render: Render) -> Render:
+        charts.register(name)(Chart(name=name, render=render, **declared))
         return render
 
     return file
+
+
+def by_rank(found: Iterable[Chart]) -> list[Chart]:
+    """Charts in the order in which a reader meets them."""
+    return sorted(found, key=lambda entry: (entry.rank, entry.name))
+
+
+def parts_of(page: str) -> dict[str, list[str]]:
+    """Names of the charts that a page of the dashboard shows, by the heading of their part."""
+    return {
+        place.part: [entry.name for entry in by_rank(charts.values()) if entry.section == section]
+        for section, place in SECTIONS.items()
+        if place.page == page
+    }

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from driftlens import variants
+from driftlens.records.intervals import wilson
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import Trace, bar, gapped, hatched, named, scatter, whiskers
+from driftlens_reports.charts.picking import needs_scores, scored_samples
 from driftlens_reports.charts.points import identity_line
-from driftlens_reports.charts.reliability import BINS, expected_calibration_error, reliability
-from driftlens_reports.charts.scored import no_scores, scored_samples
 from driftlens_reports.charts.theme import SHARE, TICK_SHARE, apply_theme, look, palette
-from driftlens_reports.charts.words import counted, data_key, joined, overlap_notes, ranged, shown
+from driftlens_reports.charts.words import by_variant, counted, shown, table_notes, themed
 from driftlens_reports.wording import number
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
+BINS = 10
 HEIGHT = 440
 _NEEDED = ("label", "pred", "confidence", "expert_pred", "confidence_expert")
 _ERROR = "expected calibration error"
 
 
-def _missing(run: DriftRun, options: ChartOptions) -> str | None:
-    if len(scored_samples(run, options, *_NEEDED)):
-        return None
-    return no_scores(["label", "confidence"], also="heads and labelled samples")
+def reliability(confidence: NDArray[np.float64], is_right: NDArray[np.bool_]) -> pd.DataFrame:
+    """One row per tenth of confidence, (0, 0.1] to (0.9, 1]: samples, mean confidence, accuracy and its 95 % interval.
+
+    Mean confidence and accuracy of an empty bin are null.
+
+    Args:
+        confidence: largest class probability of each sample, [n].
+        is_right: whether that class is the sample's label, [n].
+    """
+    at = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+    count = np.bincount(at, minlength=BINS)
+    right = np.bincount(at, weights=is_right, minlength=BINS)
+    whole = np.where(count > 0, count, np.nan)
+    ends = [wilson(int(k), int(n)) if n else (np.nan, np.nan) for k, n in zip(right, count, strict=True)]
+    return pd.DataFrame(
+        {
+            "from": np.arange(BINS) / BINS,
+            "to": np.arange(1, BINS + 1) / BINS,
+            "samples": count,
+            "confidence": np.bincount(at, weights=confidence, minlength=BINS) / whole,
+            "accuracy": right / whole,
+            "low": [low for low, _ in ends],
+            "high": [high for _, high in ends],
+        }
+    )
+
+
+def expected_calibration_error(bins: pd.DataFrame) -> float:
+    """Mean over samples of their bin's distance between accuracy and mean confidence, from rows of `reliability`."""
+    distance = (bins["accuracy"] - bins["confidence"]).abs()
+    return float((distance * bins["samples"]).sum() / bins["samples"].sum())
+
+
+def _samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    return scored_samples(run, options, *_NEEDED)
 
 
 def _rows(samples: pd.DataFrame) -> pd.DataFrame:
@@ -47,25 +76,28 @@ def _rows(samples: pd.DataFrame) -> pd.DataFrame:
 @chart(
     "confidence",
     title="Can the probabilities be believed?",
-    section="outputs",
+    section="probabilities",
+    rank=50,
+    presets=("calibration",),
+    needs=("outputs", ("label", "confidence")),
+    lacks=needs_scores(_samples, "label", "confidence", also="heads and labelled samples"),
     caption="Left, accuracy of predictions on the diagnosis samples of all chosen tasks against their confidence, the "
     "largest class probability, in ten bins with 95 % Wilson intervals; right, how many samples each bin holds.",
     hint="On the dotted line, predictions of 80 % confidence are right 80 % of the time; below it a network is surer "
     "than it should be. Bins with few samples say little: look at their intervals. The error in the notes is the mean "
     "distance from the line, weighted by samples.",
-    missing=_missing,
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """A reliability diagram and a histogram, the expert's beside every variant's."""
     from plotly.subplots import make_subplots
 
-    samples = scored_samples(run, options, *_NEEDED)
+    samples = _samples(run, options)
     rows = _rows(samples)
     figure = make_subplots(1, 2, column_widths=[0.58, 0.42], horizontal_spacing=0.1)
     for variant, bins in rows.groupby("variant", sort=False):
         figure.add_trace(_curve(run, bins, str(variant), dark=options.dark), row=1, col=1)
         figure.add_trace(_counts(run, bins, str(variant), dark=options.dark), row=1, col=2)
-    apply_theme(figure, dark=options.dark, key=data_key(run, "confidence", options), height=HEIGHT)
+    apply_theme(figure, height=HEIGHT, **themed(run, "confidence", options))
     identity_line(figure, 0, 1, dark=options.dark, row=1, col=1)
     figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
     reach = [-0.02, 1.02]
@@ -75,72 +107,41 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     figure.update_yaxes(range=reach, tickformat=TICK_SHARE, title_text="accuracy in the bin (%)", col=1)
     figure.update_yaxes(title_text="samples (count)", rangemode="tozero", col=2)
     errors = rows.drop_duplicates("variant")
-    told = joined(
-        [
-            f"{variants.title(name)} {number(error)}"
-            for name, error in zip(errors["variant"], errors[_ERROR], strict=True)
-        ]
-    )
-    counts = samples.groupby(["task", "variant"], sort=False).size()
+    told = by_variant(zip(errors["variant"], errors[_ERROR].map(number), strict=True))
     return Drawn(
         figure,
         alt=f"Reliability diagram. Expected calibration error: {told}.",
         data=rows[["variant", *(name for name in rows if name != "variant")]],
         notes=(
             f"Expected calibration error over {BINS} bins of equal width: {told}.",
-            f"{ranged(counts, 'diagnosis sample')} per task, over {counted(samples['task'].nunique(), 'task')}.",
-            *overlap_notes(run),
+            *table_notes(run, samples),
         ),
     )
 
 
-def _curve(run: DriftRun, bins: pd.DataFrame, variant: str, *, dark: bool) -> go.Scatter:
-    import plotly.graph_objects as go
-
+def _curve(run: DriftRun, bins: pd.DataFrame, variant: str, *, dark: bool) -> Trace:
     style = look(run.variants, variant, dark=dark)
-    whiskers = {
-        "array": _gapped(bins["high"] - bins["accuracy"]),
-        "arrayminus": _gapped(bins["accuracy"] - bins["low"]),
-        "color": style.colour,
-        "thickness": 1,
-        "width": 3,
-    }
-    return go.Scatter(
-        x=_gapped(bins["confidence"]),
-        y=_gapped(bins["accuracy"]),
-        error_y=whiskers,
+    ends = whiskers(bins["accuracy"], bins["low"], bins["high"], style.colour, thickness=1, width=3)
+    return scatter(
+        x=gapped(bins["confidence"]),
+        y=gapped(bins["accuracy"]),
+        error_y=ends,
         mode="lines+markers",
         connectgaps=False,
         line={"color": style.colour, "dash": style.dash, "width": 1.5},
         marker={"color": style.colour, "symbol": style.symbol, "size": 7},
         text=[counted(count, "sample") for count in bins["samples"]],
         hovertemplate=f"confidence %{{x:{SHARE}}}, accuracy %{{y:{SHARE}}}<br>%{{text}}",
-        **_legend(variant, is_first=True),
+        **named(variant, shown(variant), legend=True),
     )
 
 
-def _counts(run: DriftRun, bins: pd.DataFrame, variant: str, *, dark: bool) -> go.Bar:
-    import plotly.graph_objects as go
-
+def _counts(run: DriftRun, bins: pd.DataFrame, variant: str, *, dark: bool) -> Trace:
     style = look(run.variants, variant, dark=dark)
-    pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 4, "solidity": 0.25}
-    return go.Bar(
+    return bar(
         x=((bins["from"] + bins["to"]) / 2).tolist(),
         y=bins["samples"].tolist(),
-        marker={
-            "color": style.colour,
-            "pattern": pattern,
-            "line": {"width": 0.5, "color": palette(dark).surface},
-        },
+        marker={**hatched(style, size=4), "line": {"width": 0.5, "color": palette(dark).surface}},
         hovertemplate=f"confidence around %{{x:{SHARE}}}<br>%{{y}} samples",
-        **_legend(variant, is_first=False),
+        **named(variant, shown(variant), legend=False),
     )
-
-
-def _gapped(values: pd.Series[float]) -> list[float | None]:
-    """The values, with None where a bin is empty: the line breaks there."""
-    return [None if pd.isna(value) else float(value) for value in values]
-
-
-def _legend(variant: str, *, is_first: bool) -> dict[str, Any]:
-    return {"name": shown(variant), "legendgroup": variant, "showlegend": is_first}

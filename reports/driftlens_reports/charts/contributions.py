@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import last_layer, layer_axis, layer_places, room_beside
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.layer_curves import layer_data
+from driftlens_reports.charts.marks import Trace, bar, colour_bar, scatter
 from driftlens_reports.charts.panels import panel_grid, reference_post
-from driftlens_reports.charts.picking import ANALYZE, layer_rows, needs
+from driftlens_reports.charts.picking import layer_rows
 from driftlens_reports.charts.theme import SHARE, SMALL, TICK_SHARE, palette, readable, scale, shade
-from driftlens_reports.charts.words import data_key, label, literal, peak_share, sample_notes, shown
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from driftlens_reports.charts.words import label, literal, peak_share, sample_notes, shown, themed
 
 _COLUMN = "share of final drift"
 _BAR, _LEAST = 30, 70
@@ -24,13 +21,14 @@ _BAR, _LEAST = 30, 70
 @chart(
     "contributions",
     title="Contributions to the final drift",
-    section="causes",
+    section="contributions",
+    rank=10,
+    needs=("layers", ("final_share",)),
     caption="The final drift as a stack of what each layer's local mismatch ends up as, signed projections on the "
     "final drift and ratios of sums over diagnosis samples without a band; the hatched bar is the remainder.",
     hint="Segments to the right make the final drift, segments to the left of zero work against it; with the remainder "
     "they sum to 100 %, marked by a line. Shares of different variants refer to different drifts: a larger share of "
     "a smaller drift may be less in feature units.",
-    missing=needs("layers", ["final_share"], f"{ANALYZE} --set metrics.contributions=true"),
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """A panel per task with one stack per variant; all panels have one x axis range."""
@@ -40,9 +38,8 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         [label(task) for task in tasks],
         x_title="share of final drift (%)",
         y_titles=["variant (name)"],
-        dark=options.dark,
-        key=data_key(run, "contributions", options),
         height=max(_BAR * len(variants) + 12, _LEAST),
+        **themed(run, "contributions", options),
     )
     layers, remainders = rows[rows["role"] != "remainder"], rows[rows["role"] == "remainder"]
     for at, task in enumerate(tasks):
@@ -64,7 +61,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(
         grid.figure,
         alt=f"Stacked signed shares of the final drift by layer. {peak_share(layers, _COLUMN)}",
-        data=rows[["task", "variant", "layer", "role", "path", "n", _COLUMN, "start"]],
+        data=layer_data(rows, _COLUMN, "start"),
         notes=tuple(sample_notes(run, rows)),
     )
 
@@ -94,7 +91,7 @@ def _stack(rows: pd.DataFrame) -> pd.DataFrame:
     return segments.assign(start=values.groupby(values < 0).cumsum() - values)
 
 
-def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> go.Bar:
+def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> Trace:
     """One segment per layer and variant, coloured by depth."""
     # Colours are worked out here: plotly can't choose readable text on those of a colour axis.
     colours = [shade(palette(dark).sequential, layer / last_layer(run)) for layer in rows["layer"]]
@@ -110,7 +107,7 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
     )
 
 
-def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: bool) -> go.Bar:
+def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: bool) -> Trace:
     """The hatched bar of each variant."""
     colours = palette(dark)
     hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
@@ -123,14 +120,12 @@ def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: 
     )
 
 
-def _segments(rows: pd.DataFrame, variants: list[str], dark: bool) -> go.Bar:
-    import plotly.graph_objects as go
-
+def _segments(rows: pd.DataFrame, variants: list[str], dark: bool) -> Trace:
     names = [
         f"{literal(str(task))}, {shown(variant)}"
         for task, variant in zip(rows["task"], rows["variant"], strict=True)
     ]
-    return go.Bar(
+    return bar(
         orientation="h",
         x=rows[_COLUMN].astype(float).tolist(),
         base=rows["start"].tolist(),
@@ -142,26 +137,13 @@ def _segments(rows: pd.DataFrame, variants: list[str], dark: bool) -> go.Bar:
     )
 
 
-def _depth(run: DriftRun, dark: bool) -> go.Scatter:
+def _depth(run: DriftRun, dark: bool) -> Trace:
     """Nothing but the colour bar; 0 on it keeps the stem apart from the background."""
-    import plotly.graph_objects as go
-
-    return go.Scatter(
-        x=[None],
-        y=[None],
-        mode="markers",
-        showlegend=False,
-        marker={
-            "color": [0],
-            "cmin": 0,
-            "cmax": last_layer(run),
-            "colorscale": scale(palette(dark).sequential),
-            "showscale": True,
-            "colorbar": {
-                "title": {"text": "layer (index)", "side": "right"},
-                "tickvals": layer_axis(run)["tickvals"],
-                "thickness": 14,
-                "outlinewidth": 0,
-            },
-        },
+    beside = colour_bar(
+        title={"text": "layer (index)", "side": "right"}, tickvals=layer_axis(run)["tickvals"]
     )
+    marker = {
+        **{"color": [0], "cmin": 0, "cmax": last_layer(run), "showscale": True},
+        **{"colorscale": scale(palette(dark).sequential), "colorbar": beside},
+    }
+    return scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)

@@ -1,9 +1,9 @@
-"""Gain in cosine against gain in accuracy over the baseline, one point per task and variant."""
+"""What variants gain over a baseline: cosine sample by sample, and mean cosine against accuracy task by task."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,33 +12,177 @@ from driftlens import variants
 from driftlens.records.intervals import student, unpaired_difference
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of
-from driftlens_reports.charts.at_layer import needs_at, rows_at
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.gain import against_baseline, extremes_in_words, no_rival
-from driftlens_reports.charts.picking import absent, chosen_tasks, ordered
-from driftlens_reports.charts.theme import SMALL, TICK_NUMBER, apply_theme, look, palette
-from driftlens_reports.charts.words import data_key, label, literal, overlap_notes, ranged, shown
+from driftlens_reports.charts.marks import Trace, ink, named, scatter, whiskers
+from driftlens_reports.charts.panels import Grid, panel_grid
+from driftlens_reports.charts.picking import (
+    absent,
+    chosen_tasks,
+    chosen_variants,
+    layer_name,
+    needs_at,
+    ordered,
+    rows_at,
+)
+from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
+from driftlens_reports.charts.theme import GLYPHS, NUMBER, TICK_NUMBER, apply_theme, faded, look, palette
+from driftlens_reports.charts.words import (
+    by_variant,
+    label,
+    literal,
+    overlap_notes,
+    ranged,
+    shown,
+    span,
+    table_notes,
+    themed,
+)
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
+NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
 HEIGHT = 460
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
-_ENDS = tuple(f"{name} {end}" for name in (_COSINE, _ACCURACY) for end in ("low", "high"))
+
+
+def against_baseline(
+    run: DriftRun, options: ChartOptions, rows: pd.DataFrame, column: str, by: Sequence[str]
+) -> pd.DataFrame:
+    """The rows of the chosen variants that both they and the baseline have a number in, with the baseline's beside it.
+
+    Args:
+        run: the run.
+        options: name the variants, and the baseline, which need not be among them.
+        rows: rows of a table with the columns `variant`, `column` and `by`, of one layer at most.
+        column: the value; the baseline's comes as `<column>_baseline`.
+        by: what makes two rows match.
+
+    Raises:
+        DataError: the run has no such baseline.
+    """
+    run.layers(variant=options.baseline)  # says which variants there are when this is none
+    rivals = [name for name in chosen_variants(run, options) if name != options.baseline]
+    measured = rows[rows[column].notna()]
+    before = measured[measured["variant"] == options.baseline][[*by, column]]
+    after = measured[measured["variant"].isin(rivals)]
+    return after.merge(before.rename(columns={column: f"{column}_baseline"}), on=list(by), how="inner")
+
+
+def _no_rival(run: DriftRun, options: ChartOptions) -> str:
+    """The sentence for a selection that leaves nothing to compare with the baseline."""
+    if any(name not in ("base", "expert", options.baseline) for name in run.variants):
+        return "needs a variant besides the baseline; choose another variant, or another baseline."
+    return NO_RIVAL
+
+
+def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
+    """The smallest and the largest value of each variant, with their tasks."""
+
+    def write(row: pd.Series[Any]) -> str:
+        return f"{row[column]:+#.4g} ({row['task']})"
+
+    groups = rows.groupby("variant", sort=False)
+    return by_variant(
+        (name, span(own, column, write) if len(own) > 1 else write(own.iloc[0])) for name, own in groups
+    )
+
+
+def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """One row per task, variant and sample with the baseline's cosine beside the variant's own."""
+    samples = rows_at(run, options, "samples", baseline=True)
+    paired = against_baseline(run, options, samples, "cos", ["task", "sample_id"])
+    names = {"cos": "cosine", "cos_baseline": "baseline cosine"}
+    return paired.rename(columns=names)[["task", "variant", "sample_id", "label", *names.values()]]
+
+
+def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
+    lacking = needs_at("samples", "cos")(run, options)
+    return lacking or (None if len(_paired(run, options)) else _no_rival(run, options))
+
+
+@chart(
+    "sample-cosine",
+    title="Cosine of every sample, before and after",
+    section="features",
+    rank=20,
+    per_sample=True,
+    needs=("samples", ("cos",)),
+    lacks=_no_pairs,
+    caption="Cosine to the expert's feature for all diagnosis samples, the baseline's on x and the other variants' on "
+    "y, with the line of no change and each variant's mean gain beside its symbol, one panel per task.",
+    hint="Points above the line are closer to the expert than with the baseline. Look at the lower left: samples that "
+    "were far off tell more than the mean, and those below the line got worse.",
+)
+def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Panels of points; all panels have the same axes."""
+    rows = _paired(run, options)
+    gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
+    means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
+    drawn, thinned = thinned_samples(rows, options, rows["variant"].nunique())
+    tasks = list(rows["task"].unique())
+    baseline = variants.title(options.baseline)
+    grid = panel_grid(
+        [label(task) for task in tasks],
+        x_title=f"cosine, {literal(baseline)} (1: as the expert)",
+        y_titles=["cosine, others (1: as the expert)"],
+        **themed(run, "sample-cosine", options),
+    )
+    shown_before: set[str] = set()
+    for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
+        trace = points(
+            part["baseline cosine"].to_numpy(dtype=float),
+            part["cosine"].to_numpy(dtype=float),
+            look(run.variants, str(variant), dark=options.dark),
+            total=len(drawn),
+            **named(variant, shown(str(variant)), legend=variant not in shown_before),
+            text=literal_column(part["sample_id"]).to_numpy(),
+            hovertemplate=f"%{{text}}<br>{literal(baseline)} %{{x:{NUMBER}}}, {shown(str(variant))} %{{y:{NUMBER}}}",
+        )
+        shown_before.add(str(variant))
+        grid.add(tasks.index(task), trace)
+    low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
+    for at, task in enumerate(tasks):
+        identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
+        _write_gains(grid, at, run, means[means["task"] == task], dark=options.dark)
+    reach = [low - 0.03, 1.03]
+    grid.figure.update_xaxes(range=reach, tickformat=TICK_NUMBER)
+    grid.figure.update_yaxes(range=reach, tickformat=TICK_NUMBER)
+    return Drawn(
+        grid.figure,
+        alt=f"Mean gain in cosine of the {layer_name(options)} over {baseline}: "
+        f"{_extremes_in_words(means, 'mean gain')}.",
+        data=drawn.merge(means, on=["task", "variant"], how="left"),
+        notes=(*thinned, *table_notes(run, rows, over_tasks=False)),
+    )
+
+
+def _write_gains(grid: Grid, at: int, run: DriftRun, means: pd.DataFrame, *, dark: bool) -> None:
+    """Each variant's mean gain beside its symbol, in the corner below the line where few points are."""
+    lines = []
+    for variant, gain in zip(means["variant"], means["mean gain"], strict=True):
+        symbol = look(run.variants, variant, dark=dark).symbol
+        lines.append(f"{GLYPHS.get(symbol, shown(variant))} {gain:+.3f}")
+    axis = str(at + 1) if at else ""
+    grid.figure.add_annotation(
+        text="<br>".join(lines),
+        xref=f"x{axis} domain",
+        yref=f"y{axis} domain",
+        **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
+        align="right",
+        showarrow=False,
+        font=ink(dark=dark),
+        bgcolor=faded(palette(dark).surface, 0.8),  # points may lie below it all the same
+    )
 
 
 def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task and variant that has both gains."""
-    key = ["task", "variant"]
     samples = rows_at(run, options, "samples", baseline=True)
     cosines = _cosine_gains(against_baseline(run, options, samples, "cos", ["task", "sample_id"]))
     scores = run.accuracy()
     scores = scores[(scores["metric"] == "accuracy") & scores["n"].notna()]
-    scores = scores.assign(n_baseline=scores["n"])
     scored = against_baseline(run, options, scores, "value", ["task"])
-    counts = scores[scores["variant"] == options.baseline][["task", "n_baseline"]]
-    accuracies = _accuracy_gains(scored.drop(columns="n_baseline").merge(counts, on="task"))
-    rows = cosines.merge(accuracies, on=key, how="inner")
+    counts = scores[scores["variant"] == options.baseline].set_index("task")["n"]
+    accuracies = _accuracy_gains(scored.assign(n_baseline=scored["task"].map(counts)))
+    rows = cosines.merge(accuracies, on=["task", "variant"], how="inner")
     return ordered(rows, chosen_tasks(run, options), list(run.variants))
 
 
@@ -48,72 +192,70 @@ def _cosine_gains(paired: pd.DataFrame) -> pd.DataFrame:
     gain = gains.groupby([paired["task"], paired["variant"]], sort=False)
     mean, counts = gain.mean(), gain.size()
     error = (counts - 1).map(student) * gain.std(ddof=1) / np.sqrt(counts)
-    columns = {
-        "n": counts,
-        _COSINE: mean,
-        f"{_COSINE} low": mean - error,
-        f"{_COSINE} high": mean + error,
-    }
-    return pd.DataFrame(columns).reset_index()
+    ends = {f"{_COSINE} low": mean - error, f"{_COSINE} high": mean + error}
+    return pd.DataFrame({"n": counts, _COSINE: mean, **ends}).reset_index()
 
 
 def _accuracy_gains(scored: pd.DataFrame) -> pd.DataFrame:
     """Gains in percentage points, with intervals from the counts of right answers alone."""
+    names = (_ACCURACY, f"{_ACCURACY} low", f"{_ACCURACY} high")
     found = []
     for row in scored.to_dict("records"):
         before, after = float(row["value_baseline"]), float(row["value"])
         n_before, n_after = int(row["n_baseline"]), int(row["n"])
-        low, high = unpaired_difference(round(before * n_before), n_before, round(after * n_after), n_after)
-        gains = {_ACCURACY: after - before, f"{_ACCURACY} low": low, f"{_ACCURACY} high": high}
-        points = {name: 100 * gain for name, gain in gains.items()}
-        found.append({"task": row["task"], "variant": row["variant"], "test n": n_after, **points})
-    return pd.DataFrame(found, columns=["task", "variant", "test n", _ACCURACY, *_ENDS[2:]])
+        ends = unpaired_difference(round(before * n_before), n_before, round(after * n_after), n_after)
+        points = (100 * gain for gain in (after - before, *ends))
+        found.append((row["task"], row["variant"], n_after, *points))
+    return pd.DataFrame(found, columns=["task", "variant", "test n", *names])
 
 
-def _missing(run: DriftRun, options: ChartOptions) -> str | None:
+def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
     lacking = needs_at("samples", "cos")(run, options)
     if lacking:
         return lacking
     if not run.accuracy()["value"].notna().any():
-        return absent("accuracy", ["value"], "driftlens evaluate RUN")
-    return None if len(_rows(run, options)) else no_rival(run, options)
+        return absent("accuracy", ["value"])
+    return None if len(_rows(run, options)) else _no_rival(run, options)
 
 
 @chart(
     "gains",
     title="Cosine gain against accuracy gain",
-    section="outputs",
+    section="gains",
+    rank=20,
+    presets=("standard", "calibration"),
+    needs=("samples", ("cos",)),
+    lacks=_no_gains,
     caption="Mean gain in cosine to the expert over the diagnosis samples against the gain in test accuracy, both over "
     "the baseline, one point per task and variant with 95 % intervals.",
     hint="Upper right: closer to the expert and more accurate. Cosine gain is a diagnostic, not an explanation of "
     "accuracy: tasks can gain accuracy at an unchanged cosine, and the reverse. Compare each variant with its "
     "anchor-only control before crediting the calibration.",
-    missing=_missing,
 )
-def draw(run: DriftRun, options: ChartOptions) -> Drawn:
+def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     """One cloud of labelled points per variant, with lines at no gain."""
     import plotly.graph_objects as go
 
     rows = _rows(run, options)
     figure = go.Figure()
-    labelled = _labelled(list(rows["variant"].unique()))
+    names = [str(name) for name in rows["variant"].unique()]
+    # Its points carry the names of tasks.
+    labelled = ([name for name in names if part_of(name) == "calibrated"] or names)[-1]
     for variant, part in rows.groupby("variant", sort=False):
         figure.add_trace(_trace(run, part, str(variant), labelled, dark=options.dark))
-    apply_theme(figure, dark=options.dark, key=data_key(run, "gains", options), height=HEIGHT)
+    apply_theme(figure, height=HEIGHT, **themed(run, "gains", options))
     line = {"color": palette(options.dark).quiet, "width": 1}
     figure.add_hline(0, line=line, layer="below")
     figure.add_vline(0, line=line, layer="below")
     baseline = literal(variants.title(options.baseline))
-    figure.update_xaxes(
-        title_text=f"gain in mean cosine over {baseline} (cosine, -1 to 1)", tickformat=TICK_NUMBER
-    )
-    figure.update_yaxes(
-        title_text=f"gain in accuracy over {baseline} (percentage points)", tickformat=TICK_NUMBER
-    )
+    x_title = f"gain in mean cosine over {baseline} (cosine, -1 to 1)"
+    figure.update_xaxes(title_text=x_title, tickformat=TICK_NUMBER)
+    y_title = f"gain in accuracy over {baseline} (percentage points)"
+    figure.update_yaxes(title_text=y_title, tickformat=TICK_NUMBER)
     return Drawn(
         figure,
-        alt=f"Gain in cosine over {variants.title(options.baseline)}: {extremes_in_words(rows, _COSINE)}. Gain in "
-        f"accuracy in points: {extremes_in_words(rows, _ACCURACY)}.",
+        alt=f"Gain in cosine over {variants.title(options.baseline)}: {_extremes_in_words(rows, _COSINE)}. Gain in "
+        f"accuracy in points: {_extremes_in_words(rows, _ACCURACY)}.",
         data=rows,
         notes=(
             f"{ranged(rows['n'], 'diagnosis sample')} and {ranged(rows['test n'], 'test sample')} per task.",
@@ -124,44 +266,24 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _labelled(names: list[str]) -> str:
-    """The variant whose points carry the names of tasks: the last calibrated one, or the last."""
-    calibrated = [name for name in names if part_of(name) == "calibrated"]
-    return (calibrated or names)[-1]
-
-
-def _trace(run: DriftRun, rows: pd.DataFrame, variant: str, labelled: str, *, dark: bool) -> go.Scatter:
-    import plotly.graph_objects as go
-
+def _trace(run: DriftRun, rows: pd.DataFrame, variant: str, labelled: str, *, dark: bool) -> Trace:
     style = look(run.variants, variant, dark=dark)
-    return go.Scatter(
+    across, up = (
+        whiskers(rows[name], rows[f"{name} low"], rows[f"{name} high"], style.colour, thickness=1, width=0)
+        for name in (_COSINE, _ACCURACY)
+    )
+    # A name goes on the other side than that of the next higher point, which may be close.
+    places = rows[_ACCURACY].rank(method="first").astype(int)
+    return scatter(
         x=rows[_COSINE].tolist(),
         y=rows[_ACCURACY].tolist(),
-        error_x=_bars(rows, _COSINE, style.colour),
-        error_y=_bars(rows, _ACCURACY, style.colour),
+        error_x=across,
+        error_y=up,
         mode="markers+text" if variant == labelled else "markers",
         text=[label(str(task)) for task in rows["task"]],
-        textposition=_sides(rows[_ACCURACY]),
-        textfont={"size": SMALL, "color": palette(dark).ink},
+        textposition=["bottom right" if place % 2 else "top left" for place in places],
+        textfont=ink(dark=dark),
         name=shown(variant),
         marker={"color": style.colour, "symbol": style.symbol, "size": 9},
         hovertemplate="%{text}<br>cosine %{x:+.3f}, accuracy %{y:+.1f} points",
     )
-
-
-def _sides(heights: pd.Series[float]) -> list[str]:
-    """Where each name goes: on the other side than that of the next higher point, which may be close."""
-    order = heights.rank(method="first").astype(int)
-    return ["bottom right" if place % 2 else "top left" for place in order]
-
-
-def _bars(rows: pd.DataFrame, column: str, colour: str) -> dict[str, Any]:
-    up, down = rows[f"{column} high"] - rows[column], rows[column] - rows[f"{column} low"]
-    # One sample has no standard error; a bar of no length would claim certainty.
-    return {
-        "array": [None if math.isnan(length) else length for length in up],
-        "arrayminus": [None if math.isnan(length) else length for length in down],
-        "color": colour,
-        "thickness": 1,
-        "width": 0,
-    }

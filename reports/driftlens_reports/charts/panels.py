@@ -42,11 +42,13 @@ class Grid:
         for trace in traces:
             self.figure.add_trace(trace, **self.place(at))
 
-    def set_axes(self, *, x: Mapping[str, Any], y: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Settings of the axes of every panel; of y axes, one for all or one per column."""
+    def set_axes(
+        self, *, x: Mapping[str, Any] | None = None, y: Mapping[str, Any] | Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Settings of the axes of every panel; of y axes, one for all or one per column; none leaves them."""
         by_column = [y] * self.columns if isinstance(y, Mapping) else y
-        axes = {_axis("x", at): x for at in range(self.panels)}
-        axes |= {_axis("y", at): by_column[at % self.columns] for at in range(self.panels)}
+        axes = {_axis("x", at): x or {} for at in range(self.panels)}
+        axes |= {_axis("y", at): by_column[at % self.columns] for at in range(self.panels) if by_column}
         lay_out(self.figure, axes)
 
 

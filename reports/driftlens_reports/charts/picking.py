@@ -1,19 +1,75 @@
-"""What a chart draws: the tasks and variants that its options name, and the reason when a run lacks them."""
+"""What a reader may choose, the rows that a chart draws of it, and the reason and the command when a run lacks them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens.variants import control_of, part_of
-from driftlens_reports.charts.chart import ChartOptions, Missing
 
 ANALYZE = "driftlens analyze RUN/spec.yaml --out NEW"
 """The command that measures again; a `--set` behind it asks for more."""
+
+_OPTIONS = {
+    "final_share": "metrics.contributions",
+    "prefix_share": "metrics.prefix",
+    "cka": "metrics.cka",
+    "spectral_norm_mean": "metrics.jacobian.spectral",
+    "part": "metrics.adjoint",
+}
+"""What a spec must ask for, by the column that it fills."""
+_OWN_COMMANDS = {
+    "accuracy": "driftlens evaluate RUN",
+    "calibration": "driftlens calibrate RUN --name NAME",
+    "sweeps": "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
+}
+"""What fills a table that no analysis does."""
+
+
+@dataclass(frozen=True)
+class ChartOptions:
+    """What a reader may choose. Figures depend on these and on the run, never on a selection in the browser.
+
+    Attributes:
+        tasks: only these; None is all.
+        variants: only these; None is all but the base.
+        layer: layer index, "final" or module path, for charts of one layer.
+        band: which dispersion the band shows: the 10-90 % or 25-75 % quantiles, one standard deviation, or none.
+        log: a logarithmic value axis, where the chart has one.
+        relative: drift against the expert's feature norm instead of in feature units.
+        baseline: the variant that gains are counted from.
+        colour: what colours the points of scatters.
+        method: projection of the feature scatter.
+        seed: of that projection's random numbers.
+        classes: the feature scatter shows only samples of these classes; None is all.
+        highlight: ids of samples whose way from expert to variant the feature scatter draws.
+        max_points: more are thinned out, evenly and repeatably; the notes then say so.
+        dark: the dark theme.
+    """
+
+    tasks: Sequence[str] | None = None
+    variants: Sequence[str] | None = None
+    layer: int | str = "final"
+    band: Literal["q10-q90", "q25-q75", "std", "none"] = "q10-q90"
+    log: bool = False
+    relative: bool = False
+    baseline: str = "merged"
+    colour: Literal["role", "class", "drift"] = "role"
+    method: str = "pca"
+    seed: int = 0
+    classes: Sequence[str] | None = None
+    highlight: Sequence[str] = ()
+    max_points: int = 20_000
+    dark: bool = False
+
+
+Missing = Callable[[DriftRun, ChartOptions], str | None]
 
 
 def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
@@ -70,13 +126,54 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
     return found.loc[order].reset_index(drop=True)
 
 
-def needs(table: str, columns: Sequence[str], command: str = ANALYZE) -> Missing:
+def rows_at(
+    run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *, baseline: bool = False
+) -> pd.DataFrame:
+    """Rows of the table at the options' layer, of the chosen tasks and variants and in their order.
+
+    Args:
+        run: the run.
+        options: what the reader chose.
+        table: which table.
+        baseline: whether the options' baseline comes along, chosen or not.
+
+    Raises:
+        DataError: an unknown task or variant.
+        LayerNotFoundError: an unknown layer.
+        RunError: the table can't be read.
+    """
+    # A run that stopped early lists no layers; then none has rows, and none is wrong to ask for.
+    layer = options.layer if run.manifest.layers else None
+    rows = run.layers(layer=layer) if table == "layers" else run.samples(layer=layer)
+    chosen = chosen_variants(run, options)
+    if baseline and options.baseline not in chosen:
+        chosen = [options.baseline, *chosen]
+    return ordered(rows, chosen_tasks(run, options), chosen)
+
+
+def layer_name(options: ChartOptions) -> str:
+    """How a sentence calls the options' layer: "final feature", "feature leaving layer 3"."""
+    return "final feature" if options.layer == "final" else f"feature leaving layer {options.layer}"
+
+
+def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:
+    """Rows of the output table of the chosen tasks and variants in which all these columns are known, in their order.
+
+    Raises:
+        DataError: an unknown task or variant.
+        RunError: the table can't be read.
+    """
+    rows = run.outputs()
+    known = rows[rows[list(columns)].notna().all(axis=1)]
+    return ordered(known, chosen_tasks(run, options), chosen_variants(run, options))
+
+
+def unmeasured(table: str, columns: Sequence[str]) -> Missing:
     """A chart's `missing`: None where every column has a number among the chosen tasks and variants.
 
     Args:
         table: table of the run, as in the schema.
         columns: columns the chart can't do without.
-        command: adds them.
     """
 
     def missing(run: DriftRun, options: ChartOptions) -> str | None:
@@ -90,14 +187,52 @@ def needs(table: str, columns: Sequence[str], command: str = ANALYZE) -> Missing
         if not lacking:
             return None
         nowhere = [name for name in lacking if not of_all[name].notna().any()]
-        return absent(table, nowhere, command) if nowhere else not_of_these(run, options, table, lacking)
+        if nowhere:
+            return absent(table, nowhere, command_for(table, columns))
+        return not_of_these(run, options, table, lacking)
 
     return missing
 
 
-def absent(table: str, columns: Sequence[str], command: str) -> str:
+def needs_at(table: Literal["layers", "samples"], column: str) -> Missing:
+    """A chart's `missing`: None where the column has a number at the options' layer."""
+
+    def missing(run: DriftRun, options: ChartOptions) -> str | None:
+        is_there = rows_at(run, options, table)[column].notna().any()
+        return None if is_there else absent(table, [column])
+
+    return missing
+
+
+def needs_scores(
+    rows_of: Callable[[DriftRun, ChartOptions], pd.DataFrame], *columns: str, also: str = "heads"
+) -> Missing:
+    """A chart's `missing`: None where it finds rows to draw in the output table.
+
+    Args:
+        rows_of: the rows that it draws.
+        columns: of the output table, named where there are none.
+        also: what the spec must give besides.
+    """
+
+    def missing(run: DriftRun, options: ChartOptions) -> str | None:
+        if len(rows_of(run, options)):
+            return None
+        return f"needs {', '.join(columns)} of table outputs; with {also} in the spec, `{ANALYZE}` adds them."
+
+    return missing
+
+
+def command_for(table: str, columns: Sequence[str]) -> str:
+    """The command that fills these columns of a table."""
+    asked = (f" --set {_OPTIONS[name]}=true" for name in columns if name in _OPTIONS)
+    return _OWN_COMMANDS.get(table, f"{ANALYZE}{''.join(asked)}")
+
+
+def absent(table: str, columns: Sequence[str], command: str = "") -> str:
     """The sentence that says which columns have no numbers, and which command adds them."""
     what, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
+    command = command or command_for(table, columns)
     return f"needs {what} {', '.join(columns)} of table {table}; `{command}` adds {these}."
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import Look, palette
 from driftlens_reports.charts.thinning import thinned, thinning_notes
 from driftlens_reports.charts.words import literal
@@ -52,12 +52,7 @@ def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def points(
-    x: NDArray[np.floating[Any]],
-    y: NDArray[np.floating[Any]],
-    look: Look,
-    *,
-    total: int,
-    **settings: Any,
+    x: NDArray[np.floating[Any]], y: NDArray[np.floating[Any]], look: Look, *, total: int, **settings: Any
 ) -> go.Scatter | go.Scattergl:
     """A cloud of points in a variant's colours.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -10,20 +11,14 @@ from driftlens import variants
 from driftlens.errors import DataError
 from driftlens.projection import Projection, project, stored_projection
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.at_layer import layer_name, rows_at
+from driftlens_reports.charts.axes import titled
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.marks import Trace, scatter
 from driftlens_reports.charts.panels import Grid, panel_grid
-from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants
+from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants, layer_name, rows_at
 from driftlens_reports.charts.points import points, thinned_samples
-from driftlens_reports.charts.scatter_colours import add_drift_bar, class_legend, class_marks, class_notes
-from driftlens_reports.charts.scatter_quality import (
-    INDICATIVE,
-    QUALITY,
-    quality_in_words,
-    write_below,
-)
-from driftlens_reports.charts.theme import look, palette
-from driftlens_reports.charts.words import counted, data_key, label, literal, overlap_notes, shown
+from driftlens_reports.charts.theme import TICK_NUMBER, look, palette, scale
+from driftlens_reports.charts.words import by_variant, counted, label, literal, overlap_notes, shown, themed
 from driftlens_reports.wording import number, percent
 
 if TYPE_CHECKING:
@@ -36,6 +31,25 @@ _HEIGHT, _BELOW = 240, 42
 _TITLE = 22
 """Letters of a panel's title."""
 _BARE = {"showticklabels": False, "ticks": ""}
+_LIGHT = ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B1B1B")
+_DARK = ("#56B4E9", "#E69F00", "#2FC79A", "#E08BC0", "#B08CFF", "#F0E442", "#EDEDED")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
+_MOST_NAMED = 10
+"""Classes that a legend can name in a few lines."""
+_BAR = 24
+"""Pixels that the bar of drift colours needs beyond the room of a legend."""
+_QUALITY = {
+    "mean_cosine": "mean cosine",
+    "mean_drift": "mean drift",
+    "knn_overlap": "shared neighbours",
+    "trustworthiness": "trustworthiness",
+}
+"""Quality columns of a projection, and what the plotted numbers call them."""
+_INDICATIVE = (
+    "Distances on the plane are indicative only. The numbers below the panels come from the features: mean cosine to "
+    "the expert, mean drift, share of nearest neighbours in common with the expert's, and trust, how few neighbours on "
+    "the plane are none among the features (1 is best)."
+)
 
 
 def shown_task(run: DriftRun, options: ChartOptions) -> str:
@@ -64,7 +78,7 @@ def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     task = shown_task(run, options)
     if not run.manifest.layers:
-        return absent("layers", ["drift_l2_mean"], "driftlens analyze RUN/spec.yaml --out NEW")
+        return absent("layers", ["drift_l2_mean"])
     if chosen_variants(run, options) == ["base"]:
         return "shows the expert and all variants but the base, which the layout leaves out; choose another variant."
     try:
@@ -85,15 +99,18 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
 @chart(
     "scatter",
     title="Features side by side",
-    section="features",
+    section="plane",
+    rank=30,
+    per_sample=True,
+    needs=("samples", ("drift_l2",)),
+    lacks=_missing,
     caption="Features of one task's diagnosis samples on a plane, expert and variants side by side in one joint layout "
     "with shared axes, and quality numbers from the features themselves below each panel.",
     hint="Look for clusters of the expert that the merged model blurs or shifts and the calibrated one restores. "
     "Panels share one layout, so positions compare; other tasks have layouts of their own and do not. Distances on the "
     "plane are indicative only: trust the numbers below the panels.",
-    missing=_missing,
 )
-def draw(run: DriftRun, options: ChartOptions) -> Drawn:
+def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels with the same axes; lines show where chosen samples moved."""
     task, found = shown_task(run, options), _projection(run, options)
     assert found is not None  # `missing` says so before
@@ -103,32 +120,31 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _of_classes(rows, options)
     drawn, thinned = thinned_samples(rows, options, len(names))
     axes = _axis_titles(found)
-    legend = class_legend(drawn["label"], dark=options.dark) if options.colour == "class" else []
+    legend = _class_legend(drawn["label"], dark=options.dark) if options.colour == "class" else []
     grid = panel_grid(
         [label(variants.title(variant), _TITLE) for variant in names],
         x_title=axes[0],
         y_titles=[axes[1]],
-        dark=options.dark,
-        key=data_key(run, "scatter", options),
         columns=_MOST_COLUMNS,
         height=_HEIGHT,
         legend=[entry.name for entry in legend],
         below=_BELOW,
+        **themed(run, "scatter", options),
     )
     for at, variant in enumerate(names):
         part = drawn[drawn["variant"] == variant]
         _draw_panel(run, grid, at, part, drawn, options)
-        write_below(grid, at, axes[0], found.quality, variant)
+        _write_below(grid, at, axes[0], found.quality, variant)
     grid.figure.add_traces(legend)
     if options.colour == "drift" and drawn["drift"].notna().any():
-        add_drift_bar(grid.figure, drawn["drift"], dark=options.dark)
+        _add_drift_bar(grid.figure, drawn["drift"], dark=options.dark)
     lost = _draw_ways(run, grid, names, rows, options)
     grid.set_axes(x=_BARE, y=_BARE)
     grid.figure.update_layout(margin_l=48, yaxis={"scaleanchor": "x"})
-    quality = found.quality[["variant", *QUALITY]].rename(columns=QUALITY)
+    quality = found.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
     return Drawn(
         grid.figure,
-        alt=f"{found.method} layout of the {layer_name(options)} on {task}. {quality_in_words(found.quality, names)}",
+        alt=f"{found.method} layout of the {layer_name(options)} on {task}. {_quality_in_words(found.quality, names)}",
         data=drawn.merge(quality, on="variant", how="left"),
         notes=(*thinned, *_notes(run, options, task, found), *lost),
     )
@@ -174,7 +190,7 @@ def _draw_panel(
         hovertemplate="%{text}<extra></extra>",
     )
     if options.colour == "class":
-        trace.update(marker=class_marks(part["label"], drawn["label"], dark=options.dark))
+        trace.update(marker=_class_marks(part["label"], drawn["label"], dark=options.dark))
     if options.colour == "drift" and part["drift"].notna().any():
         trace.update(marker={"color": part["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9})
     grid.figure.add_trace(trace, **grid.place(at))
@@ -203,9 +219,7 @@ def _draw_ways(
     return [f"Not among the samples shown: {', '.join(lost)}."] if lost else []
 
 
-def _ways(starts: pd.DataFrame, ends: pd.DataFrame, variant: str, dark: bool) -> go.Scatter:
-    import plotly.graph_objects as go
-
+def _ways(starts: pd.DataFrame, ends: pd.DataFrame, variant: str, dark: bool) -> Trace:
     x: list[float | None] = []
     y: list[float | None] = []
     for row in ends.to_dict("records"):
@@ -213,7 +227,7 @@ def _ways(starts: pd.DataFrame, ends: pd.DataFrame, variant: str, dark: bool) ->
         x += [start["x"], row["x"], None]
         y += [start["y"], row["y"], None]
     ink = palette(dark).ink
-    return go.Scatter(
+    return scatter(
         x=x[:-1],
         y=y[:-1],
         mode="lines+markers",
@@ -238,6 +252,108 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -
             f"Only samples of the classes {', '.join(options.classes)}; the layout is that of all samples."
         )
     if options.colour == "class":
-        notes += class_notes(found.frame["label"])
+        notes += _class_notes(found.frame["label"])
     notes += [f"{text}." for text in found.notes]
-    return [*notes, INDICATIVE, *overlap_notes(run)]
+    return [*notes, _INDICATIVE, *overlap_notes(run)]
+
+
+def _class_marks(labels: pd.Series[Any], every: pd.Series[Any], *, dark: bool) -> dict[str, Any]:
+    """Colour and symbol of each point by its class; points without one are quiet.
+
+    Args:
+        labels: class of each point of a panel.
+        every: classes of all points of the figure, which decide what each class looks like in every panel.
+        dark: which theme.
+    """
+    looks = _looks(every, dark)
+    unknown = (palette(dark).quiet, "circle")
+    marks = [unknown if pd.isna(name) else looks[name] for name in labels]
+    return {
+        "color": [colour for colour, _ in marks],
+        "symbol": [symbol for _, symbol in marks],
+        "opacity": 0.8,
+    }
+
+
+def _class_legend(every: pd.Series[Any], *, dark: bool) -> list[Trace]:
+    """Legend entries that name the classes; none where there are too many to read."""
+    looks = _looks(every, dark)
+    if len(looks) > _MOST_NAMED:
+        return []
+    return [
+        scatter(
+            x=[None],
+            y=[None],
+            mode="markers",
+            marker={"color": colour, "symbol": symbol, "size": 7},
+            name=label(str(name)),
+        )
+        for name, (colour, symbol) in looks.items()
+    ]
+
+
+def _class_notes(every: pd.Series[Any]) -> list[str]:
+    """What a reader must know of the colours, where the legend can't name the classes."""
+    count = every.nunique()
+    if count == 0:
+        return ["The samples have no labels, so that classes have no colours."]
+    if count <= _MOST_NAMED:
+        return []
+    return [f"{counted(count, 'class', 'classes')}, told apart by colour and symbol; hovering names them."]
+
+
+def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
+    colours = _DARK if dark else _LIGHT
+    # After every round of colours the next symbol: 56 classes look different.
+    return {
+        name: (colours[at % len(colours)], _SYMBOLS[at // len(colours) % len(_SYMBOLS)])
+        for at, name in enumerate(sorted(every.dropna().unique()))
+    }
+
+
+def _add_drift_bar(figure: go.Figure, drifts: pd.Series[Any], *, dark: bool) -> None:
+    """Give `figure` one colour scale of drift for all panels, from zero to the largest one, and its bar above them."""
+    bar = {
+        "title": {"text": titled("drift", "samples", "drift_l2"), "side": "bottom"},
+        "tickformat": TICK_NUMBER,
+        "thickness": 10,
+        "outlinewidth": 0,
+        # Above the panels, for beside them it takes their room in a narrow window; and there in pixels of the figure,
+        # for in the panels' units it pushes them onto the lines below them.
+        **{"orientation": "h", "x": 0.5, "xpad": 0, "yref": "container", "y": 1, "yanchor": "top"},
+    }
+    # The first colours are nearly the background's: points would vanish.
+    axis = {
+        "cmin": 0,
+        "cmax": float(drifts.max()) or 1.0,
+        "colorscale": scale(palette(dark).sequential[2:]),
+        "colorbar": bar,
+    }
+    layout = figure.layout
+    figure.update_layout(coloraxis=axis, height=layout.height + _BAR, margin_t=layout.margin.t + _BAR)
+
+
+def _write_below(grid: Grid, at: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
+    """Write the axis title and a variant's numbers below panel `at`; the expert has none but trustworthiness."""
+    row = quality[quality["variant"] == variant].iloc[0]
+    # A line is no wider than a panel in a telephone's window.
+    lines = [f"trust {_short(row['trustworthiness'])}"]
+    if variant != "expert":
+        lines = [
+            f"cosine {_short(row['mean_cosine'])}, drift {_short(row['mean_drift'])}",
+            f"neighbours {_short(row['knn_overlap'])}",
+            *lines,
+        ]
+    axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
+    axis.title.text = "<br>".join([x_title, *lines])
+
+
+def _quality_in_words(quality: pd.DataFrame, names: list[str]) -> str:
+    """The mean cosine of every variant shown, as a sentence."""
+    rows = quality[quality["variant"].isin(names) & (quality["variant"] != "expert")]
+    said = by_variant(zip(rows["variant"], rows["mean_cosine"].map(number), strict=True))
+    return f"Mean cosine to the expert: {said}."
+
+
+def _short(value: float) -> str:
+    return "not measured" if math.isnan(value) else f"{value:.3g}"

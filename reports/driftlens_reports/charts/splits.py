@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import layer_axis, layer_places, layer_title
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.curves import parts
+from driftlens_reports.charts.layer_curves import layer_data, parts, task_titles
+from driftlens_reports.charts.marks import Trace, bar, gapped
 from driftlens_reports.charts.panels import MOST_COLUMNS, panel_grid, reference_line
-from driftlens_reports.charts.picking import ANALYZE, layer_rows, needs
+from driftlens_reports.charts.picking import layer_rows
 from driftlens_reports.charts.theme import SHARE, TICK_SHARE, Look, faded, palette
-from driftlens_reports.charts.words import (
-    LONGEST_OF_TWO,
-    data_key,
-    label,
-    literal,
-    peak_share,
-    sample_notes,
-    shown,
-)
+from driftlens_reports.charts.words import literal, peak_share, sample_notes, shown, themed
 from driftlens_reports.wording import percent
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _CARRIED, _SWAPPED = "carried share", "swapped share"
 
@@ -33,31 +21,27 @@ _CARRIED, _SWAPPED = "carried share", "swapped share"
 @chart(
     "splits",
     title="Both splits of the final drift",
-    section="causes",
+    section="splits",
+    rank=30,
+    needs=("layers", ("final_share", "prefix_share")),
     caption="Signed share of the final drift that each layer's local mismatch accounts for, ratios of sums over "
     "diagnosis samples without a band: carried to the end by Jacobians (solid), by swapping model prefixes (hatched).",
     hint="Both splits are exact, but they answer different questions, so they may differ: swapping runs each layer on "
     "other inputs. Where they agree, the blame is robust; a large gap means that the layers behind bend the "
     "drift. Carried shares and the remainder in the notes sum to 100 %, swapped shares do so alone.",
-    missing=needs(
-        "layers",
-        ["final_share", "prefix_share"],
-        f"{ANALYZE} --set metrics.contributions=true --set metrics.prefix=true",
-    ),
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of panels per task, one per variant; all panels have one y axis range."""
     rows = layer_rows(run, options).rename(columns={"final_share": _CARRIED, "prefix_share": _SWAPPED})
     rows = rows[rows[[_CARRIED, _SWAPPED]].notna().any(axis=1).groupby(rows["variant"]).transform("any")]
-    tasks, variants = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
+    variants = list(dict.fromkeys(rows["variant"]))
     grid = panel_grid(
-        [f"{label(task, LONGEST_OF_TWO)}: {shown(variant)}" for task in tasks for variant in variants],
+        task_titles(rows, [shown(variant) for variant in variants]),
         x_title=layer_title(run),
         y_titles=["share of final drift (%)"],
-        dark=options.dark,
-        key=data_key(run, "splits", options),
         columns=min(len(variants), MOST_COLUMNS),
         height=120,
+        **themed(run, "splits", options),
     )
     for part in parts(run, rows, dark=options.dark):
         at = part.at * len(variants) + variants.index(part.rows["variant"].iloc[0])
@@ -70,9 +54,9 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.figure,
         alt=f"Two splits of the final drift by layer. Carried: {peak_share(rows, _CARRIED)} "
         f"Swapped: {peak_share(rows, _SWAPPED)}",
-        data=rows[
-            ["task", "variant", "layer", "role", "path", "n", _CARRIED, _SWAPPED, "remainder_share"]
-        ].rename(columns={"remainder_share": "remainder"}),
+        data=layer_data(rows, _CARRIED, _SWAPPED, "remainder_share").rename(
+            columns={"remainder_share": "remainder"}
+        ),
         notes=(*sample_notes(run, rows), *remainder_notes(rows)),
     )
 
@@ -86,13 +70,10 @@ def remainder_notes(rows: pd.DataFrame) -> list[str]:
     return [f"Largest remainder: {percent(float(row['remainder_share']))} ({row['task']}, {row['variant']})."]
 
 
-def _bars(rows: pd.DataFrame, column: str, marks: Look, dark: bool) -> go.Bar:
-    import plotly.graph_objects as go
-
-    values = rows[column].astype(float)
-    return go.Bar(
+def _bars(rows: pd.DataFrame, column: str, marks: Look, dark: bool) -> Trace:
+    return bar(
         x=rows["layer"].tolist(),
-        y=[None if pd.isna(value) else value for value in values],
+        y=gapped(rows[column].astype(float)),
         name=column,
         marker=_fill(marks.colour, column, dark),
         showlegend=False,
@@ -111,19 +92,9 @@ def _fill(colour: str, column: str, dark: bool) -> dict[str, object]:
     return {"color": faded(colour, 1), "pattern": hatch, "line": {"color": colour, "width": 1}}
 
 
-def _legend(dark: bool) -> list[go.Bar]:
+def _legend(dark: bool) -> list[Trace]:
     """Entries in the colour of text: the marks mean the same whatever colour the variant has."""
-    import plotly.graph_objects as go
-
     names = {_CARRIED: "carried by Jacobians", _SWAPPED: "swapping prefixes"}
-    return [
-        go.Bar(
-            x=[None],
-            y=[None],
-            name=name,
-            legendgroup=column,
-            offsetgroup=column,
-            marker=_fill(palette(dark).quiet, column, dark),
-        )
-        for column, name in names.items()
-    ]
+    fills = {column: _fill(palette(dark).quiet, column, dark) for column in names}
+    groups = {column: {"legendgroup": column, "offsetgroup": column} for column in names}
+    return [bar(x=[None], y=[None], name=names[at], marker=fills[at], **groups[at]) for at in names]

@@ -11,10 +11,11 @@ import pandas as pd
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import titled
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants
-from driftlens_reports.charts.sweep_points import default_of, main_task, over_seeds
+from driftlens_reports.charts.marks import Trace, gapped, scatter
+from driftlens_reports.charts.per_task import AVERAGE
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, command_for
 from driftlens_reports.charts.theme import NUMBER, SHARE, TICK_NUMBER, TICK_SHARE, apply_theme, palette
-from driftlens_reports.charts.words import counted, data_key, joined, label, literal, ranged
+from driftlens_reports.charts.words import counted, joined, label, literal, ranged, span, themed
 from driftlens_reports.wording import number
 
 if TYPE_CHECKING:
@@ -40,13 +41,9 @@ class _Measure:
 
 def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
     """The measures that have numbers: drift and accuracy."""
-    drift = (
-        _Measure("drift_rel", titled("final drift / expert norm", "sweeps", "drift_rel"), NUMBER, TICK_NUMBER)
-        if options.relative
-        else _Measure(
-            "drift_l2_mean", titled("mean final drift", "sweeps", "drift_l2_mean"), NUMBER, TICK_NUMBER
-        )
-    )
+    column = "drift_rel" if options.relative else "drift_l2_mean"
+    words = "final drift / expert norm" if options.relative else "mean final drift"
+    drift = _Measure(column, titled(words, "sweeps", column), NUMBER, TICK_NUMBER)
     accuracy = _Measure("accuracy", "accuracy (% of test samples)", SHARE, TICK_SHARE)
     return [measure for measure in (drift, accuracy) if rows[measure.column].notna().any()]
 
@@ -62,19 +59,22 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     rows = _swept(run, options)
     if len(rows) and _measures(rows, options):
         return None
-    return "needs a sweep of one setting; `driftlens sweep RUN --param alpha=0,0.1,0.3,1` adds one."
+    return f"needs a sweep of one setting; `{command_for('sweeps', ())}` adds one."
 
 
 @chart(
     "sweeps",
     title="How settings matter",
-    section="outputs",
+    section="calibration",
+    rank=20,
+    presets=("calibration",),
+    needs=("sweeps", ("drift_l2_mean",)),
+    lacks=_missing,
     caption="Final drift on the diagnosis samples and accuracy on the test samples against one setting of the "
     "calibration at a time, mean over seeds with whiskers of one standard deviation over seeds; bold the mean of "
     "tasks, thin the tasks, a ring around the default.",
     hint="Flat curves mean that the setting matters little. Differences smaller than the whiskers are noise of the "
     "calibration samples. Choosing the best point on these very samples makes it look better than it is.",
-    missing=_missing,
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels: measures down, settings across."""
@@ -100,12 +100,9 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             found.append(points)
             for trace in _traces(points, setting, measure, options.dark, legend=down == across == 1):
                 figure.add_trace(trace, row=down, col=across)
-    apply_theme(
-        figure, dark=options.dark, key=data_key(run, "sweeps", options), height=inner + _TOP + _BOTTOM
-    )
-    _finish(
-        figure, measures, {name: rows.loc[rows["sweep"] == name, name].astype(float) for name in settings}
-    )
+    apply_theme(figure, height=inner + _TOP + _BOTTOM, **themed(run, "sweeps", options))
+    swept = {name: rows.loc[rows["sweep"] == name, name].astype(float) for name in settings}
+    _finish(figure, measures, swept)
     data = pd.concat(found, ignore_index=True)
     return Drawn(
         figure,
@@ -117,56 +114,48 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def _traces(
     points: pd.DataFrame, setting: str, measure: _Measure, dark: bool, *, legend: bool
-) -> list[go.Scatter]:
+) -> list[Trace]:
     """The tasks thin, their mean bold with whiskers, and a ring around the default."""
     colours = palette(dark)
     main = colours.roles["calibrated"][0]
-    bold = points[points["task"] == main_task(points)]
+    is_main = points["task"] == main_task(points)
+    bold, thin = points[is_main], points[~is_main]
     bars = {"array": bold["std over seeds"].fillna(0).tolist(), "color": main, "thickness": 1.2, "width": 3}
-    traces = [
-        _line(bold, setting, measure).update(
-            name=label(main_task(points)),
-            legendgroup="mean",
-            showlegend=legend,
-            mode="lines+markers",
-            line={"color": main, "width": 2},
-            marker={"color": main, "symbol": "diamond", "size": 7},
-            error_y=bars if bold["std over seeds"].notna().any() else None,
-        ),
-        _line(bold[bold["is default"]], setting, measure).update(
-            name="default",
-            legendgroup="default",
-            showlegend=legend,
-            mode="markers",
-            marker={"symbol": "circle-open", "size": 16, "color": colours.ink, "line": {"width": 1.5}},
-        ),
-    ]
-    others = points[points["task"] != main_task(points)]
-    if len(others):
-        thin = _line(others, setting, measure).update(
-            name="each task",
-            legendgroup="tasks",
-            showlegend=legend,
-            mode="lines",
-            line={"color": colours.quiet, "width": 1},
-            opacity=0.6,
+    looks = {
+        "tasks": {"name": "each task", "mode": "lines", "line": {"color": colours.quiet, "width": 1}},
+        "mean": {
+            "name": label(main_task(points)),
+            "mode": "lines+markers",
+            "line": {"color": main, "width": 2},
+            "marker": {"color": main, "symbol": "diamond", "size": 7},
+            "error_y": bars if bold["std over seeds"].notna().any() else None,
+        },
+        "default": {
+            "name": "default",
+            "mode": "markers",
+            "marker": {"symbol": "circle-open", "size": 16, "color": colours.ink, "line": {"width": 1.5}},
+        },
+    }
+    shown = {"tasks": thin, "mean": bold, "default": bold[bold["is default"]]}
+    return [
+        _line(shown[group], setting, measure).update(
+            legendgroup=group, showlegend=legend, opacity=0.6 if group == "tasks" else None, **settings
         )
-        traces.insert(0, thin)
-    return traces
+        for group, settings in looks.items()
+        if group != "tasks" or len(thin)
+    ]
 
 
-def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
+def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> Trace:
     """One trace with a line per task, apart by gaps: a trace each would be slow where tasks are many."""
-    import plotly.graph_objects as go
-
     x: list[float | None] = []
     y: list[float | None] = []
     text: list[str] = []
     for task, own in points.groupby("task", sort=False):
         x += [*own[setting].tolist(), None]
-        y += [*(None if pd.isna(value) else value for value in own["mean"]), None]
+        y += [*gapped(own["mean"]), None]
         text += [literal(str(task))] * (len(own) + 1)
-    return go.Scatter(
+    return scatter(
         x=x[:-1],
         y=y[:-1],
         text=text[:-1],
@@ -209,7 +198,48 @@ def _in_words(data: pd.DataFrame, measure: _Measure) -> str:
     ]
     parts = []
     for sweep, rows in means.groupby("sweep", sort=False):
-        ends = [rows.loc[rows["mean"].idxmin()], rows.loc[rows["mean"].idxmax()]]
-        values = [f"{number(end['mean'])} at {sweep} {end[str(sweep)]:g}" for end in ends]
-        parts.append(" to ".join(values))
+        name = str(sweep)
+        parts.append(span(rows, "mean", lambda row, at=name: f"{number(row['mean'])} at {at} {row[at]:g}"))
     return joined(parts)
+
+
+def over_seeds(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
+    """Mean and standard deviation over seeds of a measure at every value of the setting, by task.
+
+    With more than one task, the mean of tasks is a task of its own: averaged for each seed first, then over seeds. It
+    is null where a task has no number: a mean of those that happen to be there would jump.
+
+    Args:
+        rows: rows of the sweep table, of one sweep.
+        setting: the column that was varied.
+        measure: the column that is averaged.
+    """
+    rows = rows.astype({setting: float, measure: float})
+    parts = rows[["task", setting, "seed", measure]]
+    tasks = rows["task"].nunique()
+    if tasks > 1:
+        by_seed = rows.groupby([setting, "seed"])[measure].agg(["mean", "count"])
+        whole = by_seed["mean"].where(by_seed["count"] == tasks).rename(measure).reset_index()
+        parts = pd.concat([parts, whole.assign(task=AVERAGE)])
+    groups = parts.groupby(["task", setting], sort=False)[measure]
+    found = pd.DataFrame({"mean": groups.mean(), "std over seeds": groups.std(), "seeds": groups.count()})
+    ordered = found.reset_index().sort_values(["task", setting], kind="stable")
+    return ordered.assign(sweep=setting, measure=measure)
+
+
+def main_task(points: pd.DataFrame) -> str:
+    """What stands for all tasks: their mean, or the only one."""
+    return AVERAGE if (points["task"] == AVERAGE).any() else str(points["task"].iloc[0])
+
+
+def default_of(run: DriftRun, setting: str) -> float | None:
+    """The setting's value wherever others were swept, or in the run's calibrations; None if not just one."""
+    rows = run.sweeps()
+    is_varied = rows["sweep"].astype(str).str.split("+").map(lambda names: setting in names).astype(bool)
+    values = set(rows.loc[~is_varied, setting].dropna().astype(float))
+    if not values:
+        infos = run.manifest.calibrations.values()
+        told = [count for info in infos for count in info.samples.values()] if setting == "n" else []
+        told = told or [info.settings.get(setting) for info in infos]
+        values = {float(value) for value in told if isinstance(value, int | float)}
+    return values.pop() if len(values) == 1 else None

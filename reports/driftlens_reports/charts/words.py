@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pandas as pd
 
 from driftlens import variants
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.columns import printable
 from driftlens_reports.wording import number, percent
 
@@ -36,14 +37,19 @@ def shown(variant: str) -> str:
     return label(variants.title(variant))
 
 
-def listed(parts: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
-
-
 def joined(parts: Sequence[str]) -> str:
     """`a; b; c`, for parts that have commas of their own, as names of controls do."""
     return "; ".join(parts)
+
+
+def by_variant(texts: Iterable[tuple[object, str]]) -> str:
+    """A text for each variant behind what a reader calls it: "merged 0.6120; featcal 0.8010"."""
+    return joined([f"{variants.title(str(variant))} {text}" for variant, text in texts])
+
+
+def span(rows: pd.DataFrame, column: str, write: Callable[[pd.Series[Any]], str]) -> str:
+    """The rows with the smallest and the largest value in words, `a to b`."""
+    return " to ".join(write(rows.loc[at]) for at in (rows[column].idxmin(), rows[column].idxmax()))
 
 
 def short(value: float) -> str:
@@ -65,9 +71,16 @@ def ranged(values: Iterable[float], noun: str) -> str:
     return counted(low, noun) if low == high else f"{counted(low, '', ' ').strip()} to {counted(high, noun)}"
 
 
-def sample_notes(run: DriftRun, rows: pd.DataFrame, column: str = "n") -> list[str]:
+def sample_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     """How many samples of which split stand behind `rows` of the layer table, and whether they also calibrated."""
-    return [f"{ranged(rows[column], 'diagnosis sample')} per task.", *overlap_notes(run)]
+    return [f"{ranged(rows['n'], 'diagnosis sample')} per task.", *overlap_notes(run)]
+
+
+def table_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool = True) -> list[str]:
+    """The same for rows of single samples, and over how many tasks they are taken together."""
+    counts = samples.groupby(["task", "variant"], sort=False).size()
+    over = f", over {counted(samples['task'].nunique(), 'task')}" if over_tasks else ""
+    return [f"{ranged(counts, 'diagnosis sample')} per task{over}.", *overlap_notes(run)]
 
 
 def overlap_notes(run: DriftRun) -> list[str]:
@@ -83,6 +96,11 @@ def data_key(run: DriftRun, chart: str, options: ChartOptions) -> str:
     return f"{run.id} {chart} {dataclasses.astuple(chosen)}"
 
 
+def themed(run: DriftRun, chart: str, options: ChartOptions) -> dict[str, Any]:
+    """The theme of a figure and `data_key`, as `apply_theme` and `panel_grid` take them."""
+    return {"dark": options.dark, "key": data_key(run, chart, options)}
+
+
 def final_sentence(rows: pd.DataFrame, column: str) -> str:
     """The last layer in words: the worst task of the first variant, with every variant's value there."""
     last = rows[(rows["layer"] == rows["layer"].max()) & rows[column].notna()]
@@ -91,13 +109,10 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
     first = last[last["variant"] == last["variant"].iloc[0]]
     task = first.loc[first[column].astype(float).idxmax(), "task"]
     there = last[last["task"] == task]
-    values = [
-        f"{variants.title(variant)} {number(float(value))}"
-        for variant, value in zip(there["variant"], there[column], strict=True)
-    ]
+    values = by_variant(zip(there["variant"], there[column].astype(float).map(number), strict=True))
     others = rows["task"].nunique() - 1
     among = f", the highest of {others + 1} tasks" if others else ""
-    return f"At layer {last['layer'].iloc[0]}, on {task}{among}: {joined(values)}."
+    return f"At layer {last['layer'].iloc[0]}, on {task}{among}: {values}."
 
 
 def peak_sentence(
@@ -108,21 +123,17 @@ def peak_sentence(
     for variant, part in rows[rows[column].notna()].groupby("variant", sort=False):
         values = part[column].astype(float)
         row = part.loc[values.idxmin() if lowest else values.idxmax()]
-        parts.append(
-            f"{variants.title(str(variant))} {write(float(row[column]))} ({row['task']}, layer {row['layer']})"
-        )
-    return f"{'Lowest' if lowest else 'Highest'}: {joined(parts)}."
+        parts.append((variant, f"{write(float(row[column]))} ({row['task']}, layer {row['layer']})"))
+    return f"{'Lowest' if lowest else 'Highest'}: {by_variant(parts)}."
 
 
 def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
     """A note about cells of a task x layer heatmap without a number, where there are any."""
     cells = rows["task"].nunique() * rows["variant"].nunique() * len(run.manifest.layers)
     gaps = cells - int(rows[column].notna().sum())
-    return (
-        [f"{counted(gaps, 'cell')} without a number, in the background's colour: not measured."]
-        if gaps
-        else []
-    )
+    if not gaps:
+        return []
+    return [f"{counted(gaps, 'cell')} without a number, in the background's colour: not measured."]
 
 
 def peak_share(rows: pd.DataFrame, column: str) -> str:

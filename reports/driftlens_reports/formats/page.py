@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens_reports.charts.theme import Palette, palette
 from driftlens_reports.content import ReportContent, Table, written
-from driftlens_reports.sections.verdict_words import signed
+from driftlens_reports.sections.verdict import signed
 
 if TYPE_CHECKING:
     import jinja2

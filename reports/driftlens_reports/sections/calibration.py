@@ -16,13 +16,19 @@ from driftlens.records.compare import gains
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
-from driftlens_reports.content import Table
+from driftlens_reports.content import Kind, Table
 from driftlens_reports.sections.tabulate import table
 
 _LACKING = "The run has no calibrated variant; `driftlens calibrate RUN --name NAME` adds one."
 
-_GAINS = ("value_before", "value_control", "value_after", "by_rescaling", "by_calibration")
-"""Numbers of the gains that a reader sees."""
+_GAINS = {
+    **{"value_before": "merged", "value_control": "anchor only", "value_after": "calibrated"},
+    **{"by_rescaling": "change by rescaling", "by_calibration": "change by calibration"},
+}
+"""Numbers of the gains that a reader sees, and their headings."""
+_TEXT: Kind = "text"
+_NUMBER: Kind = "number"
+_ENDS: Mapping[str, Kind] = {"95 % low": "share", "95 % high": "share"}
 
 _QUANTITIES = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy"}
 
@@ -39,8 +45,7 @@ def calibration_tables(run: DriftRun) -> list[Table]:
     """Settings, before and after of every calibration, and the gains split by its control."""
     names = list(run.manifest.calibrations)
     results = [build(run, name) for name in names for build in (_outcomes, _drifts, _changes, _answers)]
-    tables = [_settings(run.manifest.calibrations), *results, _split(run)]
-    return [entry for entry in tables if entry.rows]
+    return [_settings(run.manifest.calibrations), *results, _split(run)]
 
 
 def _of_calibration(run: DriftRun, name: str, info: CalibrationInfo) -> Iterator[str]:
@@ -60,12 +65,8 @@ def _settings(found: Mapping[str, CalibrationInfo]) -> Table:
         for name, info in found.items()
         for setting, value in info.settings.items()
     ]
-    return table(
-        "calibration-settings",
-        "Settings",
-        {"calibration": "text", "setting": "text", "value": "text"},
-        rows,
-    )
+    kinds = dict.fromkeys(("calibration", "setting", "value"), _TEXT)
+    return table("calibration-settings", "Settings", kinds, rows)
 
 
 def _text(value: object) -> str:
@@ -89,15 +90,8 @@ def _outcomes(run: DriftRun, name: str) -> Table:
         f"before-after-{name}",
         f"{name}: before and after",
         {
-            "task": "text",
-            "model": "text",
-            "L2 drift": "number",
-            "drift +-": "number",
-            "relative drift": "share",
-            "cosine": "number",
-            "accuracy": "share",
-            "95 % low": "share",
-            "95 % high": "share",
+            **{"task": "text", "model": "text", "L2 drift": "number", "drift +-": "number"},
+            **{"relative drift": "share", "cosine": "number", "accuracy": "share", **_ENDS},
             "test samples": "count",
         },
         rows,
@@ -130,13 +124,7 @@ def _changes(run: DriftRun, name: str) -> Table:
     return table(
         f"accuracy-change-{name}",
         f"{name}: change of accuracy against the merged model",
-        {
-            "task": "text",
-            "change": "share",
-            "95 % low": "share",
-            "95 % high": "share",
-            "test samples": "count",
-        },
+        {"task": "text", "change": "share", **_ENDS, "test samples": "count"},
         [(entry.task, entry.change, entry.low, entry.high, entry.n) for entry in found],
         note=f"Percentages are points of accuracy. {accuracy_change_note(found)}",
     )
@@ -147,15 +135,8 @@ def _answers(run: DriftRun, name: str) -> Table:
         f"answers-changed-{name}",
         f"{name}: answers that changed on the samples whose answers are stored",
         {
-            "task": "text",
-            "split": "text",
-            "samples": "count",
-            "became right": "count",
-            "became wrong": "count",
-            "change": "share",
-            "95 % low": "share",
-            "95 % high": "share",
-            "McNemar p": "number",
+            **{"task": "text", "split": "text", "samples": "count", "became right": "count"},
+            **{"became wrong": "count", "change": "share", **_ENDS, "McNemar p": "number"},
         },
         [
             (
@@ -176,23 +157,9 @@ def _split(run: DriftRun) -> Table:
     return table(
         "gain-split",
         "What rescaling and calibration each change",
-        {
-            "task": "text",
-            "model": "text",
-            "quantity": "text",
-            "merged": "number",
-            "anchor only": "number",
-            "calibrated": "number",
-            "change by rescaling": "number",
-            "change by calibration": "number",
-        },
+        {**dict.fromkeys(("task", "model", "quantity"), _TEXT), **dict.fromkeys(_GAINS.values(), _NUMBER)},
         [
-            (
-                row["task"],
-                title(row["after"]),
-                _QUANTITIES[row["quantity"]],
-                *(row[name] for name in _GAINS),
-            )
+            (row["task"], title(row["after"]), _QUANTITIES[row["quantity"]], *(row[name] for name in _GAINS))
             for row in rows.to_dict("records")
         ],
         note="Each in the quantity's own unit: drift in feature units, accuracy as a fraction (0.01 is one point). "

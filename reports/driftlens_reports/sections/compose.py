@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import driftlens
@@ -13,33 +13,20 @@ from driftlens.records.run import DriftRun
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn
 from driftlens_reports.charts.words import overlap_notes
-from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, Table
+from driftlens_reports.content import Figure, ReportContent, RunInfo, Table
 from driftlens_reports.sections.calibration import calibration_sentences, calibration_tables
-from driftlens_reports.sections.caveats import caveat_sentences
-from driftlens_reports.sections.checks import checks_section
-from driftlens_reports.sections.environment import environment_section
 from driftlens_reports.sections.findings import (
     accuracy_table,
+    caveat_sentences,
     cosine_sentences,
     decision_sentences,
     origin_sentences,
 )
-from driftlens_reports.sections.glossary import glossary_section
-from driftlens_reports.sections.outline import TITLES, Outline
-from driftlens_reports.sections.setup import setup_section
+from driftlens_reports.sections.glossary import glossary_table
+from driftlens_reports.sections.outline import Outline, section
+from driftlens_reports.sections.setup import environment_tables, setup_sentences, setup_tables
 from driftlens_reports.sections.tabulate import frame_table
-from driftlens_reports.sections.verdict import verdict_of, verdict_section
-
-_SENTENCES: Mapping[str, Callable[[DriftRun], Sequence[str]]] = {
-    "origins": origin_sentences,
-    "cosine": lambda run: list(cosine_sentences(run)),
-    "outputs": decision_sentences,
-    "calibration": calibration_sentences,
-}
-_TABLES: Mapping[str, Callable[[DriftRun], Sequence[Table]]] = {
-    "outputs": lambda run: [accuracy_table(run)],
-    "calibration": calibration_tables,
-}
+from driftlens_reports.sections.verdict import checks_parts, verdict_of, verdict_tables
 
 
 @dataclass(frozen=True)
@@ -68,24 +55,27 @@ def compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None) 
     """
     figures: dict[str, list[Figure]] = {}
     drawn: dict[str, Drawn] = {}
-    for section in outline.sections:
-        made = [_figure(run, chart) for chart in outline.charts_of(section)]
-        figures[section] = [figure for figure, _ in made]
+    for name in outline.sections:
+        made = [_figure(run, chart) for chart in outline.charts_of(name)]
+        figures[name] = [figure for figure, _ in made]
         drawn |= {figure.name: picture for figure, picture in made if picture is not None}
     everything = [figure for found in figures.values() for figure in found]
     verdict = verdict_of(run)
-    special: Mapping[str, Callable[[], Section]] = {
-        "verdict": lambda: verdict_section(run, verdict),
-        "setup": lambda: setup_section(run),
-        "checks": lambda: checks_section(run_self_checks(run), checks),
-        "caveats": lambda: Section(
-            name="caveats", title=TITLES["caveats"], sentences=tuple(caveat_sentences(run, everything))
-        ),
-        "glossary": glossary_section,
-        "environment": lambda: environment_section(run),
+    # What a section says besides its charts; the others have charts alone.
+    said: Mapping[str, Callable[[], tuple[Iterable[str], Iterable[Table]]]] = {
+        "verdict": lambda: (verdict.sentences, verdict_tables(run, verdict)),
+        "setup": lambda: (setup_sentences(run), setup_tables(run)),
+        "origins": lambda: (origin_sentences(run), ()),
+        "cosine": lambda: (cosine_sentences(run), ()),
+        "outputs": lambda: (decision_sentences(run), [accuracy_table(run)]),
+        "calibration": lambda: (calibration_sentences(run), calibration_tables(run)),
+        "checks": lambda: checks_parts(run_self_checks(run), checks),
+        "caveats": lambda: (caveat_sentences(run, everything), ()),
+        "glossary": lambda: ((), [glossary_table()]),
+        "environment": lambda: ((), environment_tables(run)),
     }
     sections = [
-        special[name]() if name in special else _section(run, name, figures[name])
+        section(name, *(said[name]() if name in said else ((), ())), figures[name])
         for name in outline.sections
     ]
     content = ReportContent(
@@ -98,18 +88,6 @@ def compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None) 
         sections=tuple(sections),
     )
     return Composed(content, drawn)
-
-
-def _section(run: DriftRun, name: str, figures: Sequence[Figure]) -> Section:
-    sentences = _SENTENCES[name](run) if name in _SENTENCES else []
-    tables = [entry for entry in (_TABLES[name](run) if name in _TABLES else []) if entry.rows]
-    return Section(
-        name=name,
-        title=TITLES[name],
-        sentences=tuple(sentences),
-        tables=tuple(tables),
-        figures=tuple(figures),
-    )
 
 
 def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:

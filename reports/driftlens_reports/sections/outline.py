@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from driftlens.errors import SpecError
-from driftlens_reports.charts.chart import Chart, charts
+from driftlens_reports.charts.chart import Chart, by_rank, charts
+from driftlens_reports.content import Figure, Section, Table
 
 TITLES = MappingProxyType(
     {
@@ -29,55 +30,18 @@ TITLES = MappingProxyType(
 )
 """Every section in reading order."""
 
-_HOMES = {
-    "layers": "layers",
-    "causes": "decomposition",
-    "features": "cosine",
-    "parameters": "parameters",
-    "outputs": "outputs",
-}
-"""Where a chart goes by the section it declares."""
-
-_ELSEWHERE = {
-    **dict.fromkeys(("contributions-heatmap", "contributions", "splits", "adjoint"), "origins"),
-    **dict.fromkeys(("calibration-log", "sweeps"), "calibration"),
-}
-"""Charts that a report has elsewhere than the app."""
-
-_STANDARD = (
-    *("layer-drift", "heatmap", "decomposition", "amplification", "contributions-heatmap", "task-cosine"),
-    *("backbone-alignment", "accuracy", "margins", "gains", "calibration-log"),
-)
-_CALIBRATION = (
-    *("layer-drift", "heatmap", "base-distance", "task-cosine", "backbone-alignment"),
-    *("accuracy", "gains", "flips", "margins", "confidence", "calibration-log", "sweeps"),
-)
-PER_SAMPLE = frozenset({"scatter", "sample-cosine", "bound"})
-"""Charts with a mark for every sample: only in a report that asks for raw data."""
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A choice of sections and charts; `charts` None is every chart there is."""
-
-    sections: Sequence[str]
-    charts: Sequence[str] | None
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
+PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "summary": Preset(("verdict", "layers", "checks", "caveats"), ("layer-drift",)),
-        "standard": Preset(tuple(TITLES), _STANDARD),
-        "calibration": Preset(
-            (
-                *("verdict", "setup", "layers", "cosine", "parameters", "outputs"),
-                *("calibration", "checks", "caveats", "environment"),
-            ),
-            _CALIBRATION,
+        "summary": ("verdict", "layers", "checks", "caveats"),
+        "standard": tuple(TITLES),
+        "calibration": (
+            *("verdict", "setup", "layers", "cosine", "parameters", "outputs"),
+            *("calibration", "checks", "caveats", "environment"),
         ),
-        "full": Preset(tuple(TITLES), None),
+        "full": tuple(TITLES),
     }
 )
+"""The sections of each preset. Charts say themselves which presets they belong to; `full` has them all."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +53,14 @@ class Outline:
     raw: bool
 
     def charts_of(self, section: str) -> list[Chart]:
-        """The charts of a section: those named in the preset in its order, then the others by name."""
-        named = PRESETS[self.preset].charts
-        order = {name: at for at, name in enumerate(_STANDARD + _CALIBRATION)}
-        found = [
+        """The charts that stand in a section of this report, by rank."""
+        return by_rank(
             chart
-            for name, chart in charts.items()
-            if section_of(chart) == section
-            and (named is None or name in named or name in PER_SAMPLE)
-            and (self.raw or name not in PER_SAMPLE)
-        ]
-        return sorted(found, key=lambda chart: order.get(chart.name, len(order)))
+            for chart in charts.values()
+            if chart.place.report == section
+            and (self.raw or not chart.per_sample)
+            and (self.preset in ("full", *chart.presets) or chart.per_sample)
+        )
 
 
 def outline(preset: str = "standard", sections: Sequence[str] | None = None, *, raw: bool = False) -> Outline:
@@ -113,13 +74,21 @@ def outline(preset: str = "standard", sections: Sequence[str] | None = None, *, 
         raise SpecError("no section is chosen", hint=f"There are {', '.join(TITLES)}.")
     for name in sections or ():
         _check("section", name, TITLES)
-    chosen = PRESETS[preset].sections if sections is None else sections
+    chosen = PRESETS[preset] if sections is None else sections
     return Outline(preset, tuple(name for name in TITLES if name in chosen), raw)
 
 
-def section_of(chart: Chart) -> str:
-    """The section of a report in which a chart stands."""
-    return _ELSEWHERE.get(chart.name, _HOMES[chart.section])
+def section(
+    name: str, sentences: Iterable[str] = (), tables: Iterable[Table] = (), figures: Iterable[Figure] = ()
+) -> Section:
+    """The section `name` with its title; tables without rows are left out."""
+    return Section(
+        name=name,
+        title=TITLES[name],
+        sentences=tuple(sentences),
+        tables=tuple(table for table in tables if table.rows),
+        figures=tuple(figures),
+    )
 
 
 def _check(kind: str, name: str, known: Mapping[str, object]) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from driftlens.errors import DataError, DriftLensError
 from driftlens.records.run import DriftRun
+from driftlens.records.schema import TABLES
 from driftlens.variants import control_of
-from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
+from driftlens_reports.charts.chart import SECTIONS, ChartOptions, Drawn, charts, parts_of
+from driftlens_reports.sections.outline import PRESETS, TITLES
 from driftlens_reports.wording import error, number, percent
 from tests.reports.charts.recording import NUMBER, axis_titles, data_values, leaves, shown_texts
 
@@ -38,6 +40,21 @@ def test_its_words_are_whole_sentences(name: str) -> None:
     assert chart.caption.endswith(".") and ". " not in chart.caption, "a caption is one sentence"
     assert re.search("samples?|split|site|task vector", chart.caption), "a caption says what was measured on"
     assert chart.hint.endswith(".") and chart.title[0].isupper()
+
+
+@every_chart
+def test_it_stands_somewhere_and_names_columns_that_there_are(name: str) -> None:
+    chart = charts[name]
+    assert chart.place.report in TITLES and set(chart.presets) <= {*PRESETS, "overview"} - {"full"}
+    table, columns = chart.needs
+    assert columns and set(columns) <= set(TABLES[table].names)
+    if chart.place.page:
+        assert name in parts_of(chart.place.page)[chart.place.part]
+
+
+def test_no_two_sections_are_one_part_of_a_page() -> None:
+    parts = [(place.page, place.part) for place in SECTIONS.values() if place.page]
+    assert len(parts) == len(set(parts))
 
 
 @every_chart

@@ -8,8 +8,8 @@ from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import layer_axis, layer_title, titled
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows, needs
-from driftlens_reports.charts.words import counted, label, listed, literal, ranged, short
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows, unmeasured
+from driftlens_reports.charts.words import counted, label, literal, ranged, short
 
 
 def test_all_tasks_and_all_variants_but_the_base_are_drawn(full: DriftRun) -> None:
@@ -45,9 +45,9 @@ def test_rows_come_by_task_variant_and_layer(full: DriftRun) -> None:
 
 
 def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) -> None:
-    missing = needs("layers", ["final_share"], "driftlens analyze")
+    missing = unmeasured("layers", ["final_share"])
     assert missing(full, ChartOptions()) is None
-    missing = needs("accuracy", ["value", "ci_low"])
+    missing = unmeasured("accuracy", ["value", "ci_low"])
     assert missing(full, ChartOptions(tasks=["cars"])) is None
 
 
@@ -64,10 +64,14 @@ def test_what_other_variants_have_is_not_measured_again(name: str, full: DriftRu
     assert charts[name].missing(full, ChartOptions(variants=["base", "merged"])) is None
 
 
-def test_the_sentence_names_every_column_without_numbers(unmeasured: DriftRun) -> None:
-    missing = needs("layers", ["drift_rel", "n", "cka"], "driftlens do")
-    sentence = missing(unmeasured, ChartOptions())
-    assert sentence == "needs columns drift_rel, cka of table layers; `driftlens do` adds them."
+def test_the_sentence_names_every_column_without_numbers_and_the_command_that_fills_them(
+    request: pytest.FixtureRequest,
+) -> None:
+    missing = unmeasured("layers", ["drift_rel", "n", "cka"])
+    assert missing(request.getfixturevalue("unmeasured"), ChartOptions()) == (
+        "needs columns drift_rel, cka of table layers; "
+        "`driftlens analyze RUN/spec.yaml --out NEW --set metrics.cka=true` adds them."
+    )
 
 
 def test_the_layer_axis_always_labels_stem_and_head(full: DriftRun) -> None:
@@ -89,11 +93,10 @@ def test_names_are_shown_character_by_character() -> None:
     assert label("a" * 40) == "a" * 25 + "…" and label("<" * 40, 9).count("&lt;") == 8
 
 
-def test_counts_and_lists_read_as_words() -> None:
+def test_counts_read_as_words() -> None:
     assert counted(1, "task") == "1 task" and counted(8041, "sample") == "8\u202f041 samples"
     assert ranged([24, 16, 24], "sample") == "16 to 24 samples" and ranged([1, 1], "sample") == "1 sample"
     assert ranged([], "sample") == "an unknown number of samples"
-    assert [listed(list("abc")[:size]) for size in (1, 2, 3)] == ["a", "a and b", "a, b and c"]
     assert [short(value) for value in (0.01234, 1.2, 100.0, 123.4, 1234.5)] == [
         "0.0123",
         "1.20",

@@ -6,7 +6,7 @@ import pytest
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.running_curve import running_curve
+from driftlens_reports.charts.page_curves import running_curve
 from driftlens_reports.wording import number
 from tests.reports.charts.recording import axis_titles, drawn_values, leaves
 

@@ -13,7 +13,7 @@ import pytest
 from driftlens.records.intervals import Interval, mean_over_tasks, unpaired_difference
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.gain import NO_RIVAL
+from driftlens_reports.charts.gains import NO_RIVAL
 from driftlens_reports.charts.per_task import AVERAGE
 from tests.records.full_run import write_full_run
 from tests.reports.charts.recording import finite

@@ -1,0 +1,186 @@
+"""Curves that only the dashboard draws: of a calibration while it runs, of one sample, and of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from driftlens.errors import DataError
+from driftlens.records.compare import Comparison
+from driftlens.records.run import DriftRun
+from driftlens.variants import calibrated
+from driftlens_reports.charts.axes import titled
+from driftlens_reports.charts.chart import ChartOptions, Drawn
+from driftlens_reports.charts.layer_curves import curve, layer_grid, parts
+from driftlens_reports.charts.panels import reference_line
+from driftlens_reports.charts.picking import ANALYZE, chosen_variants, ordered
+from driftlens_reports.charts.theme import TICK_NUMBER, look
+from driftlens_reports.charts.words import by_variant, counted
+from driftlens_reports.wording import number
+
+_MEAN, _DRIFT = "mean drift", "drift"
+_SHARE, _CHANGE = "share of final drift", "change of mean drift"
+
+
+def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark: bool) -> Drawn:
+    """Mean drift by layer: one line for the merged model, one for the calibration as far as it has come.
+
+    Args:
+        run: the run that is being calibrated.
+        name: of the calibration; the run need not have it yet.
+        found: the calibrated model's mean drift behind each finished layer, by layer index.
+        dark: which theme.
+
+    Raises:
+        RunError: the layer table can't be read.
+    """
+    rows = _running_rows(run, calibrated(name), found)
+    variants = list(dict.fromkeys(rows["variant"]))
+    # Already its look of later: shades and marks follow from the variants that come before it.
+    known = list(dict.fromkeys([*run.variants, *variants]))
+    titles = [titled("mean L2 drift", "layers", "drift_l2_mean")]
+    grid = layer_grid(run, rows, titles, titles=[""], dark=dark, key=f"{run.id} running {name}")
+    for variant in variants:
+        part = rows[rows["variant"] == variant]
+        grid.add(0, curve(part, _MEAN, look(known, variant, dark=dark), what=_MEAN, legend=True))
+    grid.set_axes(y={"tickformat": TICK_NUMBER, "rangemode": "tozero"})
+    return Drawn(
+        grid.figure,
+        alt=f"Mean drift by layer while the calibration runs. {_progress_in_words(rows, run, found)}",
+        data=rows[["variant", "layer", "role", "path", _MEAN]],
+        notes=(
+            "Mean over tasks.",
+            "Merged: diagnosis samples; the calibration: calibration samples while it runs.",
+        ),
+    )
+
+
+def _running_rows(run: DriftRun, variant: str, found: Mapping[int, float]) -> pd.DataFrame:
+    measured = run.layers()
+    merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
+    lines = {"merged": merged, variant: pd.Series(found, dtype=float).sort_index()}
+    rows = pd.concat(
+        [
+            pd.DataFrame({"variant": name, "layer": line.index, _MEAN: line.array})
+            for name, line in lines.items()
+        ],
+        ignore_index=True,
+    )
+    places = {entry.index: entry for entry in run.manifest.layers}
+    return rows.assign(
+        task="mean over tasks",
+        role=[places[layer].role if layer in places else "layer" for layer in rows["layer"]],
+        path=[places[layer].path if layer in places else "" for layer in rows["layer"]],
+    )
+
+
+def _progress_in_words(rows: pd.DataFrame, run: DriftRun, found: Mapping[int, float]) -> str:
+    if not found:
+        return "No layer is calibrated yet."
+    layer = max(found)
+    there = rows[(rows["layer"] == layer) & (rows["variant"] == "merged")][_MEAN]
+    before = f", merged {number(float(there.iloc[0]))}" if len(there) else ""
+    done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
+    return f"{done} so far; at layer {layer}: calibrated {number(found[layer])}{before}."
+
+
+def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOptions) -> Drawn:
+    """Drift of one sample by layer, and beside it the layers' shares of its final drift, one line per variant.
+
+    Raises:
+        DataError: the run has no such task, or no rows of this sample.
+        RunError: the sample table can't be read.
+    """
+    samples = ordered(run.samples(task), [task], chosen_variants(run, options))
+    rows = _sample_rows(run, samples, task, sample_id)
+    measured = [name for name in (_DRIFT, _SHARE) if rows[name].notna().any()]
+    names = {_DRIFT: "Drift by layer", _SHARE: "Share of its final drift"}
+    grid = layer_grid(
+        run,
+        rows,
+        ["L2 drift (feature units)", "share (ratio)"][: len(measured)],
+        titles=[names[name] for name in measured],
+        columns=2,
+        share_y=False,
+        dark=options.dark,
+        key=f"{run.id} sample {task} {sample_id}",
+    )
+    for part in parts(run, rows, dark=options.dark):
+        for at, name in enumerate(measured):
+            hidden = {"showlegend": False} if at else {}
+            grid.add(at, part.curve(name, **hidden))
+    if _SHARE in measured:
+        reference_line(grid, 0.0, dark=options.dark, column=measured.index(_SHARE))
+    values = {"tickformat": TICK_NUMBER, "rangemode": "tozero"}
+    grid.set_axes(y=[values, {"tickformat": TICK_NUMBER}][: len(measured)])
+    last = rows[rows["layer"] == rows["layer"].max()]
+    said = by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
+    return Drawn(
+        grid.figure,
+        alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
+        data=rows.drop(columns="n"),
+        notes=_sample_notes(samples, has_shares=_SHARE in measured),
+    )
+
+
+def _sample_rows(run: DriftRun, samples: pd.DataFrame, task: str, sample_id: str) -> pd.DataFrame:
+    rows = samples[samples["sample_id"] == sample_id]
+    if rows.empty:
+        raise DataError(
+            f"task {task!r} has no diagnosis sample {sample_id!r}", hint="Choose one of the table."
+        )
+    layers = pd.DataFrame(
+        [(entry.index, entry.role, entry.path) for entry in run.manifest.layers],
+        columns=["layer", "role", "path"],
+    )
+    rows = rows.merge(layers, on="layer", how="left").rename(
+        columns={"drift_l2": _DRIFT, "final_share": _SHARE}
+    )
+    return rows[["task", "variant", "layer", "role", "path", _DRIFT, _SHARE]].assign(n=1)
+
+
+def _sample_notes(samples: pd.DataFrame, *, has_shares: bool) -> tuple[str, ...]:
+    """What the panels show; without the second one, on how many samples there is one, and what gives more."""
+    if has_shares:
+        return (
+            "Drift of this sample alone, in feature units, and the share of its final drift from each layer.",
+        )
+    explained = samples.loc[samples["final_share"].notna(), "sample_id"].nunique()
+    of_all = f"{explained} of {counted(samples['sample_id'].nunique(), 'sample')}"
+    return (
+        "Drift of this sample alone, in feature units.",
+        f"Contributions were measured on {of_all}; metrics.jacobian.samples in the spec raises it."
+        if explained
+        else f"Contributions were not measured here; {ANALYZE} --set metrics.contributions=true adds them.",
+    )
+
+
+def change_curves(found: Comparison, *, dark: bool) -> Drawn:
+    """Change of mean drift by layer, after minus before: one panel per task, one line per compared pair."""
+    run = found.after
+    # The compared layers as rows of a layer table, each pair under the name of the variant after.
+    rows = found.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
+    roles = {entry.index: entry.role for entry in run.manifest.layers}
+    rows = rows.assign(role=rows["layer"].map(roles))
+    key = f"{found.before.id} {found.after.id} {found.pairs}"
+    grid = layer_grid(run, rows, ["change of L2 drift (feature units)"], dark=dark, key=key)
+    for part in parts(run, rows, dark=dark):
+        grid.add(part.at, part.curve(_CHANGE))
+    reference_line(grid, 0.0, dark=dark)
+    grid.set_axes(y={"tickformat": TICK_NUMBER})
+    return Drawn(
+        grid.figure,
+        alt=f"Change of mean drift by layer. {_change_in_words(rows)}",
+        data=found.layers,
+        notes=("Mean over diagnosis samples, after minus before: below zero is an improvement.",),
+    )
+
+
+def _change_in_words(rows: pd.DataFrame) -> str:
+    last = rows[(rows["layer"] == rows["layer"].max()) & rows[_CHANGE].notna()]
+    if last.empty:
+        return "Nothing was measured at the last layer."
+    fewer = int((last[_CHANGE] < 0).sum())
+    mean = number(float(last[_CHANGE].mean()))
+    return f"At the last layer it falls in {fewer} of {len(last)} comparisons; the mean change is {mean}."

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from driftlens.engine.site_rows import rows_and_output
 from driftlens.errors import CheckpointError, DriftLensError, NumericsError, RunError, ShapeError, SpecError
 from driftlens.merging.method import Reads, merge_methods
 from driftlens.models.sources import TensorsSource
-from driftlens.models.tiny_stack import TinyStack
 from driftlens.pipeline.study import merging
 from driftlens.pipeline.study.merging import merged_source
 from driftlens.pipeline.study.moments import site_moments
@@ -224,18 +224,20 @@ def test_a_masked_token_has_no_part_in_the_moments() -> None:
 
     def start(inputs: Any) -> Any:
         state, side = chain.start(inputs)
-        return state, {**side, "hidden_mask": mask.expand(len(inputs), -1)}
+        tensors = {**side.tensors, "hidden_mask": mask.expand(len(inputs), -1)}
+        return state, dataclasses.replace(side, tensors=tensors)
 
     study.pool.chain = dataclasses.replace(chain, start=start)
-    module = TinyStack()
-    module.load_state_dict(EXPERTS["a"])
-    heard: list[Tensor] = []
-    module.blocks[1].down.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))  # type: ignore[union-attr]
     samples = study.tasks["a"].calibration
     assert samples is not None
-    with torch.no_grad():
-        module(samples.load(range(len(samples))))
-    rows = heard[0][:, mask].flatten(0, 1).double()
+    state, side = start(samples.load(range(len(samples))))
+    for layer in chain.layers[:2]:
+        state = layer.call(study.pool.parameters("expert:a", layer), state, side)
+    seen, _ = rows_and_output(
+        chain.layers[2], study.pool.parameters("expert:a", chain.layers[2]), state, side, ["down"]
+    )
+    rows = seen.inputs["down"][:, mask].flatten(0, 1).double()
+    assert len(rows) == 3 * len(samples)
     moments = next(moments for layer, moments in site_moments(study) if layer.path == "blocks.1")
     torch.testing.assert_close(moments["down"]["a"], rows.mT @ rows / len(rows), rtol=1e-5, atol=1e-7)
     assert moments["down"]["a"].dtype == torch.float64

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.finite import FiniteWatch
+from driftlens.engine.layer_sums import UNIFORM
+from driftlens.engine.row_weights import row_weights
 from driftlens.engine.site_rows import rows_and_output
 from driftlens.engine.walk import on_device
 from driftlens.linalg.gram import GramSum
@@ -45,15 +47,13 @@ def site_moments(study: Study) -> Iterator[tuple[Layer, dict[str, dict[str, Tens
             for state, side in waiting[task]:
                 rows, out = rows_and_output(layer, parameters, state, side, readers.values())
                 for (_, rule), name in readers.items():
-                    x, mask = rows.inputs[name], side.get(f"{layer.stream}_mask")
-                    counted = x.new_ones(x.shape[:-1])
-                    if rule in pool.chain.token_weights:
-                        counted = pool.chain.token_weights[rule](state, side).to(x)
-                    if mask is not None and mask.shape == counted.shape:
-                        counted = counted * mask.to(x)
+                    x, rules = rows.inputs[name], pool.chain.token_weights
+                    by_rule = rules[rule](state, side) if rule in rules and rule != UNIFORM else None
+                    weights = row_weights(name, x, by_rule, side.mask(layer.stream))
+                    x = x.flatten(0, -2)
                     total, counts = sums.setdefault(name, (GramSum(x.shape[-1], torch.float64, x.device), []))
-                    total.add_rows((x * counted.sqrt()[..., None]).flatten(0, -2))
-                    counts.append(float(counted.sum(dtype=torch.float64)))
+                    total.add_rows(x if weights is None else x * weights.sqrt()[:, None])
+                    counts.append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
                 watch.see(expert_of(task), out[layer.stream])
                 carried.append((out, side))
             watch.check()

@@ -19,6 +19,7 @@ def filled(full: DriftRun) -> Manifest:
         deterministic=True,
         environment={"OMP_NUM_THREADS": "1"},
         threads={"torch": 1},
+        precision={"cars": 1e-6},
         unfinished=("merged",),
         rewriting={"tables/layers.parquet": full.manifest.files["tables/layers.parquet"]},
         warnings=("cars: a warning",),

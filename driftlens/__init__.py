@@ -34,7 +34,7 @@ _HOMES = {
     "Report": "driftlens_reports.build",
     "RunSpec": "driftlens.spec",
     "decompose": "driftlens.engine.walk",
-    "expert_cosine": "driftlens.linalg.cosine",
+    "expert_cosine": "driftlens.linalg.state",
     "linear_cka": "driftlens.linalg.cka",
     "load_spec": "driftlens.spec",
     "open_checkpoint": "driftlens.models.loading",

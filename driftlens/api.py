@@ -43,7 +43,8 @@ class Run(DriftRun):
             calibrator: its settings; of a registered class.
             name: of the calibration.
             auto: whether the calibrator's free settings are chosen from the calibration samples, starting from these.
-            **options: samples, layers, sites, top_layers, resume, replace, save_weights, on_progress, cancel: as for
+            **options: samples, layers, sites, top_layers, resume, replace, save_weights, attribution, on_measured,
+                on_progress, cancel: as for
                 `driftlens.pipeline.calibrate.job.calibrate`; device, offline, trust as in `Access`.
 
         Raises:
@@ -62,6 +63,20 @@ class Run(DriftRun):
         )
         choose = HELD_OUT if auto else options.pop("choose", None)
         calibrate(self.path, request, choose=choose, access=_access(options), **options)
+        return Run.at(self.path)
+
+    def explain(self, **options: Any) -> Run:
+        """Trace the drift of every variant back to layers, where that was left out or interrupted.
+
+        Args:
+            **options: on_progress, cancel, device, offline, trust as for `calibrate`.
+
+        Raises:
+            DriftLensError: as for `driftlens.pipeline.analyze.job.explain`.
+        """
+        from driftlens.pipeline.analyze.job import explain
+
+        explain(self.path, access=_access(options), **options)
         return Run.at(self.path)
 
 
@@ -113,7 +128,8 @@ def analyze(
         cancel: a token whose `cancel()` stops the work at the next batch.
         resume: go on where an interrupted run of the same spec stopped.
         force: replace the run that is there.
-        **options: with a spec, those of `driftlens.pipeline.analyze.job.analyze` (device, offline, trust, overrides);
+        **options: with a spec, those of `driftlens.pipeline.analyze.job.analyze` (attribution, device, offline, trust,
+            overrides);
             with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, layers, blocks, pool, n,
             batch_size, cka, jacobian, device, seed, name).
 

@@ -75,6 +75,13 @@ Trust = Annotated[
     # Trust is given on the command line or not at all; no variable may give it.
     bool, typer.Option("--trust-code", allow_from_autoenv=False, help="Run Python code that the spec names.")
 ]
+NoAttribution = Annotated[
+    bool,
+    typer.Option(
+        "--no-attribution",
+        help="Measure drift and accuracy, not where the drift comes from; `driftlens explain` does so later.",
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option("--device", envvar="DRIFTLENS_DEVICE", help="auto, cpu or cuda; over the spec's."),

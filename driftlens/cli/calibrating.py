@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ import typer
 from driftlens.cli.app import (
     Job,
     JsonFlag,
+    NoAttribution,
     RunFolder,
     app,
     assignments,
@@ -79,6 +81,7 @@ def calibrate(
     replace: Annotated[
         bool, typer.Option("--replace", help="Take out the calibration of this name.")
     ] = False,
+    no_attribution: NoAttribution = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check everything but digests, estimate the cost, write nothing."),
@@ -114,6 +117,7 @@ def calibrate(
             resume=resume,
             replace=replace,
             save_weights=save_weights,
+            attribution=not no_attribution,
             access=job.access,
         )
         say_json(found.as_dict()) if as_json else say(found.text())
@@ -126,6 +130,8 @@ def calibrate(
             replace=replace,
             save_weights=save_weights,
             choose=HELD_OUT if auto else None,
+            attribution=not no_attribution,
+            on_measured=None if job.progress == "jsonl" else functools.partial(_show_first, name),
             access=job.access,
             on_progress=sink,
             cancel=cancel,
@@ -133,6 +139,12 @@ def calibrate(
     for text in finished.manifest.calibrations[name].notices:
         note(f"notice: {text}")
     _show(finished, name, save_weights, as_json=as_json)
+
+
+def _show_first(name: str, run: DriftRun) -> None:
+    from driftlens_reports.verdicts import first_numbers_text
+
+    note(first_numbers_text(run, name))
 
 
 def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from driftlens.cli.app import (
     Device,
     Job,
     JsonFlag,
+    NoAttribution,
     Offline,
     ProgressMode,
     RunFolder,
@@ -132,6 +133,7 @@ def analyze(
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
     seed: Annotated[int | None, typer.Option(help="Over data.defaults.seed.")] = None,
     overrides: Overrides = None,
+    no_attribution: NoAttribution = False,
     *,
     as_json: JsonFlag = False,
     job: Job,
@@ -148,6 +150,7 @@ def analyze(
             out=out if out is not None else Path("runs") / resolved.name,
             resume=resume,
             force=force,
+            attribution=not no_attribution,
             access=job.access,
             on_progress=sink,
             cancel=cancel,
@@ -155,6 +158,17 @@ def analyze(
     for text in (*run.manifest.warnings, *run.manifest.notices):
         note(f"notice: {text}")
     show_run(run, as_json=as_json)
+
+
+@app.command()
+@computing
+def explain(run: RunFolder, *, as_json: JsonFlag = False, job: Job) -> None:
+    """Trace the drift of every variant of a run back to layers, where that was left out or interrupted."""
+    from driftlens.pipeline.analyze.job import explain as run_explanation
+
+    with job.watched() as (sink, cancel):
+        found = run_explanation(run, access=job.access, on_progress=sink, cancel=cancel)
+    show_run(found, as_json=as_json)
 
 
 @app.command()

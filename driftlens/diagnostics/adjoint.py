@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from driftlens.diagnostic import diagnostic
 from driftlens.linalg.integrals import composite_nodes
 from driftlens.linalg.path_jacobian import PathJacobian
 from driftlens.linalg.state import State, inner
 from driftlens.models.heads import Head
+from driftlens.records.schema import ADJOINT
 
 SCORE_PANELS = 8
 """Panels of the score map's segment: where a feature shortens on the way, the normalisation bends sharply."""
@@ -55,6 +57,7 @@ class Target:
     change: Tensor
 
 
+@diagnostic("adjoint", table="adjoint", columns=ADJOINT.columns[len(ADJOINT.key) :], needs="jacobian")
 def adjoint_parts(steps: Sequence[Step], covector: State) -> Tensor:
     """<A_{l+1}' ... A_L' u, m_l> for every layer l and sample, [L, n].
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from driftlens.diagnostic import diagnostic
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.errors import ShapeError
 from driftlens.linalg.path_jacobian import PathJacobian
 from driftlens.linalg.state import State, floating, inner, norm, relative_error, subtract
+from driftlens.records.schema import LAYERS, SAMPLES
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,24 @@ class LayerSensitivity:
     spectral_residual: Tensor | None = None
 
 
+@diagnostic(
+    "sample_contributions",
+    table="samples",
+    columns=SAMPLES.only("final_share"),
+    needs="jacobian",
+    option="jacobian",
+)
+@diagnostic(
+    "contributions",
+    columns=LAYERS.only(
+        *(
+            *("final_share", "remainder_share", "jacobian_error", "nodes", "jacobian_samples"),
+            *("spectral_norm_mean", "spectral_residual_max", "random_gain_mean"),
+        )
+    ),
+    needs="jacobian",
+    option="jacobian",
+)
 @dataclass
 class Contributions:
     """P_{l->L} m_l for every layer l: each local mismatch carried to the final feature.
@@ -134,6 +154,7 @@ class Contributions:
         return {name: leaf[: -len(riders)] for name, leaf in pushed.items()}
 
 
+@diagnostic("prefix", columns=LAYERS.only("prefix_share"), needs="jacobian")
 @dataclass
 class PrefixSwaps:
     """The derivative-free split: what changes in the final feature when the expert's prefix grows by one layer.

@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from driftlens.diagnostic import Seen, diagnostic
 from driftlens.engine.walk import LayerView, decompose
-from driftlens.linalg.cosine import expert_cosine
-from driftlens.linalg.state import norm, subtract
+from driftlens.linalg.state import expert_cosine, norm, subtract
 from driftlens.models.chain import Pool, State, pooled
+from driftlens.records.schema import LAYERS, SAMPLES
 
 Columns = dict[str, Tensor]
 Values = Mapping[str, NDArray[np.float64]]
@@ -113,6 +114,30 @@ def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
             "growth_holds": holds[defined].mean() if defined.any() else np.nan,
         }
     return {name: float(value) for name, value in values.items()}
+
+
+_OF_DRIFT = (
+    *(name for name in LAYERS.names if name.startswith("drift_")),
+    *("cos_mean", "cos_std", "mismatch_l2_mean", "propagation_l2_mean", "cross_term", "residual_l2_mean"),
+    *("amplification", "gain_excess_mean", "mismatch_ratio_mean", "growth_holds"),
+)
+
+
+@diagnostic("drift", columns=LAYERS.only(*_OF_DRIFT), needs="view", option="", per_view=drift_columns)
+def _of_layer(seen: Seen) -> dict[str, float]:
+    return layer_values(seen.columns, seen.base)
+
+
+@diagnostic(
+    "sample_drift",
+    table="samples",
+    columns=SAMPLES.only("drift_l2", "cos", "mismatch_l2", "propagation_l2", "amplification"),
+    needs="view",
+    option="",
+    per_view=drift_columns,
+)
+def _of_samples(seen: Seen) -> dict[str, NDArray[np.float64]]:
+    return sample_values(seen.columns)
 
 
 def _ratio(over: NDArray[np.float64], under: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import jvp, vjp
 
+from driftlens.diagnostic import Seen, diagnostic
 from driftlens.linalg.integrals import cross_entropy_change, softmax_change
 from driftlens.linalg.path_jacobian import forward_mode_attention
 from driftlens.linalg.quadrature import gauss_legendre
 from driftlens.models.heads import Head
+from driftlens.records.schema import OUTPUTS
 
 GAIN_NODES = 4
 GAIN_ITERATIONS = 30
@@ -76,6 +80,16 @@ def output_columns(head: Head, expert: Tensor, variant: Tensor, labels: Tensor |
         change = columns["ce"] - columns["ce_expert"]
         columns["ce_integral_error"] = (cross_entropy_change(expert_scores, drift, rows) - change).abs()
     return columns
+
+
+@diagnostic("output", table="outputs", columns=OUTPUTS.columns[len(OUTPUTS.key) + 1 :], option="")
+def _of_samples(seen: Seen) -> dict[str, Any]:
+    head: Head = seen.head
+    expert, variant = torch.from_numpy(seen.expert), torch.from_numpy(seen.variant)
+    rows = class_rows(head, seen.labels) if seen.labels is not None else None
+    columns = {name: value.numpy() for name, value in output_columns(head, expert, variant, rows).items()}
+    names = np.array(head.classes, dtype=object)
+    return columns | {name: names[columns[name]] for name in ("expert_pred", "pred")}
 
 
 def _largest_error(found: Tensor, exact: Tensor) -> Tensor:

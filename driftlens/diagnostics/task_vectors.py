@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from driftlens.diagnostic import diagnostic
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import Layer, Slot
+from driftlens.records.schema import PARAMS
 from driftlens.variants import expert_of
 
 
@@ -63,6 +65,9 @@ def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
     return Alignment.of(variant, expert).values()["cos"]
 
 
+@diagnostic(
+    "task_vectors", table="params", columns=PARAMS.columns[len(PARAMS.key) :], needs="weights", option=""
+)
 def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[str, object]]:
     """Rows of the `params` table for one task and variant: every module, every layer, the whole backbone.
 

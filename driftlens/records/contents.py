@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from driftlens.diagnostic import Column
 from driftlens.errors import RunError
 from driftlens.files import atomic_path, write_json_atomic
 from driftlens.records import layout
@@ -21,7 +22,7 @@ from driftlens.records.lock import RunLock
 from driftlens.records.manifest import Manifest, ids_digest, read_manifest, write_manifest
 from driftlens.records.schema import TABLES, Table
 from driftlens.records.status import append_event
-from driftlens.records.tables import append_rows, drop_rows
+from driftlens.records.tables import append_rows, drop_rows, fill_rows
 from driftlens.records.verify import describe_file, settled
 from driftlens.variants import calibrated, control_of
 
@@ -59,20 +60,36 @@ class RunContents:
         self.describe(notices=[text])
         append_event(self.folder, "notice", text=text)
 
-    def append(self, table: str, frame: pd.DataFrame, *, replace: bool = False) -> None:
+    def append(
+        self, table: str, frame: pd.DataFrame, *, replace: bool = False, columns: Sequence[Column] = ()
+    ) -> None:
         """Add rows to a table; rows that are there keep their exact values.
 
         Args:
             table: name in `schema.TABLES`.
             frame: the rows; columns left out are null.
             replace: whether a row with a key that is there takes its place, as when a phase is done again.
+            columns: that a diagnostic adds beyond the schema; the file says what they mean from then on.
 
         Raises:
             ValueError: a row does not fit the table, or its key is there already.
             RunError: the table can't be read or written.
         """
         path = self.folder / layout.table_file(table)
-        append_rows(path, TABLES[table], frame, replace=replace, landing=self._landing)
+        append_rows(path, TABLES[table].extended(columns), frame, replace=replace, landing=self._landing)
+
+    def fill(self, table: str, frame: pd.DataFrame) -> None:
+        """Put values into columns of rows that are there; everything else keeps its exact values.
+
+        Args:
+            table: name in `schema.TABLES`.
+            frame: the key and the columns to fill.
+
+        Raises:
+            ValueError: a row is not there, or does not fit the table.
+            RunError: the table can't be read or written.
+        """
+        fill_rows(self.folder / layout.table_file(table), TABLES[table], frame, landing=self._landing)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
         """Store features [n, d] as float16, rows in the order of the task's diagnosis samples.

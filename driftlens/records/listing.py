@@ -19,6 +19,9 @@ from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import Status
 from driftlens.variants import calibration_of
 
+_EXPLAIN = ":explain:"
+"""In the names of phases that attribute the drift, behind `calibrate:NAME` or at the beginning."""
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -103,12 +106,17 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         return tuple(f"{_end_of(run.manifest, name)}; {how_to_resume(run.path, name)}" for name in begun)
     failure = status.error if status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
-    return (f"the last work on it ended early ({state}{reason}); what the run held before stands",)
+    is_open = any(_EXPLAIN in f":{name}" and at.state != "done" for name, at in run.manifest.phases.items())
+    more = f"; {how_to_explain(run.path)}" if is_open else ""
+    return (f"the last work on it ended early ({state}{reason}); what the run held before stands{more}",)
 
 
 def is_analyzed(manifest: Manifest) -> bool:
-    """Whether the run was finished once, and nothing of its own analysis has been begun again since."""
-    own = [phase for name, phase in manifest.phases.items() if not name.startswith(LATER)]
+    """Whether the run was finished once, and nothing of its own analysis has been begun again since.
+
+    The attribution, which may be left out or done later, does not count.
+    """
+    own = [phase for name, phase in manifest.phases.items() if not name.startswith((*LATER, "explain:"))]
     return bool(manifest.finished) and all(phase.state == "done" for phase in own)
 
 
@@ -122,6 +130,11 @@ def how_to_resume(folder: pathlib.Path, name: str) -> str:
     """What to do about a calibration that was begun and not finished."""
     command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
     return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
+
+
+def how_to_explain(folder: pathlib.Path) -> str:
+    """What to do about variants whose drift is measured and not attributed."""
+    return f"`driftlens explain {shlex.quote(str(folder))}` adds the attribution that is missing"
 
 
 def _status_and_damage(run: DriftRun) -> tuple[Status | None, str]:

@@ -11,12 +11,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from driftlens.diagnostic import Column
 from driftlens.errors import DataError, LayerNotFoundError, RunError, did_you_mean
 from driftlens.files import PathLike
 from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.status import Status, read_status
-from driftlens.records.tables import empty, read_table
+from driftlens.records.tables import empty, read_table, stored_table
 from driftlens.variants import calibrated
 
 if TYPE_CHECKING:
@@ -243,6 +244,17 @@ class DriftRun:
 
     def __repr__(self) -> str:
         return f"DriftRun({str(self.path)!r}, tasks={list(self.tasks)}, variants={list(self.variants)})"
+
+    def columns(self, table: str) -> tuple[Column, ...]:
+        """What the columns of a table are: those of the schema, then what diagnostics added to this run's file.
+
+        Args:
+            table: name in `driftlens.records.schema.TABLES`.
+
+        Raises:
+            RunError: the table can't be read.
+        """
+        return stored_table(self.path / layout.table_file(table), schema.TABLES[table]).columns
 
     def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:
         frame = self._frame(table)

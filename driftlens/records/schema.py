@@ -7,42 +7,18 @@ one major version of the schema, columns and tables are only ever added.
 from __future__ import annotations
 
 import pathlib
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from driftlens.diagnostic import ANY, Range, Worse
+from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
 
 SCHEMA_VERSION = "1.1"
 
-Kind = Literal["str", "int", "float", "bool"]
-Worse = Literal["higher", "lower"] | None
-Range = tuple[float | None, float | None]
-
-ANY: Range = (None, None)
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
 COSINE: Range = (-1.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a table.
-
-    Attributes:
-        name: as it stands in the file.
-        dtype: kind of value; a float that was not measured is null in the file and NaN in a frame.
-        unit: "feature" is the length unit of the features themselves, "1" a pure number, "" no number at all.
-        meaning: one sentence for a reader who has only the table.
-        worse: which direction is worse, where one is.
-        range: lowest and highest value there can be, up to rounding; None where there is no limit.
-    """
-
-    name: str
-    dtype: Kind
-    unit: str
-    meaning: str
-    worse: Worse = None
-    range: Range = ANY
 
 
 @dataclass(frozen=True)
@@ -72,6 +48,19 @@ class Table:
             if column.name == name:
                 return column
         raise KeyError(name)
+
+    def only(self, *names: str) -> tuple[Column, ...]:
+        """The columns of these names.
+
+        Raises:
+            KeyError: there is none of one name.
+        """
+        return tuple(self.column(name) for name in names)
+
+    def extended(self, columns: Iterable[Column]) -> Table:
+        """The table with those of `columns` behind it that it does not have."""
+        new = {column.name: column for column in columns if column.name not in self.names}
+        return replace(self, columns=(*self.columns, *new.values())) if new else self
 
 
 def _text(name: str, meaning: str) -> Column:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -16,9 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pandas.api.extensions import ExtensionDtype
 
+from driftlens.diagnostic import Column, Kind
 from driftlens.errors import RunError
 from driftlens.files import atomic_path
-from driftlens.records.schema import SCHEMA_VERSION, Column, Kind, Table, refuse_newer
+from driftlens.records.schema import SCHEMA_VERSION, TABLES, Table, refuse_newer
 
 Landing = Callable[[pathlib.Path], AbstractContextManager[pathlib.Path]]
 """Where the new content of a file is written to, such that it lands whole or not at all."""
@@ -32,6 +34,8 @@ _FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
 _FILE_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 _NULLABLE = {_FILE_TYPES[kind]: _FRAME_TYPES[kind] for kind in ("str", "int", "bool")}
 _VERSION_KEY = b"driftlens.schema_version"
+_ADDED = b"driftlens.added"
+"""Marks columns that a diagnostic added beyond the schema: a reader without that diagnostic knows them by the file."""
 _DAMAGED = "`driftlens verify` on the run lists every file that is damaged."
 
 
@@ -67,15 +71,27 @@ def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
     return rows
 
 
+def stored_table(path: pathlib.Path, table: Table) -> Table:
+    """The declaration of `table` with the columns behind it that diagnostics added to the file; as it is without one.
+
+    Raises:
+        RunError: the file is truncated or no table.
+    """
+    return table.extended(_added(_opened(path, lambda file: file.schema_arrow))) if path.exists() else table
+
+
 def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
     """The rows of a Parquet file as a frame; columns that an older schema lacked are null.
+
+    Columns that a diagnostic added stand behind those of the schema.
 
     Raises:
         RunError: the file is missing, truncated or not this table.
         SchemaTooNewError: a newer DriftLens wrote it.
     """
-    frame: pd.DataFrame = _read(path, table).to_pandas(types_mapper=_NULLABLE.get)
-    return frame.astype(_frame_types(table))
+    stored = _read(path, table)
+    frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
+    return frame.astype(_frame_types(table.extended(_added(stored.schema))))
 
 
 def append_rows(
@@ -99,9 +115,8 @@ def append_rows(
         ValueError: see `conform`; also a key that the file has already, unless `replace`.
         RunError: the file can't be read or written.
     """
-    schema = _file_schema(table)
-    rows = pa.Table.from_pandas(conform(frame, table), schema=schema, preserve_index=False)
-    rows = rows.replace_schema_metadata(schema.metadata)
+    table = stored_table(path, table)
+    rows = _as_stored(frame, table)
     if path.exists():
         # Earlier rows never become a frame on their way, so nothing can round or retype them.
         earlier = _read(path, table)
@@ -112,6 +127,35 @@ def append_rows(
         rows = pa.concat_tables([earlier.filter(~clash), rows])
     with landing(path) as written:
         pq.write_table(rows, written, compression="zstd")
+
+
+def fill_rows(
+    path: pathlib.Path, table: Table, frame: pd.DataFrame, *, landing: Landing = atomic_path
+) -> None:
+    """Put values into columns of rows that a Parquet file has; all other columns and rows keep their bits.
+
+    Args:
+        path: the file, which is replaced whole or not at all.
+        table: its declaration.
+        frame: the key and the columns to fill; a value that is missing leaves what is there.
+        landing: gives the path to write to.
+
+    Raises:
+        ValueError: see `conform`; also a key that the file does not have.
+        RunError: the file can't be read or written.
+    """
+    table = stored_table(path, table)
+    rows, earlier = _as_stored(frame, table), _read(path, table)
+    places = _keys(rows, table).get_indexer(_keys(earlier, table))
+    if (places >= 0).sum() != rows.num_rows:
+        raise ValueError(f"table {table.name!r} lacks some of the {rows.num_rows} rows that are to be filled")
+    there = pa.array(places, mask=places < 0)
+    for name in (name for name in frame.columns if name not in table.key):
+        at = earlier.schema.get_field_index(name)
+        filled = pc.coalesce(rows[name].combine_chunks().take(there), earlier[name].combine_chunks())
+        earlier = earlier.set_column(at, earlier.schema.field(at), filled)
+    with landing(path) as written:
+        pq.write_table(earlier, written, compression="zstd")
 
 
 def drop_rows(
@@ -144,6 +188,13 @@ def drop_rows(
         pq.write_table(kept, written, compression="zstd")
 
 
+def _as_stored(frame: pd.DataFrame, table: Table) -> pa.Table:
+    """The rows of a frame as they are written to a file of their own."""
+    schema = _file_schema(table)
+    rows = pa.Table.from_pandas(conform(frame, table), schema=schema, preserve_index=False)
+    return rows.replace_schema_metadata(schema.metadata)
+
+
 def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:
     """Integers of a key are plain ones: they are never null."""
     return {
@@ -171,11 +222,13 @@ def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[A
 
 
 def _file_schema(table: Table) -> pa.Schema:
+    known = TABLES.get(table.name, table).names
     fields = [
         pa.field(
             column.name,
             _FILE_TYPES[column.dtype],
-            metadata={"unit": column.unit, "meaning": column.meaning},
+            metadata={"unit": column.unit, "meaning": column.meaning}
+            | ({} if column.name in known else {_ADDED: json.dumps(dataclasses.asdict(column))}),
         )
         for column in table.columns
     ]
@@ -186,18 +239,33 @@ def _file_schema(table: Table) -> pa.Schema:
     )
 
 
-def _read(path: pathlib.Path, table: Table) -> pa.Table:
+def _added(schema: pa.Schema) -> list[Column]:
+    """The columns of a file that a diagnostic added beyond the schema, in their order."""
+    told = [json.loads(field.metadata[_ADDED]) for field in schema if _ADDED in (field.metadata or {})]
+    return [Column(**{**column, "range": tuple(column["range"])}) for column in told]
+
+
+def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
+    """What `look` finds in a Parquet file.
+
+    Raises:
+        RunError: the file is missing, truncated or no Parquet file.
+    """
     try:
         with pq.ParquetFile(path) as file:
-            stored = file.read()
+            return look(file)
     except FileNotFoundError as error:
         raise RunError(f"{path} is missing", hint="Run the analysis again to write it.") from error
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RunError(f"{path} can't be read: {reason}", hint=_DAMAGED) from error
+
+
+def _read(path: pathlib.Path, table: Table) -> pa.Table:
+    stored = _opened(path, pq.ParquetFile.read)
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
     refuse_newer(version.decode(errors="replace"), path)
-    return _aligned(stored, table, path)
+    return _aligned(stored, table.extended(_added(stored.schema)), path)
 
 
 def _aligned(stored: pa.Table, table: Table, path: pathlib.Path) -> pa.Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from os import PathLike
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,9 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
+from driftlens.diagnostic import diagnostics
 from driftlens.errors import did_you_mean
 from driftlens.spec.types import (
     PYTHON_TARGET,
@@ -140,7 +143,13 @@ def _jacobian_kind(given: Any) -> str | None:
 
 
 class Metrics(Part):
-    """What is measured beyond drift, mismatch and propagation."""
+    """What is measured beyond drift, mismatch and propagation.
+
+    Further keys switch on diagnostics by their names; `driftlens.diagnostic` has the registry.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, Flag] = Field(init=False)
 
     jacobian: Annotated[
         Annotated[JacobianMetrics, Tag("settings")] | Annotated[Literal[False], Tag("off")],
@@ -154,6 +163,23 @@ class Metrics(Part):
     prefix: Flag = True
     cka: Flag = False
     adjoint: Flag = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_diagnostics(cls, given: Any) -> Any:
+        own = list(cls.model_fields)
+        further = [key for key in given if key not in own] if isinstance(given, Mapping) else []
+        # Finding the diagnostics means importing them, which a spec without further keys can do without.
+        options = {entry.option for entry in diagnostics.values()} if further else set()
+        if unknown := [key for key in further if key not in options]:
+            allowed = [*own, *sorted(options - {"", *own})]
+            raise PydanticCustomError("unknown_keys", "unknown keys", {"keys": unknown, "allowed": allowed})
+        return given
+
+    @property
+    def options(self) -> frozenset[str]:
+        """Options that are switched on."""
+        return frozenset(name for name, value in self if value)
 
 
 class Calibration(Part):

@@ -202,6 +202,22 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     return rows
 
 
+def first_numbers_text(run: DriftRun, name: str) -> str:
+    """One line per task: final drift and accuracy of the merged and of the calibrated model, and nothing else.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    found = {(entry.task, entry.variant): entry for entry in outcomes(run, name)}
+    rows = [["task", "L2 drift merged", title(calibrated(name)), "accuracy merged", title(calibrated(name))]]
+    for task in run.tasks:
+        before, after = found[task, "merged"], found[task, calibrated(name)]
+        accuracies = [percent(entry.accuracy) for entry in (before, after)]
+        rows.append([task, number(before.drift), number(after.drift), *accuracies])
+    return "\n".join(aligned(rows, num_names=1))
+
+
 def before_after_text(run: DriftRun, name: str) -> str:
     """The table, the changes of drift and accuracy, what calibration and rescaling gain, how settings were chosen.
 

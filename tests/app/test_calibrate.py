@@ -227,6 +227,25 @@ def test_the_table_of_a_finished_calibration_is_the_reports(open_app: Open, root
     assert app.get("plotly_chart")
 
 
+def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
+    open_app: Open, root: Path, run: Path
+) -> None:
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps({**manifest, "calibrations": {}}))
+    app = calibrate_as(open_app(root, "calibrate"), "featcal")
+    until(lambda: (view := watch(run)) is not None and view.state == "running", "it runs")
+    app.run()
+    assert not [frame for frame in app.dataframe if "model" in frame.value]
+    with_calibration(run)
+    app.run()
+    assert [frame for frame in app.dataframe if "model" in frame.value]
+    assert "where the drift comes from is still being computed" in said(app) and "is done" not in said(app)
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    app.run()
+    assert "Calibration featcal is done." in said(app) and "still being computed" not in said(app)
+
+
 def test_changes_of_accuracy_come_with_intervals_and_the_answers_that_changed(
     open_app: Open, root: Path, run: Path
 ) -> None:

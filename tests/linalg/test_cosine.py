@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftlens.errors import ShapeError
-from driftlens.linalg.cosine import expert_cosine
+from driftlens.linalg.state import expert_cosine
 
 
 @given(seed=st.integers(0, 999), power=st.integers(-18, 18))

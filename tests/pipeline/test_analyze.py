@@ -287,8 +287,9 @@ def test_the_manifest_says_what_was_computed_and_how(world: World, finished: Dri
         "merge",
         "digests",
         *(f"analyze:{t}" for t in TASKS),
-        "params",
         *(f"evaluate:{t}" for t in TASKS),
+        "params",
+        *(f"explain:{t}" for t in TASKS),
     ]
     assert list(manifest.phases) == phases
     assert sorted(finished.resources()["phase"]) == sorted(phases)

@@ -30,7 +30,7 @@ from driftlens_app.jobs.requests import calibrate_request
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.outlook import show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
-from driftlens_app.runs import Stamp, stamp
+from driftlens_app.runs import Stamp, opened, stamp
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings
 from driftlens_app.show import note, plain, show_chart, show_data, show_drawn, show_table, shown_errors
@@ -154,6 +154,9 @@ def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:
 def _curve(run: DriftRun, view: View) -> None:
     if view.job.kind != "calibrate":
         return
+    name = view.job.name
+    if opened(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
+        st.rerun()  # the first numbers are there, and the page shows them beside the work that goes on
     found = running_drift(view.job)
     if not found:
         st.caption("The drift of each layer appears here once it is calibrated.")
@@ -173,8 +176,10 @@ def _results(run: DriftRun, job: View | None) -> None:
     name = st.selectbox("Calibration", names, index=None, key="calibration", bind="query-params")
     if name is None:
         return
-    if job is not None and job.state == "done" and job.job.name == name:
+    if job is not None and job.job.name == name and job.state == "done":
         st.success(f"Calibration {plain(name)} is done.", icon=":material/check_circle:")
+    elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
+        st.info("Drift and accuracy are measured; where the drift comes from is still being computed.")
     st.subheader(f"Before and after {plain(name)}", anchor=False)
     _show_result(run, name)
 

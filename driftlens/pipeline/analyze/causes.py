@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,72 @@ from driftlens.diagnostics.output import class_rows
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State
 from driftlens.models.chain import Layer
+from driftlens.pipeline.analyze.diagnosis import LayerMeter
 from driftlens.pipeline.study.study import Study, TaskSamples
+from driftlens.progress import Reporter
 from driftlens.records.intervals import share_intervals
 
 BATCH = 8
 """Samples per batch, a small one: every vector carried so far is alive at once, or every state for the way back."""
+
+
+@dataclass
+class Explanation:
+    """Where the drift of some variants on one task comes from.
+
+    Attributes:
+        layers: keys of rows of the layer table, and the columns to fill in them.
+        samples: the same of the sample table, as columns, for the samples that were followed.
+        adjoint: rows of the adjoint table, as columns.
+        warnings: what may spoil these numbers.
+    """
+
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    adjoint: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Explanation:
+    """The attribution of these variants' drift to layers, as the study's settings ask for it.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        Cancelled: somebody asked to stop.
+    """
+    meter, found = LayerMeter(study, task, reporter, "explain", len(variants)), Explanation()
+    ids = study.tasks[task].diagnosis.ids
+    for variant in variants:
+        sensitivity = sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes"))
+        for layer in sorted(study.settings.stored_layers):
+            key = {"task": task, "variant": variant, "layer": layer}
+            found.layers.append(key | sensitivity.layers[layer])
+            shares = sensitivity.final_shares[layer - 1]
+            found.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
+        found.warnings += _unconverged(study, task, variant, sensitivity)
+        if study.settings.adjoint:
+            nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
+            found.adjoint += adjoint_columns(study, task, variant, nodes)
+        meter.next_pass()
+    meter.finish()
+    return found
+
+
+def _unconverged(study: Study, task: str, variant: str, sensitivity: Sensitivity) -> list[str]:
+    """Says where the quadrature missed its tolerance with all the nodes it may use, as it does on kinks."""
+    settings = study.settings.jacobian
+    assert settings is not None
+    errors = {layer: row.get("jacobian_error", 0.0) for layer, row in sensitivity.layers.items()}
+    missed = {layer: error for layer, error in errors.items() if error > settings.tolerance}
+    if not missed:
+        return []
+    worst = max(missed, key=lambda layer: missed[layer])
+    return [
+        f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
+        f"{len(missed)} of {len(errors)} layers after {sensitivity.layers[worst]['nodes']} nodes, most in "
+        f"layer {worst} (error {missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
+        "metrics.jacobian.max_nodes, or read contributions with their remainder."
+    ]
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from driftlens.data.samples import Batch, SampleSet
-from driftlens.diagnostics.drift import drift_columns, layer_values, sample_values
-from driftlens.diagnostics.output import class_rows, output_columns
+from driftlens.diagnostic import Diagnostic, Seen, chosen
 from driftlens.engine.walk import LayerView, waiting_bytes, walk
-from driftlens.linalg.cka import linear_cka
-from driftlens.models.chain import Layer, Pool, State, pooled
-from driftlens.models.heads import Head
-from driftlens.pipeline.analyze.causes import Sensitivity, adjoint_columns, sensitivities
+from driftlens.models.chain import Pool, State, pooled
 from driftlens.pipeline.analyze.verification import LibraryDrift, precision_error
-from driftlens.pipeline.study.study import Study, TaskSamples
+from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.variants import expert_of
 
@@ -41,15 +38,22 @@ class TaskDiagnosis:
     layers: list[Row] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    adjoint: list[dict[str, Any]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
     features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     precision_error: float = float("nan")
 
 
 @torch.no_grad()
-def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
-    """Drift, its parts and the output drift of every variant on one task's diagnosis samples.
+def diagnose(
+    study: Study, task: str, reporter: Reporter, base: Mapping[int, Array] | None = None
+) -> TaskDiagnosis:
+    """What every diagnostic of features finds of every variant on one task's diagnosis samples.
+
+    Args:
+        study: whose variants walk beside the expert.
+        task: one of its tasks.
+        reporter: told of every layer; may cancel.
+        base: norms of the base's drift [n] by layer, where it is known and does not walk along.
 
     Raises:
         NumericsError: weights or features are NaN or infinite, or the drift is not that of ordinary forward passes or
@@ -57,8 +61,9 @@ def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
         Cancelled: somebody asked to stop.
     """
     at_hand = study.tasks[task]
-    meter = _Meter(study, task, reporter)
-    recorder = _Recorder(study.settings.pool, study.variants[0])
+    meter = LayerMeter(study, task, reporter, "analyze")
+    measured = chosen(study.settings.options)
+    recorder = _Recorder(study.settings.pool, study.variants[0], measured)
     library = LibraryDrift(study, task, next(at_hand.diagnosis.batches()))
     for chunk in _chunks(study, task, at_hand.diagnosis):
         views = walk(study.pool, task, study.variants, chunk, ids=at_hand.diagnosis.ids)
@@ -68,47 +73,35 @@ def diagnose(study: Study, task: str, reporter: Reporter) -> TaskDiagnosis:
             recorder.add(view)
             library.compare(view)
     features = recorder.features()
-    found = _tables(study, task, at_hand, recorder, features, library)
+    found = _tables(study, task, recorder, features, library, measured, base)
     if task == next(iter(study.tasks)):
         _verify(study, task, features, found)
-    if study.settings.jacobian is not None:
-        for variant in study.explained_variants:
-            _explain(study, task, variant, found, meter)
     meter.finish()
     return found
 
 
-def _explain(study: Study, task: str, variant: str, found: TaskDiagnosis, meter: _Meter) -> None:
-    meter.next_pass()
-    sensitivity = sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes"))
-    _add_sensitivity(found, variant, sensitivity)
-    found.warnings += _unconverged(study, task, variant, sensitivity)
-    if study.settings.adjoint:
-        nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
-        found.adjoint += adjoint_columns(study, task, variant, nodes)
+class LayerMeter:
+    """Progress in layers over all tasks, of which each is gone through `passes` times."""
 
-
-class _Meter:
-    """Progress in layers, over all tasks: one pass for drift, one per variant whose drift is explained."""
-
-    def __init__(self, study: Study, task: str, reporter: Reporter) -> None:
+    def __init__(self, study: Study, task: str, reporter: Reporter, phase: str, passes: int = 1) -> None:
         self._layers = len(study.pool.chain.layers)
-        passes = 1 + (len(study.explained_variants) if study.settings.jacobian is not None else 0)
         self._total = len(study.tasks) * passes * self._layers
         self._first = list(study.tasks).index(task) * passes * self._layers
         self._last = self._first + passes * self._layers
-        self._task = task
-        self._reporter = reporter
+        self._task, self._phase, self._reporter = task, phase, reporter
 
     def step(self, layer: int, what: str) -> None:
+        """Say which layer is at hand."""
         label = f"task {self._task}: {what}, layer {layer} of {self._layers}"
-        self._reporter.step("analyze", self._first + layer - 1, self._total, label)
+        self._reporter.step(self._phase, self._first + layer - 1, self._total, label)
 
     def next_pass(self) -> None:
+        """All layers are done once more."""
         self._first += self._layers
 
     def finish(self) -> None:
-        self._reporter.step("analyze", self._last, self._total, f"task {self._task}")
+        """The task is done."""
+        self._reporter.step(self._phase, self._last, self._total, f"task {self._task}")
 
 
 def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
@@ -124,15 +117,18 @@ def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Ba
 class _Recorder:
     """Collects per-sample columns and pooled features, in sample order, by variant and layer."""
 
-    def __init__(self, pool: Pool, first_variant: str) -> None:
+    def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
         self._pool = pool
+        self._per_view = dict.fromkeys(entry.per_view for entry in measured if entry.per_view is not None)
         self._first_variant = first_variant
         self._columns: dict[tuple[str, int], list[dict[str, Array]]] = defaultdict(list)
         self._features: dict[tuple[str, int], list[NDArray[np.float32]]] = defaultdict(list)
 
     def add(self, view: LayerView) -> None:
         key = (view.variant, view.layer.index)
-        columns = drift_columns(view, self._pool)
+        columns: dict[str, Tensor] = {}
+        for look in self._per_view:
+            columns |= look(view, self._pool)
         # One transfer for all columns: a device is asked to wait once per view.
         values = torch.stack(list(columns.values())).double().cpu().numpy()
         self._columns[key].append(dict(zip(columns, values, strict=True)))
@@ -163,81 +159,54 @@ def _verify(study: Study, task: str, features: Features, found: TaskDiagnosis) -
 def _tables(
     study: Study,
     task: str,
-    at_hand: TaskSamples,
     recorder: _Recorder,
     features: Features,
     library: LibraryDrift,
+    measured: Sequence[Diagnostic],
+    base: Mapping[int, Array] | None,
 ) -> TaskDiagnosis:
+    at_hand = study.tasks[task]
     found = TaskDiagnosis(features=dict(features))
-    stored = [layer for layer in study.pool.chain.layers if layer.index in study.settings.stored_layers]
+    layers, kept = study.pool.chain.layers, study.settings.stored_layers
+    if "base" in study.variants:
+        base = {index: recorder.columns("base", index)["drift_l2"] for index in kept}
     for variant in study.variants:
-        for layer in stored:
-            columns = recorder.columns(variant, layer.index)
-            base = recorder.columns("base", layer.index) if study.has_base else None
+        for layer in (layer for layer in layers if layer.index in kept):
+            seen = Seen(
+                found.features[variant, layer.index],
+                found.features["expert", layer.index],
+                recorder.columns(variant, layer.index),
+                None if base is None else {"drift_l2": base[layer.index]},
+                at_hand.head,
+                at_hand.diagnosis.labels,
+            )
             key: Row = {"task": task, "variant": variant, "layer": layer.index}
             found.layers.append(
                 key
-                | {"role": layer.role, "path": layer.path, "n": len(at_hand.diagnosis), "reference": "expert"}
-                | layer_values(columns, base)
-                | {"closure_error": library.error[variant, layer.index]}
-                | ({"cka": _cka(found, variant, layer)} if study.settings.cka else {})
+                | {"role": layer.role, "path": layer.path, "n": len(at_hand.diagnosis)}
+                | {"reference": "expert", "closure_error": library.error[variant, layer.index]}
+                | _measured(measured, "layers", seen)
             )
-            found.samples.append(_identified(key, at_hand.diagnosis, sample_values(columns)))
-        if at_hand.head is not None:
-            found.outputs.append(_outputs(study, task, variant, at_hand.diagnosis, at_hand.head, found))
-    kept = {layer.index for layer in stored}
+            columns = _measured(measured, "samples", seen)
+            found.samples.append(_identified(key, at_hand.diagnosis, columns))
+            if layer is layers[-1] and at_hand.head is not None:
+                columns = _measured(measured, "outputs", seen)
+                found.outputs.append(
+                    _identified({"task": task, "variant": variant}, at_hand.diagnosis, columns)
+                )
     found.features = {key: array for key, array in found.features.items() if key[1] in kept}
     return found
 
 
-def _add_sensitivity(found: TaskDiagnosis, variant: str, sensitivity: Sensitivity) -> None:
-    """Fill the columns that come from Jacobians into the rows of one variant."""
-    for row in found.layers:
-        if row["variant"] == variant:
-            row |= sensitivity.layers[cast(int, row["layer"])]
-    for table in found.samples:
-        if table["variant"] == variant:
-            shares = np.full(len(table["sample_id"]), np.nan)
-            known = sensitivity.final_shares[table["layer"] - 1]
-            shares[: len(known)] = known
-            table["final_share"] = shares
-
-
-def _unconverged(study: Study, task: str, variant: str, sensitivity: Sensitivity) -> list[str]:
-    """Says where the quadrature missed its tolerance with all the nodes it may use, as it does on kinks."""
-    settings = study.settings.jacobian
-    assert settings is not None
-    errors = {layer: row.get("jacobian_error", 0.0) for layer, row in sensitivity.layers.items()}
-    missed = {layer: error for layer, error in errors.items() if error > settings.tolerance}
-    if not missed:
-        return []
-    worst = max(missed, key=lambda layer: missed[layer])
-    return [
-        f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
-        f"{len(missed)} of {len(errors)} layers after {sensitivity.layers[worst]['nodes']} nodes, most in "
-        f"layer {worst} (error {missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
-        "metrics.jacobian.max_nodes, or read contributions with their remainder."
-    ]
+def _measured(measured: Sequence[Diagnostic], table: str, seen: Seen) -> dict[str, Any]:
+    """The columns of one table from all diagnostics that fill some of them."""
+    columns: dict[str, Any] = {}
+    for entry in measured:
+        if entry.table == table:
+            columns |= entry.measure(seen)
+    return columns
 
 
 def _identified(key: Row, samples: SampleSet, columns: Mapping[str, object]) -> dict[str, Any]:
     labels = samples.labels if samples.labels is not None else [None] * len(samples)
     return {**key, "sample_id": list(samples.ids), "label": list(labels), **columns}
-
-
-def _cka(found: TaskDiagnosis, variant: str, layer: Layer) -> float:
-    features = [torch.from_numpy(found.features[name, layer.index]).double() for name in (variant, "expert")]
-    return float(linear_cka(*features))
-
-
-def _outputs(
-    study: Study, task: str, variant: str, samples: SampleSet, head: Head, found: TaskDiagnosis
-) -> dict[str, Any]:
-    last = len(study.pool.chain.layers)
-    expert, merged = (torch.from_numpy(found.features[name, last]) for name in ("expert", variant))
-    rows = class_rows(head, samples.labels) if samples.labels is not None else None
-    columns = {name: value.numpy() for name, value in output_columns(head, expert, merged, rows).items()}
-    names = np.array(head.classes, dtype=object)
-    for prediction in ("pred", "expert_pred"):
-        columns[prediction] = names[columns[prediction]]
-    return _identified({"task": task, "variant": variant}, samples, columns)

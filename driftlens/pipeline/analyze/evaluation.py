@@ -13,7 +13,7 @@ from driftlens.data.samples import Batch, SampleSet
 from driftlens.diagnostics.output import class_rows
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
-from driftlens.linalg.cosine import expert_cosine
+from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool, pooled
 from driftlens.models.heads import Head
 from driftlens.pipeline.study.study import Study

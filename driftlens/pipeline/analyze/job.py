@@ -12,13 +12,15 @@ from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
 from driftlens.pipeline.analyze.phases import (
     all_of,
+    complete_variants,
     describe,
     deterministic_algorithms,
     evaluate_task,
+    explain_variants,
     run_phase,
     run_phases,
 )
-from driftlens.pipeline.study.identity import require_same_models
+from driftlens.pipeline.study.identity import require_same_models, require_same_samples
 from driftlens.pipeline.study.merging import merge_of, save_merge
 from driftlens.pipeline.study.opening import OpenModels, open_study
 from driftlens.pipeline.study.reopening import MERGED_FILE, reopened, require_analyzed, require_spec
@@ -29,6 +31,7 @@ from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens.spec import RunSpec, load_spec
+from driftlens.variants import calibrated
 
 
 def analyze(
@@ -38,6 +41,7 @@ def analyze(
     resume: bool = False,
     force: bool = False,
     overrides: Sequence[str] = (),
+    attribution: bool = True,
     access: Access = Access(),
     synthetic: bool = False,
     on_progress: ProgressSink | None = None,
@@ -51,6 +55,8 @@ def analyze(
         resume: go on where an interrupted run of the same spec stopped.
         force: replace the run that is there.
         overrides: `a.b=value` each, over the spec.
+        attribution: whether the drift is traced back to layers, once it and the accuracy are known; `explain` does
+            so later.
         access: what may be used, and on which device.
         synthetic: stamps the run as made of drawn data, so that nobody takes it for a benchmark.
         on_progress: called with every `ProgressEvent`.
@@ -75,7 +81,7 @@ def analyze(
                 writer.notice(finding.text)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models)
-        run_phases(writer, study, reporter)
+        run_phases(writer, study, reporter, attribution=attribution)
     return open_run(out)
 
 
@@ -114,6 +120,51 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -
     run_phase(writer, "merge", save)
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
+
+
+def explain(
+    path: PathLike,
+    *,
+    access: Access = Access(),
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> DriftRun:
+    """Trace the drift of every variant of a run back to layers, where that was left out or interrupted.
+
+    The run's spec says how; where it leaves Jacobians out, their default settings do.
+
+    Args:
+        path: the run directory.
+        access: what may be used, and on which device.
+        on_progress: called with every `ProgressEvent`.
+        cancel: asked once per batch whether to stop.
+
+    Raises:
+        RunError: the analysis itself is unfinished, or the run is damaged.
+        SpecError: the run was made from live modules.
+        CheckpointError: a checkpoint is not the one that the run was made with.
+        DriftLensError: as for `analyze`.
+    """
+    folder = Path(path)
+    require_analyzed(folder)
+    # Before the lock: a refusal must not turn a finished run into a failed one.
+    study, _ = reopened(folder, with_jacobian=True, access=access)
+    manifest = read_manifest(folder)
+    require_same_samples(manifest, study)
+    require_same_models(manifest, study, Reporter(on_progress, cancel))
+    with RunWriter.resume(folder) as writer:
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        made = {calibrated(name): name for name in manifest.calibrations}
+        made |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
+        with deterministic_algorithms(study.settings.deterministic):
+            own = [variant for variant in study.explained_variants if variant not in made]
+            explain_variants(writer, study, own, reporter)
+            for name in manifest.calibrations:
+                variants = [variant for variant in study.explained_variants if made.get(variant) == name]
+                prefix = f"calibrate:{name}:"
+                complete_variants(writer, study, variants, reporter, prefix=prefix)
+                explain_variants(writer, study, variants, reporter, prefix=prefix)
+    return open_run(folder)
 
 
 def evaluate(

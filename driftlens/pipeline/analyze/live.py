@@ -120,9 +120,8 @@ def live_study(
         settings=Settings(
             pool=pool,
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], layers)),
-            cka=cka,
+            options=frozenset(name for name, on in {"cka": cka, "adjoint": adjoint}.items() if on),
             jacobian=jacobian,
-            adjoint=adjoint,
         ),
         seed=seed,
         notices=(

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from driftlens.diagnostics.task_vectors import alignment_rows
+from driftlens.diagnostic import chosen
 from driftlens.engine.exactness import exact_products
+from driftlens.pipeline.analyze.causes import explain
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.study.identity import model_info
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
 from driftlens.records.manifest import LayerInfo
+from driftlens.records.run import open_run
 from driftlens.records.thumbs import MOST, SIDE, Pictures, save_thumbs, thumbs_file
 from driftlens.records.writer import RunWriter
 from driftlens.threads import settled_threads
@@ -32,34 +34,68 @@ if TYPE_CHECKING:
     from driftlens.records.writer import RunWriter
 
 
-def run_phases(writer: RunWriter, study: Study, reporter: Reporter) -> None:
-    """Do all phases of an analysis that are not done yet.
+def run_phases(writer: RunWriter, study: Study, reporter: Reporter, *, attribution: bool = True) -> None:
+    """Do all phases of an analysis that are not done yet: drift and accuracy of all tasks first, then their causes.
+
+    Args:
+        writer: of the run.
+        study: what to measure.
+        reporter: told of every layer; may cancel.
+        attribution: whether the drift is traced back to layers, if the study's settings say how.
 
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
     """
     with deterministic_algorithms(study.settings.deterministic):
         run_phase(writer, "digests", lambda: digest_models(writer, study, study.pool.names))
-        for task in study.tasks:
-            diagnose_task(writer, study, task, reporter)
+        measure_variants(writer, study, (*study.variants, "expert"), reporter)
         if study.has_base:
             run_phase(writer, "params", lambda: compare_parameters(writer, study, reporter), study=study)
-        for task in study.tasks:
-            evaluate_task(writer, study, task, reporter)
+        if attribution:
+            explain_variants(writer, study, study.explained_variants, reporter)
 
 
-def diagnose_task(writer: RunWriter, study: Study, task: str, reporter: Reporter) -> None:
-    """Do the phase that measures one task's drift.
+def explain_variants(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
+) -> None:
+    """Do the phases that trace drift back to layers, for all tasks and variants whose rows lack it.
+
+    Args:
+        writer: of the run.
+        study: whose settings say how; without Jacobians nothing happens.
+        variants: measured before.
+        reporter: told of every layer; may cancel.
+        prefix: of the phases' names.
 
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
     """
+    if study.settings.jacobian is None:
+        return
+    rows = open_run(writer.folder).layers()
+    there = rows[rows["jacobian_samples"].notna()]
+    explained = set(zip(there["task"], there["variant"], strict=True))
+    for task in study.tasks:
+        missing = [variant for variant in variants if (task, variant) not in explained]
+        phase = f"{prefix}explain:{task}"
+        # A phase that was stopped behind its last row is recorded as done now.
+        if missing or phase in writer.manifest.phases:
+            work = partial(_explain, writer, study, task, missing, reporter)
+            run_phase(writer, phase, work, study=study, again=bool(missing))
 
-    def measure() -> None:
-        store_diagnosis(writer, task, diagnose(study, task, reporter))
-        store_thumbs(writer, task, study.tasks[task])
 
-    run_phase(writer, f"analyze:{task}", measure, study=study)
+def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> None:
+    import pandas as pd
+
+    found = explain(study, task, variants, reporter)
+    for warning in found.warnings:
+        writer.warn(warning)
+    if found.adjoint:
+        writer.append("adjoint", _stacked(found.adjoint), replace=True)
+    if found.layers:
+        writer.fill("samples", _stacked(found.samples))
+        # Last: by these rows it is known what is explained.
+        writer.fill("layers", pd.DataFrame(found.layers))
 
 
 def evaluate_task(
@@ -193,20 +229,21 @@ def digest_models(writer: RunWriter, study: Study, names: Sequence[str]) -> None
     writer.describe(models={name: model_info(study, name) for name in names})
 
 
-def store_diagnosis(writer: RunWriter, task: str, found: TaskDiagnosis) -> None:
+def store_diagnosis(writer: RunWriter, study: Study, task: str, found: TaskDiagnosis) -> None:
     """Put what one task's walk found into the run; rows with other keys keep their exact values."""
     import pandas as pd
 
-    writer.append("layers", pd.DataFrame(found.layers), replace=True)
-    writer.append("samples", _stacked(found.samples), replace=True)
+    tables = {"layers": pd.DataFrame(found.layers), "samples": _stacked(found.samples)}
     if found.outputs:
-        writer.append("outputs", _stacked(found.outputs), replace=True)
+        tables["outputs"] = _stacked(found.outputs)
+    for name, rows in tables.items():
+        filling = (entry for entry in chosen(study.settings.options) if entry.table == name)
+        columns = [column for entry in filling for column in entry.columns]
+        writer.append(name, rows, replace=True, columns=columns)
     for warning in found.warnings:
         writer.warn(warning)
     if not math.isnan(found.precision_error):
         writer.describe(precision={task: found.precision_error})
-    if found.adjoint:
-        writer.append("adjoint", _stacked(found.adjoint), replace=True)
     for (variant, layer), array in found.features.items():
         writer.write_features(task, variant, layer, array)
 
@@ -225,7 +262,8 @@ def compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> N
     rows = [
         {"task": task, "variant": variant, **row}
         for task, variant in reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}")
-        for row in alignment_rows(study.pool, task, variant)
+        for entry in chosen(study.settings.options, "weights")
+        for row in entry.measure(study.pool, task, variant)
     ]
     writer.append("params", pd.DataFrame(rows), replace=True)
 
@@ -241,15 +279,15 @@ def measure_accuracy(
         writer.append("accuracy", pd.DataFrame(rows), replace=True)
 
 
-def analyze_variants(
-    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str
+def measure_variants(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str = ""
 ) -> None:
-    """Measure drift, causes, parameters, scores and accuracy of variants that the study's pool holds.
+    """Measure drift and accuracy of variants that the study's pool holds: all that is asked of them first.
 
     Args:
         writer: of the run.
         study: with the variants in its pool.
-        variants: the new ones.
+        variants: the new ones; `expert` is each task's own.
         reporter: told of every layer; may cancel.
         prefix: of the phases' names; a phase that is done is not done again.
 
@@ -257,37 +295,42 @@ def analyze_variants(
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
     """
     new = _only(study, variants)
-    run_phase(writer, f"{prefix}:digests", lambda: digest_models(writer, new, variants))
     for task in new.tasks:
         work = partial(_diagnose, writer, new, variants, task, reporter)
-        run_phase(writer, f"{prefix}:analyze:{task}", work, study=new)
-    if new.has_base:
-        run_phase(writer, f"{prefix}:params", lambda: compare_parameters(writer, new, reporter), study=new)
+        run_phase(writer, f"{prefix}analyze:{task}", work, study=new)
     for task in new.tasks:
         work = partial(measure_accuracy, writer, new, task, variants, reporter)
-        run_phase(writer, f"{prefix}:evaluate:{task}", work, study=new)
+        run_phase(writer, f"{prefix}evaluate:{task}", work, study=new)
+
+
+def complete_variants(
+    writer: RunWriter, study: Study, variants: Sequence[str], reporter: Reporter, *, prefix: str
+) -> None:
+    """Add what nobody waits for: digests of the models, and how their task vectors lie. Arguments as above."""
+    new = _only(study, variants)
+    run_phase(writer, f"{prefix}digests", lambda: digest_models(writer, new, variants))
+    if study.has_base:
+        run_phase(writer, f"{prefix}params", lambda: compare_parameters(writer, new, reporter), study=new)
 
 
 def _diagnose(
     writer: RunWriter, study: Study, variants: Sequence[str], task: str, reporter: Reporter
 ) -> None:
-    store_diagnosis(writer, task, _of_variants(diagnose(study, task, reporter), variants))
+    base = None
+    if "base" in study.pool and "base" not in variants:  # measured before: its drift is in the run
+        rows = open_run(writer.folder).samples(task, "base")
+        base = {int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()}
+    found = diagnose(study, task, reporter, base)
+    # The expert's features are in the run, too.
+    found.features = {key: array for key, array in found.features.items() if key[0] in variants}
+    store_diagnosis(writer, study, task, found)
+    if "expert" in variants:
+        store_thumbs(writer, task, study.tasks[task])
 
 
 def _only(study: Study, variants: Sequence[str]) -> Study:
-    """The study of these variants; the base walks along, because their drift is related to its own."""
-    return dataclasses.replace(study, variants=(*(["base"] if study.has_base else []), *variants))
-
-
-def _of_variants(found: TaskDiagnosis, variants: Sequence[str]) -> TaskDiagnosis:
-    """What was found of these variants alone: the base's and the expert's are in the run already."""
-    return dataclasses.replace(
-        found,
-        layers=[row for row in found.layers if row["variant"] in variants],
-        samples=[columns for columns in found.samples if columns["variant"] in variants],
-        outputs=[columns for columns in found.outputs if columns["variant"] in variants],
-        features={key: array for key, array in found.features.items() if key[0] in variants},
-    )
+    """The study of these variants."""
+    return dataclasses.replace(study, variants=tuple(name for name in variants if name != "expert"))
 
 
 def store_thumbs(writer: RunWriter, task: str, samples: TaskSamples) -> None:

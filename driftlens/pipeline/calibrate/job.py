@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from driftlens.access import Access
 from driftlens.calibration.automatic import CHOSEN
@@ -15,8 +16,10 @@ from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.phases import (
     all_of,
-    analyze_variants,
+    complete_variants,
     deterministic_algorithms,
+    explain_variants,
+    measure_variants,
     run_phase,
     suitable_threads,
 )
@@ -32,14 +35,13 @@ from driftlens.pipeline.calibrate.variants import (
     weights_metadata,
 )
 from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve, train
-from driftlens.pipeline.study.attachments import saved_attachments
 from driftlens.pipeline.study.identity import require_same_models, require_same_samples
 from driftlens.pipeline.study.opening import OpenModels
-from driftlens.pipeline.study.reopening import add_saved, reopened, require_analyzed, require_spec
+from driftlens.pipeline.study.reopening import add_calibration, reopened, require_analyzed, require_spec
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
-from driftlens.records.listing import how_to_resume
+from driftlens.records.listing import how_to_explain, how_to_resume
 from driftlens.records.manifest import CalibrationInfo, Manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
@@ -54,13 +56,16 @@ def calibrate(
     replace: bool = False,
     save_weights: PathLike | None = None,
     choose: Choice | None = None,
+    attribution: bool = True,
     access: Access = Access(),
+    on_measured: Callable[[DriftRun], None] | None = None,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> DriftRun:
     """Calibrate the merged model of a finished run; the run gains the variant `calibrated:NAME`, and its control.
 
-    Rows that are there keep their exact values. Until everything is measured, readers see nothing of the variant.
+    Rows that are there keep their exact values. Readers see the variant as soon as its drift and accuracy are measured,
+    and nothing of it before; where its drift comes from is added behind that.
 
     Args:
         path: the run directory.
@@ -70,7 +75,9 @@ def calibrate(
         save_weights: where the calibrated model goes besides: ending in `.safetensors` a state dict in the base's
             key names, anything else a folder that the original library loads, with a model card.
         choose: chooses hyperparameters from the calibration samples, starting from those of the request.
+        attribution: whether its drift is traced back to layers; `driftlens.pipeline.analyze.job.explain` does so later.
         access: what may be used, and on which device.
+        on_measured: called once with the run when drift and accuracy are there; not where they were before.
         on_progress: called with every `ProgressEvent`.
         cancel: asked once per batch whether to stop.
 
@@ -95,13 +102,18 @@ def calibrate(
     with RunWriter.resume(folder) as writer:
         # Somebody may have been faster while the models were being opened.
         terms.require_free_name(plan, writer.manifest)
-        if replace or not (resume and plan.name in writer.manifest.calibrations):
-            reporter = Reporter(all_of(writer.progress, on_progress), cancel)
-            with deterministic_algorithms(opened.study.settings.deterministic), _resumable(folder, plan.name):
-                _calibrate(writer, opened, reporter, choose, resume=resume)
-        card = model_card(open_run(folder), plan.name)
-        with writer.file(plan.card) as file:
-            file.write_text(card, encoding="utf-8")
+        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        scratch = CalibrationScratch(folder, plan.name)
+        with deterministic_algorithms(opened.study.settings.deterministic):
+            if replace or not (resume and plan.name in writer.manifest.calibrations):
+                with _resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name)):
+                    _calibrate(writer, opened, scratch, reporter, choose, resume=resume)
+                if on_measured is not None:
+                    on_measured(open_run(folder))
+            with _resumable(
+                lambda: (folder / plan.weights[plan.variant]).is_file() and how_to_explain(folder)
+            ):
+                card = _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
     if save_weights is not None:
         metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
@@ -209,13 +221,13 @@ def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) 
 
 
 @contextmanager
-def _resumable(folder: pathlib.Path, name: str) -> Iterator[None]:
-    """A block that, stopped by the user or by a full disk, says which files stay and how the calibration goes on."""
+def _resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
+    """A block that, stopped by the user or by a full disk, says how to go on with what it has left behind."""
     try:
         yield
     except (Cancelled, RunError) as error:
-        if CalibrationScratch(folder, name).is_there:
-            told = f"What was finished is kept: {how_to_resume(folder, name)}."
+        if found := how():
+            told = f"What was finished is kept: {found}."
             error.hint = told if isinstance(error, Cancelled) else f"{error.hint} {told}".lstrip()
         raise
 
@@ -242,13 +254,14 @@ def _replaced(
 def _calibrate(
     writer: RunWriter,
     opened: OpenCalibration,
+    scratch: CalibrationScratch,
     reporter: Reporter,
     choose: Choice | None,
     *,
     resume: bool,
 ) -> None:
+    """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
     plan, study = opened.plan, opened.study
-    scratch = CalibrationScratch(writer.folder, plan.name)
     replaces = plan.name in writer.manifest.calibrations
     if not (resume and scratch.is_there):
         scratch.remove()  # first: with it, a removal that is stopped could be taken for a calibration to go on with
@@ -279,13 +292,25 @@ def _calibrate(
         record_solution(writer, plan, solution.reports, identity, info)
 
     run_phase(writer, plan.phase, work, study=study)
-    for variant, relative in plan.weights.items():
-        attached = (
-            saved_attachments(writer.folder, plan.name, plan.method) if variant == plan.variant else None
-        )
-        add_saved(study, opened.models, writer.folder, variant, relative, attached)
-    analyze_variants(writer, study, plan.variants, reporter, prefix=plan.phase)
+    add_calibration(study, opened.models, writer.folder, plan.name, plan.method, plan.control)
+    measure_variants(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
     info = calibration_info(plan, scratch.seconds, notices)
     said = [f"{plan.variant}: {text}" for text in notices]
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
-    scratch.remove()
+
+
+def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> str:
+    """Add what comes behind the first numbers, as far as it is missing; returns the text of the model card."""
+    plan, study = opened.plan, opened.study
+    CalibrationScratch(writer.folder, plan.name).remove()
+    control = writer.manifest.calibrations[plan.name].control
+    variants = [control, plan.variant] if control else [plan.variant]
+    if plan.variant not in study.pool:
+        add_calibration(study, opened.models, writer.folder, plan.name, plan.method, control)
+    complete_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
+    card = model_card(open_run(writer.folder), plan.name)
+    with writer.file(plan.card) as file:
+        file.write_text(card, encoding="utf-8")
+    if attribution:
+        explain_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
+    return card

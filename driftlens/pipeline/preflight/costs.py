@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from driftlens.data.samples import SampleSet
 from driftlens.data.task_data import TaskData
+from driftlens.diagnostic import chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
@@ -215,6 +216,9 @@ def operations(work: Workload) -> int:
         total += forward * task.diagnosis * (1 + 2 * work.variants)
         total += forward * min(task.diagnosis, work.batch_size) * (1 + work.variants)
         total += forward * task.test * (1 + work.variants)
+        stored = [work.layers[index - 1].width for index in work.settings.stored_layers]
+        for entry in chosen(work.settings.options):
+            total += work.variants * sum(entry.cost(task.diagnosis, width) for width in stored)
         if work.settings.jacobian is not None:
             samples = min(work.settings.jacobian.samples, task.diagnosis)
             total += (

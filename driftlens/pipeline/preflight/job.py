@@ -53,6 +53,7 @@ def preflight(
         check_heads(spec, models, data, layers[-1].width if layers else None, collect)
         collect.findings += suspicions(models.architecture.chain, models.sources)
     _check_merge(spec, models, data, layers, collect)
+    collect.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     cost = None
     if models is not None and place is not None and not collect.has_problems:
         cost = _cost(spec, models, data, layers, place)

@@ -20,7 +20,6 @@ from driftlens.pipeline.preflight.costs import (
     Workload,
     calibration_memory,
     calibration_operations,
-    disk_bytes,
     estimate,
     layer_costs,
     memory_bytes,
@@ -38,6 +37,7 @@ def rehearse(
     resume: bool = False,
     replace: bool = False,
     save_weights: PathLike | None = None,
+    attribution: bool = True,
     access: Access = Access(),
 ) -> Preflight:
     """What would stop a calibration, what it would do, and what it would take. Arguments as for `calibrate`.
@@ -50,6 +50,9 @@ def rehearse(
     if opened is None:
         return Preflight(tuple(collect.findings))
     plan = opened.plan
+    if not attribution:
+        settings = dataclasses.replace(opened.study.settings, jacobian=None)
+        opened = dataclasses.replace(opened, study=dataclasses.replace(opened.study, settings=settings))
     checks: dict[str, Callable[[], object]] = {
         "lock": lambda: require_unlocked(folder),
         "name": lambda: Terms(resume=resume, replace=replace).require(plan, opened),
@@ -98,17 +101,14 @@ def _cost(opened: OpenCalibration) -> Cost:
     )
     budget = study.settings.feature_budget
     solving = calibration_memory(plan, study.pool, layers, budget, first.batch_size)
-    # Of the base and the expert, which walk along, nothing new is stored.
-    stored = disk_bytes(dataclasses.replace(work, variants=len(plan.variants)))
     return dataclasses.replace(
         found,
         memory_bytes=found.memory_bytes + max(0, solving - memory_bytes(work)),
-        disk_bytes=stored,
     )
 
 
 def _analysis(opened: OpenCalibration, layers: tuple[LayerCost, ...], batch_size: int) -> Workload:
-    """The analysis behind the calibration: its variants, and the base beside them."""
+    """The analysis behind the calibration: of its variants alone, as the run has the base's drift."""
     study, plan = opened.study, opened.plan
     source = study.pool.source("merged") if opened.models.base is None else opened.models.base
     size = sum(header.nbytes for header in source.headers.values())
@@ -118,7 +118,7 @@ def _analysis(opened: OpenCalibration, layers: tuple[LayerCost, ...], batch_size
             task: TaskLoad(len(at.diagnosis), 0 if at.test is None or at.head is None else len(at.test), 0)
             for task, at in study.tasks.items()
         },
-        variants=len(plan.variants) + study.has_base,
+        variants=len(plan.variants),
         explained=len(plan.variants),
         settings=study.settings,
         batch_size=batch_size,

@@ -257,8 +257,7 @@ def settings_of(spec: RunSpec, stored: list[int]) -> Settings:
     return Settings(
         pool=spec.layers.pool,
         stored_layers=frozenset(stored),
-        cka=spec.metrics.cka,
-        adjoint=spec.metrics.adjoint,
+        options=spec.metrics.options,
         jacobian=None
         if jacobian is False
         else JacobianSettings(

@@ -6,7 +6,6 @@ import dataclasses
 import pathlib
 
 from driftlens.access import Access
-from driftlens.engine.variant import Attachments
 from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
@@ -29,6 +28,7 @@ def reopened(
     *,
     num_calibration: int | None = None,
     with_calibrations: bool = True,
+    with_jacobian: bool = False,
     access: Access = Access(),
 ) -> tuple[Study, OpenModels]:
     """The study behind a run directory, the merged model included, and its checkpoints.
@@ -37,6 +37,7 @@ def reopened(
         path: the run directory.
         num_calibration: calibration samples per task; the spec's number if left out.
         with_calibrations: whether calibrated variants and their controls are opened too.
+        with_jacobian: whether path-averaged Jacobians are computed in any case, by default settings if need be.
         access: what may be used, and on which device.
 
     Raises:
@@ -47,33 +48,31 @@ def reopened(
     manifest = read_manifest(folder)
     require_spec(folder, manifest)
     spec = _with_calibration_samples(load_spec(folder / "spec.yaml"), num_calibration)
+    if with_jacobian and spec.metrics.jacobian is False:
+        spec = load_spec(spec, ["metrics.jacobian={}"])
     study, models = open_study(spec, access=access)
     if "merged" not in study.pool:
         study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
     for name, info in manifest.calibrations.items() if with_calibrations else ():
-        attached = saved_attachments(folder, name, info.method)
-        weights = layout.calibration_weights(name)
-        add_saved(study, models, folder, calibrated(name), weights, attached)
-        if info.control:
-            add_saved(study, models, folder, info.control, layout.calibration_weights(name, control=True))
+        add_calibration(study, models, folder, name, info.method, info.control)
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
     return dataclasses.replace(study, variants=(*study.variants, *later)), models
 
 
-def add_saved(
-    study: Study,
-    models: OpenModels,
-    folder: pathlib.Path,
-    variant: str,
-    relative: str,
-    attachments: Attachments | None = None,
+def add_calibration(
+    study: Study, models: OpenModels, folder: pathlib.Path, name: str, method: str, control: str
 ) -> None:
-    """Put a variant whose weights the run keeps into the study's pool.
+    """Put a calibrated variant, with what is attached to it, and its control into the study's pool.
 
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
-    study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)), attachments)
+    weights = {calibrated(name): layout.calibration_weights(name)}
+    if control:
+        weights[control] = layout.calibration_weights(name, control=True)
+    for variant, relative in weights.items():
+        attached = None if variant == control else saved_attachments(folder, name, method)
+        study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)), attached)
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:

@@ -42,20 +42,23 @@ class Settings:
     Attributes:
         pool: how one vector per sample is taken for norms and cosines.
         stored_layers: indices of the layers whose rows and features are kept (stem and head always are).
-        cka: whether linear CKA with the expert is computed.
+        options: of the optional diagnostics that are switched on, as `metrics` in the spec names them.
         jacobian: how path-averaged Jacobians and contributions are computed; None leaves them out.
-        adjoint: whether changes of loss and margin are traced back to layers, sample by sample.
         feature_budget: bytes of features that may wait at a boundary; more samples go in chunks.
         deterministic: whether kernels that give the same bits every time are preferred.
     """
 
     pool: Pool
     stored_layers: frozenset[int]
-    cka: bool = False
+    options: frozenset[str] = frozenset()
     jacobian: JacobianSettings | None = None
-    adjoint: bool = False
     feature_budget: int = 2 << 30
     deterministic: bool = False
+
+    @property
+    def adjoint(self) -> bool:
+        """Whether changes of loss and margin are traced back to layers, sample by sample."""
+        return "adjoint" in self.options
 
 
 @dataclass(frozen=True)

@@ -183,10 +183,10 @@ def unmeasured(table: str, columns: Sequence[str]) -> Missing:
         of_all = rows
         if "variant" in rows:
             rows = rows[rows["variant"].isin(chosen_variants(run, options))]
-        lacking = [name for name in columns if not rows[name].notna().any()]
+        lacking = [name for name in columns if name not in rows or not rows[name].notna().any()]
         if not lacking:
             return None
-        nowhere = [name for name in lacking if not of_all[name].notna().any()]
+        nowhere = [name for name in lacking if name not in of_all or not of_all[name].notna().any()]
         if nowhere:
             return absent(table, nowhere, command_for(table, columns))
         return not_of_these(run, options, table, lacking)

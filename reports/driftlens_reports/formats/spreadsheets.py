@@ -33,9 +33,9 @@ def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
 
 
 def _run_tables(run: DriftRun, raw: bool) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
-    for name, table in schema.TABLES.items():
+    for name in schema.TABLES:
         if raw or name not in _BY_SAMPLE:
-            units = [(column.name, column.unit, column.meaning) for column in table.columns]
+            units = [(column.name, column.unit, column.meaning) for column in run.columns(name)]
             rows: pd.DataFrame = getattr(run, name)()  # a run's tables are its methods
             yield name, rows, pd.DataFrame(units, columns=["column", "unit", "meaning"])
 

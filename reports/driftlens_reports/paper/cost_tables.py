@@ -35,7 +35,7 @@ _THEIRS = (
     "Paper: one A800-80GB GPU, batch size 16, 8 workers, 1000 steps of the iterative methods, final evaluation "
     "excluded, resident memory of the process tree. Other hardware, so times must not be compared across sources."
 )
-_PER_TASK = re.compile(r"^(?P<kind>(?:calibrate:.+:)?(?:analyze|evaluate)):.+$")
+_PER_TASK = re.compile(r"^(?P<kind>(?:calibrate:.+:)?(?:analyze|evaluate|explain)):.+$")
 """Phases that are done once per task."""
 
 

@@ -1,0 +1,138 @@
+"""A diagnostic is one file: spec, preflight, run directory and export know it without another being touched."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import driftlens as dl
+from driftlens.diagnostic import Column, diagnostics
+from driftlens.errors import SpecError
+from driftlens.pipeline.preflight.job import preflight
+from driftlens.records.run import DriftRun
+from driftlens.records.schema import LAYERS
+from driftlens.records.tables import append_rows, read_table, stored_table
+from driftlens.spec import load_spec
+from driftlens_reports.charts.chart import ChartOptions
+from driftlens_reports.charts.picking import needs
+from tests.pipeline.fixtures import finished, light, world
+from tests.pipeline.world import World
+
+__all__ = ["finished", "light", "world"]
+
+MODULE = "toy_gap_diagnostic"
+FILE = """
+import numpy as np
+from driftlens.diagnostic import Column, diagnostic
+
+GAP = Column("toy_gap", "float", "feature", "Distance of the mean features.", "higher", (0.0, None))
+PEAK = Column("toy_peak", "float", "feature", "Largest entry of the drift.", "higher", (0.0, None))
+
+
+@diagnostic("toy", columns=[GAP], cost=lambda samples, width: 10**15)
+def gap(seen):
+    return {"toy_gap": float(np.linalg.norm(seen.variant.mean(axis=0) - seen.expert.mean(axis=0)))}
+
+
+def entries(view, pool):
+    drift = view.merged_out[view.layer.stream] - view.expert_out[view.layer.stream]
+    return {"toy_peak": drift.abs().flatten(1).amax(dim=1)}
+
+
+@diagnostic("toy_peaks", table="samples", columns=[PEAK], needs="view", option="toy", per_view=entries)
+def peaks(seen):
+    return {"toy_peak": seen.columns["toy_peak"]}
+"""
+OVERRIDES = ["metrics.toy=true"]
+
+
+@pytest.fixture
+def toy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / f"{MODULE}.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(MODULE)
+    yield
+    forget()
+
+
+def forget() -> None:
+    sys.modules.pop(MODULE, None)
+    for name in ("toy", "toy_peaks"):
+        vars(diagnostics)["_entries"].pop(name, None)
+
+
+def values(world: World) -> dict[str, object]:
+    return world.one_task(metrics={"jacobian": False})
+
+
+def test_the_spec_knows_it_by_name(toy: None, world: World) -> None:
+    spec = load_spec(values(world), OVERRIDES)
+    assert "toy" in spec.metrics.options and load_spec(spec) == spec
+    assert "toy" not in load_spec(values(world), ["metrics.toy=false"]).metrics.options
+    with pytest.raises(SpecError, match=r"metrics\.toy: expected true or false, got 3"):
+        load_spec(values(world), ["metrics.toy=3"])
+    with pytest.raises(SpecError, match=r"metrics\.tox: unknown key; .*adjoint, toy") as caught:
+        load_spec(values(world), ["metrics.tox=true"])
+    assert "'toy'" in caught.value.hint
+
+
+def test_without_its_file_it_is_refused(world: World) -> None:
+    with pytest.raises(SpecError, match=r"metrics\.toy: unknown key"):
+        load_spec(values(world), OVERRIDES)
+
+
+def test_preflight_names_it_and_counts_its_cost(toy: None, world: World) -> None:
+    plain, more = (preflight(load_spec(values(world), given)) for given in ([], OVERRIDES))
+    said = next(finding.text for finding in more.findings if finding.subject == "metrics")
+    assert "toy" in said.split(", ")
+    assert plain.cost is not None and plain.cost.seconds is not None
+    assert more.cost is not None and more.cost.seconds is not None
+    assert more.cost.seconds > 100 * plain.cost.seconds
+
+
+def test_the_run_keeps_its_columns_and_what_they_mean(
+    toy: None, world: World, tmp_path: pathlib.Path
+) -> None:
+    made = dl.analyze(load_spec(values(world), OVERRIDES), out=tmp_path / "run", progress="none")
+    forget()  # a reader that has never heard of it
+    run = dl.open_run(made.path)
+    task = run.tasks[0]
+    rows = run.layers(task, "merged")
+    assert rows["toy_gap"].gt(0).all()
+    for layer, found in zip(rows["layer"], rows["toy_gap"], strict=True):
+        variant, expert = (
+            np.asarray(run.features(task, name, layer), float) for name in ("merged", "expert")
+        )
+        assert found == pytest.approx(np.linalg.norm(variant.mean(0) - expert.mean(0)), rel=2e-2)
+    samples = run.samples(task, "merged", "final")
+    # One token leaves the head: its largest entry against its norm.
+    assert (samples["toy_peak"] <= samples["drift_l2"] * (1 + 1e-6)).all() and samples["toy_peak"].gt(0).all()
+    declared = {column.name: column for name in ("layers", "samples") for column in run.columns(name)}
+    assert declared["toy_gap"] == Column(
+        "toy_gap", "float", "feature", "Distance of the mean features.", "higher", (0.0, None)
+    )
+    assert declared["toy_peak"].unit == "feature"
+    units = dl.Report(run, sections=["setup"]).files(["csv"])["csv/layers.units.csv"].decode()
+    assert "toy_gap,feature,Distance of the mean features." in units
+
+
+def test_rows_that_are_added_without_it_leave_its_values(tmp_path: pathlib.Path) -> None:
+    path, key = tmp_path / "layers.parquet", {"task": "cars", "variant": "merged"}
+    added = LAYERS.extended([Column("toy_gap", "float", "feature", "A distance.")])
+    append_rows(path, added, pd.DataFrame([key | {"layer": 1, "toy_gap": 0.1}]))
+    append_rows(path, LAYERS, pd.DataFrame([key | {"layer": 2}]))
+    rows = read_table(path, LAYERS)
+    assert rows["toy_gap"].iloc[0] == 0.1 and np.isnan(rows["toy_gap"].iloc[1])
+    assert stored_table(path, LAYERS).column("toy_gap").unit == "feature"
+
+
+def test_a_chart_of_it_says_which_command_measures_it(light: DriftRun) -> None:
+    command = "driftlens analyze RUN/spec.yaml --out NEW --set metrics.toy=true"
+    said = needs("layers", ["toy_gap"], command)(light, ChartOptions())
+    assert said is not None and "toy_gap" in said and command in said

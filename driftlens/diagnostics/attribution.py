@@ -77,7 +77,8 @@ class LayerSensitivity:
     "contributions",
     columns=LAYERS.only(
         *(
-            *("final_share", "remainder_share", "jacobian_error", "nodes", "jacobian_samples"),
+            *(name for name in LAYERS.names if name.startswith("final_share")),
+            *("remainder_share", "jacobian_error", "nodes", "jacobian_samples"),
             *("spectral_norm_mean", "spectral_residual_max", "random_gain_mean"),
         )
     ),
@@ -154,7 +155,11 @@ class Contributions:
         return {name: leaf[: -len(riders)] for name, leaf in pushed.items()}
 
 
-@diagnostic("prefix", columns=LAYERS.only("prefix_share"), needs="jacobian")
+@diagnostic(
+    "prefix",
+    columns=LAYERS.only(*(name for name in LAYERS.names if name.startswith("prefix_share"))),
+    needs="jacobian",
+)
 @dataclass
 class PrefixSwaps:
     """The derivative-free split: what changes in the final feature when the expert's prefix grows by one layer.

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
+from driftlens.diagnostic import diagnostics
 from driftlens.errors import Cancelled
 from driftlens.pipeline.analyze.job import explain
 from driftlens.pipeline.calibrate.job import calibrate
@@ -23,10 +24,12 @@ from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, r
 from tests.pipeline.world import TASKS, World
 
 METRICS = {"jacobian": {"samples": 2}, "cka": True}
-BY_ATTRIBUTION = (
-    *("final_share", "prefix_share", "remainder_share", "jacobian_error", "nodes", "jacobian_samples"),
-    "random_gain_mean",
-)
+BY_ATTRIBUTION = [
+    column.name
+    for entry in diagnostics.values()
+    if (entry.needs, entry.table) == ("jacobian", "layers")
+    for column in entry.columns
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def same(found: DriftRun, expected: DriftRun) -> None:
 def unexplained(run: DriftRun, variant: str) -> bool:
     rows = run.layers(variant=variant)
     assert len(rows) and rows["drift_l2_mean"].notna().all()
-    return bool(rows[list(BY_ATTRIBUTION)].isna().all(axis=None))
+    return bool(rows[BY_ATTRIBUTION].isna().all(axis=None))
 
 
 def test_an_analysis_measures_all_tasks_before_it_explains_one(finished: DriftRun) -> None:

@@ -60,7 +60,8 @@ class LibraryDrift:
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
             variant: [
-                subtract(*pair) for pair in zip(pool.library_states(variant, inputs), expert, strict=True)
+                subtract(*pair)
+                for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
             ]
             for variant in study.variants
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -275,19 +274,15 @@ def _calibrate(
     solved = scratch.begin(identity, resume=resume)
     if replaces:
         solved = _replaced(writer, study, plan, scratch, solved, reporter)
-    kept = (
-        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
-    )
-    notices = untouched_but_moved(study.pool, plan.parameters) if plan.sites else [kept]
+    notices = _notices(plan, study)
     writer.begin_variants(plan.variants)
 
     def work() -> None:
-        started = time.monotonic()
         if isinstance(plan.calibrator, Trained):
-            solution, seconds = train(study, plan, scratch, reporter), time.monotonic() - started
+            solution = train(study, plan, scratch, reporter)
         else:
-            solution, seconds = solve(writer, study, plan, scratch, solved, reporter), scratch.seconds
-        info = calibration_info(plan, seconds, notices)
+            solution = solve(writer, study, plan, scratch, solved, reporter)
+        info = calibration_info(plan, scratch.seconds, notices)
         save_variants(writer, opened.models, study, plan, solution, info)
         record_solution(writer, plan, solution.reports, identity, info)
 
@@ -297,6 +292,17 @@ def _calibrate(
     info = calibration_info(plan, scratch.seconds, notices)
     said = [f"{plan.variant}: {text}" for text in notices]
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+
+
+def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
+    """What a reader should know of a calibration, whatever comes of it."""
+    if plan.sites:
+        return untouched_but_moved(study.pool, plan.parameters)
+    if plan.boundaries:
+        return ["weights are those of the merged model; what is attached wants to know the task of an input"]
+    return [
+        "no calibration was clearly better than the merged model, so that this is the merged model as it is"
+    ]
 
 
 def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> str:

@@ -43,6 +43,7 @@ class CalibrationScratch:
         """Nothing is read or written yet."""
         self._settings = run / layout.begun_calibration(name)
         self._folder = self._settings.parent
+        self._seconds = 0.0
 
     def begin(self, settings: Mapping[str, Any], *, resume: bool) -> dict[int, SolvedLayer]:
         """The layers solved before an interruption, by index; none when the calibration starts afresh.
@@ -108,7 +109,11 @@ class CalibrationScratch:
     @property
     def seconds(self) -> float:
         """What the layers solved so far took, over all sittings."""
-        return max((float(_metadata(path)["seconds"]) for path in self._files()), default=0.0)
+        return max((float(_metadata(path)["seconds"]) for path in self._files()), default=self._seconds)
+
+    def took(self, seconds: float) -> None:
+        """Remember what work took of which nothing is kept layer by layer."""
+        self._seconds = seconds
 
     def keep(self, layer: CalibratedLayer, seconds: float) -> None:
         """Store one layer's solution, whole or not at all.

@@ -108,7 +108,7 @@ def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, repo
         Solution(),
         [(task, layer) for task in sorted(plan.samples) for layer in plan.boundaries],
     )
-    label = ""
+    label, started = "", time.monotonic()
 
     def step(layer: int, task: str) -> None:
         nonlocal label
@@ -128,6 +128,7 @@ def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, repo
         ),
     ):
         solution.attachments[task, boundary] = attachment
+    scratch.took(time.monotonic() - started)
     reporter.step(PHASE, len(places), len(places))
     return solution
 

@@ -212,6 +212,9 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
     np.testing.assert_allclose(shares, 1, atol=1e-6)
     np.testing.assert_allclose(rows.groupby("task")["prefix_share"].sum(), 1, atol=1e-5)
     assert rows["jacobian_error"].max() < 1e-2
+    info = run.manifest.calibrations["toy"]
+    assert info.seconds > 0 and list(info.layers) == [1, 2, 5]
+    assert any("task of an input" in text for text in info.notices)
     assert run.manifest.models["calibrated:toy"].digest != run.manifest.models["merged"].digest
     for task in TASKS:
         final = rows[(rows["task"] == task) & (rows["role"] == "head")]["drift_l2_mean"].item()

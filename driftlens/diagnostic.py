@@ -59,7 +59,7 @@ class Seen:
         expert: the expert's, [n, d].
         columns: what the `per_view` functions found, [n] each in float64, by name.
         base: `drift_l2` of the base model, as in `columns`; None without one.
-        head: the task's score map (`driftlens.models.heads.Head`); None where no classes are known.
+        head: the task's score map (`driftlens.models.heads.ScoreMap`); None where no classes are known.
         labels: class of each sample; None without.
     """
 

@@ -18,7 +18,7 @@ from driftlens.diagnostic import diagnostic
 from driftlens.linalg.integrals import composite_nodes
 from driftlens.linalg.path_jacobian import PathJacobian
 from driftlens.linalg.state import State, inner
-from driftlens.models.heads import Head
+from driftlens.models.heads import ScoreMap
 from driftlens.records.schema import ADJOINT
 
 SCORE_PANELS = 8
@@ -83,7 +83,7 @@ def drift_target(expert: Tensor, variant: Tensor) -> Target:
     return Target(drift / energy, torch.where(energy[:, 0] > 0, 1.0, torch.nan))
 
 
-def loss_target(head: Head, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
+def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
     """The cross-entropy of the variant minus that of the expert, in nats (Eq. 41).
 
     u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments.
@@ -102,7 +102,7 @@ def loss_target(head: Head, expert: Tensor, variant: Tensor, labels: Tensor) -> 
     return Target(_pulled(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1))
 
 
-def margin_target(head: Head, expert: Tensor, variant: Tensor) -> Target:
+def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
     """The variant's margin of the expert's decision minus the expert's own, in scores.
 
     A margin is the score of the class that the expert chooses minus that of the strongest other class, its rival: each
@@ -141,7 +141,7 @@ def _rivals(start: Tensor, end: Tensor, chosen: Tensor) -> Tensor:
     return shares
 
 
-def _pulled(head: Head, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
+def _pulled(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
     """The score map's path-averaged Jacobian, transposed, times a direction in score space.
 
     The segment is cut into panels of eight nodes: normalising a feature that nearly vanishes on the way is far from

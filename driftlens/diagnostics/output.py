@@ -15,14 +15,16 @@ from driftlens.diagnostic import Seen, diagnostic
 from driftlens.linalg.integrals import cross_entropy_change, softmax_change
 from driftlens.linalg.path_jacobian import forward_mode_attention
 from driftlens.linalg.quadrature import gauss_legendre
-from driftlens.models.heads import Head
+from driftlens.models.heads import ScoreMap
 from driftlens.records.schema import OUTPUTS
 
 GAIN_NODES = 4
 GAIN_ITERATIONS = 30
 
 
-def output_columns(head: Head, expert: Tensor, variant: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+def output_columns(
+    head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor | None
+) -> dict[str, Tensor]:
     """How far a variant's scores are from the expert's, sample by sample.
 
     Delta z = score map(variant) - score map(expert) (Eq. 6), at most B |e_L| plus the score-map mismatch (Eq. 7), which
@@ -84,7 +86,7 @@ def output_columns(head: Head, expert: Tensor, variant: Tensor, labels: Tensor |
 
 @diagnostic("output", table="outputs", columns=OUTPUTS.columns[len(OUTPUTS.key) + 1 :], option="")
 def _of_samples(seen: Seen) -> dict[str, Any]:
-    head: Head = seen.head
+    head: ScoreMap = seen.head
     expert, variant = torch.from_numpy(seen.expert), torch.from_numpy(seen.variant)
     rows = class_rows(head, seen.labels) if seen.labels is not None else None
     columns = {name: value.numpy() for name, value in output_columns(head, expert, variant, rows).items()}
@@ -108,7 +110,7 @@ def _margin(scores: Tensor) -> Tensor:
     return best[:, 0] - best[:, 1]
 
 
-def class_rows(head: Head, labels: Sequence[str]) -> Tensor:
+def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
     """Row of each label in the head, [n]; labels meet rows by name."""
     row = {name: position for position, name in enumerate(head.classes)}
     return torch.tensor([row[label] for label in labels])
@@ -124,8 +126,7 @@ class ScoreGains:
         secant: |score drift| / |feature drift|; any valid B is at least this.
         directional: largest |J u| at sampled points, u being the drift's direction.
         spectral: largest |J|_2 at the same points, by power iteration started at u; both are sampled, hence from below.
-        certified: scale * |class embeddings|_2 / shortest feature on the segment; holds for every point. Infinite where
-            the segment meets the origin.
+        certified: the score map's own bound, which holds for every point; NaN where it knows none.
     """
 
     secant: Tensor
@@ -134,11 +135,11 @@ class ScoreGains:
     certified: Tensor
 
 
-def score_gains(head: Head, start: Tensor, end: Tensor) -> ScoreGains:
+def score_gains(head: ScoreMap, start: Tensor, end: Tensor) -> ScoreGains:
     """Gains of `head.scores` on the segments from `start` to `end`.
 
     Args:
-        head: normalise, class embeddings, logit scale.
+        head: the score map.
         start: expert features, [n, d], float64 advised.
         end: variant features, [n, d].
     """
@@ -152,11 +153,14 @@ def score_gains(head: Head, start: Tensor, end: Tensor) -> ScoreGains:
     # By the mean-value inequality some point of the segment reaches the secant, though perhaps no sampled one.
     directional = torch.maximum(secant, along.view(len(times), -1).amax(dim=0))
     spectral = torch.maximum(directional, largest.view(len(times), -1).amax(dim=0))
-    certified = head.logit_scale * torch.linalg.matrix_norm(head.embeddings, ord=2) / _shortest(start, drift)
-    return ScoreGains(secant, directional, spectral, torch.where(length > 0, certified, torch.nan))
+    bound = head.gain_bound(start, end)
+    certified = (
+        torch.full_like(length, torch.nan) if bound is None else torch.where(length > 0, bound, torch.nan)
+    )
+    return ScoreGains(secant, directional, spectral, certified)
 
 
-def _gains_at(head: Head, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+def _gains_at(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """|J u| along the drift, and the largest gain found by power iteration from it."""
     with forward_mode_attention():
         pull = vjp(head.scores, point)[1]
@@ -167,9 +171,3 @@ def _gains_at(head: Head, point: Tensor, direction: Tensor) -> tuple[Tensor, Ten
             vector = back / torch.linalg.vector_norm(back, dim=1, keepdim=True).clamp_min(1e-300)
             image = jvp(head.scores, (point,), (vector,))[1]
     return torch.linalg.vector_norm(along, dim=1), torch.linalg.vector_norm(image, dim=1)
-
-
-def _shortest(start: Tensor, drift: Tensor) -> Tensor:
-    """Smallest norm on the segment: a quadratic in t, its minimum clamped to [0, 1]."""
-    t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
-    return torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)

@@ -8,7 +8,7 @@ import pathlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,33 @@ _NORM_TOLERANCE = 1e-2
 """How far from 1 a row's norm may be; rounding to float16 moves it by less than 1e-3."""
 
 
+class ScoreMap(Protocol):
+    """How final features become class scores.
+
+    Attributes:
+        classes: names of the scores.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the scores, in their order."""
+        ...
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Class scores [n, classes] of final features [n, d]; differentiable."""
+        ...
+
+    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
+        """A number per sample, [n], that the gain nowhere exceeds on the segment between two features [n, d].
+
+        It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7); None where no bound is known.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Head:
-    """The score map of one task: scale * <feature / |feature|, class embedding>.
+    """A `ScoreMap` of CLIP: scale * <feature / |feature|, class embedding>.
 
     Attributes:
         classes: names of the rows.
@@ -53,6 +77,14 @@ class Head:
                 hint="The head was made with another CLIP; make it with this base's text tower.",
             )
         return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
+
+    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
+        """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
+        drift = end - start
+        t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
+        shortest = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
+        bound: Tensor = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2) / shortest
+        return bound
 
 
 def class_names(given: ClassNames) -> tuple[str, ...]:

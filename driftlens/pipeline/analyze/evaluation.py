@@ -15,7 +15,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
 from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool, pooled
-from driftlens.models.heads import Head
+from driftlens.models.heads import ScoreMap
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.intervals import wilson
@@ -57,7 +57,7 @@ def accuracy_rows(
 
 
 def _hits(
-    study: Study, task: str, variants: list[str], samples: SampleSet, head: Head, reporter: Reporter
+    study: Study, task: str, variants: list[str], samples: SampleSet, head: ScoreMap, reporter: Reporter
 ) -> dict[str, int]:
     """Samples that each variant gets right; a sample is read once for all of them."""
     assert samples.labels is not None

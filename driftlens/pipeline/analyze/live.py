@@ -23,7 +23,7 @@ from driftlens.layers import select_layers
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, Pool
 from driftlens.models.frames import raw_inputs
-from driftlens.models.heads import Head
+from driftlens.models.heads import ScoreMap
 from driftlens.models.padding import Mask, unmasked_padding
 from driftlens.models.sequential import SequentialAdapter
 from driftlens.models.sources import module_source
@@ -42,7 +42,7 @@ def live_study(
     experts: Mapping[str, nn.Module],
     data: Mapping[str, Any],
     base: nn.Module | None = None,
-    heads: Mapping[str, Head] | None = None,
+    heads: Mapping[str, ScoreMap] | None = None,
     layers: str | Sequence[str | int] = "blocks",
     blocks: str | None = None,
     mask: Mask = None,
@@ -193,7 +193,7 @@ def _padding_notices(data: Mapping[str, SampleSet], module: nn.Module, mask: Mas
             yield f"task {task}: {notice}"
 
 
-def _task(samples: Any, head: Head | None) -> TaskSamples:
+def _task(samples: Any, head: ScoreMap | None) -> TaskSamples:
     return TaskSamples(samples, samples if samples.labels is not None and head is not None else None, head)
 
 

@@ -42,7 +42,7 @@ from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
 from driftlens.errors import DataError, SingularGramError, SpecError
-from driftlens.models.heads import Head
+from driftlens.models.heads import ScoreMap
 from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.search.lanes import LANE, part_of, solved_lanes
@@ -213,7 +213,7 @@ class _Trials:
         }
 
 
-def score(found: Tensor, expert: Tensor, head: Head | None) -> Tensor:
+def score(found: Tensor, expert: Tensor, head: ScoreMap | None) -> Tensor:
     """How far a model is from the expert on each sample, [n]; lower is better.
 
     With a head: the divergence KL(expert || model) of class probabilities, in nat. Without one: the norm of the drift

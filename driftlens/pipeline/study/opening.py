@@ -17,7 +17,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.errors import SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
-from driftlens.models.heads import Head, class_names, file_head, text_head
+from driftlens.models.heads import ScoreMap, class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.spec import FileHead, RunSpec, TextHead
@@ -110,7 +110,7 @@ def resolve_device(device: str) -> torch.device:
 
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
-) -> dict[str, Head]:
+) -> dict[str, ScoreMap]:
     """The score map of every task that has one.
 
     Args:
@@ -123,7 +123,7 @@ def open_heads(
         DataError: names repeat, or their number is not that of the rows.
     """
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
-    heads = {}
+    heads: dict[str, ScoreMap] = {}
     for task, entry in spec.heads.items():
         classes = classes_of(task, entry, data.get(task))
         if isinstance(entry, FileHead):
@@ -240,7 +240,7 @@ def _named_classes(head: FileHead | TextHead) -> tuple[str, ...] | None:
     return None if head.classes is None else class_names(head.classes)
 
 
-def _task_samples(data: TaskData, head: Head | None) -> TaskSamples:
+def _task_samples(data: TaskData, head: ScoreMap | None) -> TaskSamples:
     test = data.test()
     return TaskSamples(
         diagnosis=data.diagnosis(),

@@ -10,7 +10,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import Pool
-from driftlens.models.heads import Head
+from driftlens.models.heads import ScoreMap
 
 if TYPE_CHECKING:
     from driftlens.data.pictures import Picture
@@ -30,7 +30,7 @@ class TaskSamples:
 
     diagnosis: SampleSet
     test: SampleSet | None = None
-    head: Head | None = None
+    head: ScoreMap | None = None
     calibration: SampleSet | None = None
     picture: Callable[[str], Picture] | None = None
 

@@ -59,7 +59,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
     page: Any, writable: tuple[str, Path]
 ) -> None:
     address, run = writable
-    open_run(run).calibrate(dl.FeatCal(), name="featcal")
+    dl.open_run(run).calibrate(dl.FeatCal(), name="featcal")
     said: list[str] = []
     tabs = (page, page.context.new_page())
     for tab in tabs:

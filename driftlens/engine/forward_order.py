@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -84,21 +84,27 @@ class _WholeTask:
     ids: Sequence[str]
 
 
+class Options(TypedDict, total=False):
+    """Keyword arguments of `calibrate_side_by_side` that `calibrate` hands on."""
+
+    sites: Required[Mapping[int, Collection[str]]]
+    merged: str
+    feature_budget: int
+    spill: Path | None
+    done: Mapping[int, Mapping[str, Tensor]] | None
+    on_step: Callable[[int, str], None] | None
+    pooling: Pool
+
+
 def calibrate(
     pool: ModelPool,
     samples: Samples,
     calibrator: ClosedForm,
     *,
-    ids: Mapping[str, Sequence[str]] | None = None,
-    sites: Mapping[int, Collection[str]],
-    merged: str = "merged",
     base: str | None = "base",
-    feature_budget: int = 2 * 2**30,
-    spill: Path | None = None,
-    done: Mapping[int, Mapping[str, Tensor]] | None = None,
-    on_step: Callable[[int, str], None] | None = None,
-    pooling: Pool = "cls",
+    ids: Mapping[str, Sequence[str]] | None = None,
     objectives: bool = True,
+    **options: Unpack[Options],
 ) -> Iterator[CalibratedLayer]:
     """Calibrated layers in forward order, one for each layer with chosen sites that is not done yet.
 
@@ -109,16 +115,10 @@ def calibrate(
         pool: base, merged model and one expert per task.
         samples: calibration samples by task.
         calibrator: settings and closed forms.
-        ids: sample ids by task, for messages.
-        sites: layer index -> names of its sites, see `select_sites`.
-        merged: the pool's name of the model to calibrate.
         base: the pool's name of the base, or None without one.
-        feature_budget: bytes of waiting features, over all tasks, that may stay in memory.
-        spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
-        done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
-        on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
-        pooling: how one vector per sample is taken for `drift_l2_mean`.
+        ids: sample ids by task, for messages.
         objectives: whether reports hold the objectives of linear sites; on CPUs they cost about a tenth of the time.
+        **options: sites and the others of `calibrate_side_by_side`.
 
     Raises:
         SpecError: a setting makes no sense, or a task has no expert in the pool.
@@ -130,18 +130,7 @@ def calibrate(
     named = ids or {}
     parts = {task: [_WholeTask(read, named.get(task, ()))] for task, read in samples.items()}
     together = calibrate_side_by_side(
-        pool,
-        parts,
-        [Lane(calibrator)],
-        sites=sites,
-        merged=merged,
-        base=base,
-        feature_budget=feature_budget,
-        spill=spill,
-        done=done,
-        on_step=on_step,
-        pooling=pooling,
-        objectives=objectives,
+        pool, parts, [Lane(calibrator)], base=base, objectives=objectives, **options
     )
     return (layer for [layer] in together)
 
@@ -172,8 +161,9 @@ def calibrate_side_by_side(
         base: the pool's name of the base, or None without one.
         feature_budget: bytes of waiting features, over all tasks and lanes, that may stay in memory.
         spill: folder for features beyond the budget, emptied again whatever happens; None keeps all in memory.
-        done: layers calibrated before an interruption, for a single lane.
-        on_step: called with layer index and task before every batch.
+        done: layers calibrated before an interruption -> their updates, which are applied and not recomputed; for a
+            single lane.
+        on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
         pooling: how one vector per sample is taken for `drift_l2_mean`, which a single lane tells.
         objectives: whether reports hold the objectives of linear sites.
 

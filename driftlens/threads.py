@@ -70,8 +70,10 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
     available = torch.get_num_threads()
     number = _wanted.get() or _from_environment()
     if number is None:
-        number = 1 if available == 1 else fewest_threads(_layer(rows, width), _candidates(available))
-        _tell(phase.partition(":")[0], number, available)
+        number = 1
+        if available > 1:
+            number = fewest_threads(_layer(rows, width), _candidates(available))
+            _tell(phase.partition(":")[0], number, available)
     with _computing_with(number):
         yield number
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 # The tensors of these tests are tiny: handing them to several threads takes longer than computing them, and processes
 # that the tests start must round like this one.
@@ -45,6 +46,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+
+
+def arithmetic() -> dict[str, object]:
+    """What of torch's process-wide state decides over the last bits of a result."""
+    return {
+        "threads": torch.get_num_threads(),
+        "products": torch.get_float32_matmul_precision(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fused attention": torch.backends.mha.get_fastpath_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def left_as_it_was() -> Iterator[None]:
+    """No test, and nothing it calls, may leave torch computing in another way: others would round differently."""
+    before = arithmetic()
+    yield
+    assert arithmetic() == before
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,8 @@ def set_manner(
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(
-            {"level": record.levelname.lower(), "message": record.getMessage()}, ensure_ascii=False
+            {"event": "log", "level": record.levelname.lower(), "message": record.getMessage()},
+            ensure_ascii=False,
         )
 
 
@@ -116,6 +117,9 @@ class Job:
         mode: Any = "none" if manner.quiet else self.progress
         if manner.log_json and mode == "auto":
             mode = "jsonl"
+        if mode == "jsonl":  # whoever reads these lines can read no others
+            for handler in logging.getLogger("driftlens").handlers:
+                handler.setFormatter(_JsonLines())
         with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
             yield sink, cancel
 

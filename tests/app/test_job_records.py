@@ -12,6 +12,7 @@ import pytest
 from driftlens.records.status import Status, write_status
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, watch
+from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of, write_job
 from tests.app.conftest import Open
 from tests.app.test_pages import errors
@@ -166,3 +167,14 @@ def test_values_that_cannot_be_leave_the_form_at_its_defaults(
     assert "mine" not in app.text_input(key="name").value
     assert "KeyError" not in errors(app) and "TypeError" not in errors(app)
     assert app.number_input(key="lam").value is None
+
+
+def test_remarks_beside_progress_are_read_as_text(tmp_path: Path) -> None:
+    log = tmp_path / "calibrate.log"
+    lines = [
+        '{"event": "progress", "phase": "calibrate"}',
+        '{"event": "log", "message": "computes with 1 thread"}',
+        "end",
+    ]
+    log.write_text("\n".join(lines) + "\n")
+    assert log_text(log) == "computes with 1 thread\nend"

@@ -111,6 +111,9 @@ def test_evaluate_does_what_is_missing_and_only_then_again_what_is_there(
         dl.analyze(spec, out=out, progress="none", on_progress=stop, cancel=token)
     assert open_run(out).accuracy().empty
     assert run_cli("evaluate", out, "--progress", "none").code == 0
+    pd.testing.assert_frame_equal(open_run(out).accuracy(), finished.accuracy(), check_exact=True)
+    # What comes behind the first numbers, the causes and the parameters, is the analysis' own to finish.
+    assert run_cli("analyze", spec, "--out", out, "--resume", "--progress", "none").code == 0
     same_tables(open_run(out), finished)
 
     phase = f"evaluate:{TASKS[0]}"

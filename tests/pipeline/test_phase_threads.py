@@ -32,13 +32,13 @@ def test_every_phase_that_runs_models_settles_its_own_threads(
         sizes.append((rows, width))
         return lambda: None
 
-    answers = iter([1, 2, 2, 1, 2])
+    answers = iter([1, 2, 1, 2, 2])
     monkeypatch.setattr(threads, "_layer", measured)
     monkeypatch.setattr(threads, "fewest_threads", lambda work, candidates: next(answers))
     run = dl.analyze(world.spec(metrics={"jacobian": False}), out=tmp_path / "run", progress="none")
     first = TASKS[0]
     assert run.manifest.threads == {"torch": 2, f"analyze:{first}": 1, f"evaluate:{first}": 1}
-    assert len(sizes) == 5, "two analyses, the parameters, two evaluations"
+    assert len(sizes) == 5, "two analyses, two evaluations, the parameters"
     width = world.state("base")["visual.proj"].shape[0]
     assert {found for _, found in sizes} == {width}
 

@@ -17,7 +17,7 @@ _TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
 def log_text(log: Path) -> str:
     """The end of the log without its progress lines, for reading; empty where there is none yet."""
-    return "\n".join(line for line in _lines(log) if _progress(line) is None)
+    return "\n".join(_said(line) for line in _lines(log) if _progress(line) is None)
 
 
 def last_progress(log: Path) -> dict[str, Any] | None:
@@ -67,6 +67,12 @@ def _lines(log: Path) -> Iterator[str]:
     if is_file_inside(log):
         lines, is_whole = _end(log, _TAIL_BYTES)
         yield from lines if is_whole else lines[1:]
+
+
+def _said(line: str) -> str:
+    """What a line says to a person; beside progress as JSON, remarks are JSON too."""
+    remark = _object(line) if line.startswith('{"event": "log"') else None
+    return line if remark is None else str(remark.get("message", ""))
 
 
 def _progress(line: str) -> dict[str, Any] | None:

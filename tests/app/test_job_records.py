@@ -12,7 +12,7 @@ import pytest
 from driftlens.records.status import Status, write_status
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, watch
-from driftlens_app.jobs.log import log_text
+from driftlens_app.jobs import log as log_of_jobs
 from driftlens_app.jobs.record import job_of, write_job
 from tests.app.conftest import Open
 from tests.app.test_pages import errors
@@ -169,7 +169,8 @@ def test_values_that_cannot_be_leave_the_form_at_its_defaults(
     assert app.number_input(key="lam").value is None
 
 
-def test_remarks_beside_progress_are_read_as_text(tmp_path: Path) -> None:
+def test_remarks_beside_progress_are_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_of_jobs, "is_file_inside", Path.is_file)
     log = tmp_path / "calibrate.log"
     lines = [
         '{"event": "progress", "phase": "calibrate"}',
@@ -177,4 +178,4 @@ def test_remarks_beside_progress_are_read_as_text(tmp_path: Path) -> None:
         "end",
     ]
     log.write_text("\n".join(lines) + "\n")
-    assert log_text(log) == "computes with 1 thread\nend"
+    assert log_of_jobs.log_text(log) == "computes with 1 thread\nend"

@@ -44,8 +44,8 @@ class Run(DriftRun):
             name: of the calibration.
             auto: whether the calibrator's free settings are chosen from the calibration samples, starting from these.
             **options: samples, layers, sites, top_layers, resume, replace, save_weights, attribution, on_measured,
-                on_progress, cancel: as for
-                `driftlens.pipeline.calibrate.job.calibrate`; device, offline, trust as in `Access`.
+                on_progress, cancel: as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline, trust as in
+                `Access`.
 
         Raises:
             SpecError: the calibrator's class is not registered.

@@ -120,9 +120,6 @@ class Trained(Calibrator, ABC):
     A subclass adds `train` and `attachment`.
     """
 
-    needs_task: ClassVar[bool] = True
-    """Whether the task has to be known when the model is used."""
-
     def boundaries(self, num_layers: int) -> Sequence[int]:
         """Where something is attached; boundary l is what leaves layer l."""
         return (num_layers,)

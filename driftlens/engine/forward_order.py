@@ -354,6 +354,7 @@ class _Walk:
         splits = len(self.branches) < len(self.lanes)
         if splits:  # from here on every lane is on its own
             self.branches = [_Branch(f"{index}", {index: lane}) for index, lane in enumerate(self.lanes)]
+        parameters = [{**merged, **updates} for updates, _ in found]
         drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
         for (task, part), batches in self.waiting.items():
             watch = FiniteWatch(layer, task, self.parts[task][part].ids)
@@ -365,7 +366,7 @@ class _Walk:
                     with self._shared(branch.lanes):
                         [lane] = branch.lanes
                         state = batch.get(_TRUNK if splits else branch.name)
-                        out = layer.call({**merged, **found[lane][0]}, state, batch.side)
+                        out = layer.call(parameters[lane], state, batch.side)
                         watch.see(_in_words(branch.name, calibrated=True), out[layer.stream])
                         if self.tells_drift:
                             drift[task].append(self._drift(layer, out, batch))

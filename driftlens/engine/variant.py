@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap
 from driftlens.models.frames import features_of, find_features
 from driftlens.models.sources import StateSource
-from driftlens.variants import Part, part_of
 
 
 class Attachment(Protocol):
@@ -51,11 +50,6 @@ class Variant:
     label: str
     weights: StateSource
     attachments: Attachments = field(default_factory=dict)
-
-    @property
-    def kind(self) -> Part:
-        """The part it plays."""
-        return part_of(self.label)
 
     def attached(self, task: str) -> dict[int, Attachment]:
         """What is attached for one task, by boundary."""

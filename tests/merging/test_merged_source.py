@@ -17,8 +17,7 @@ from driftlens.errors import CheckpointError, DriftLensError, NumericsError, Run
 from driftlens.merging.method import Reads, merge_methods
 from driftlens.models.sources import TensorsSource
 from driftlens.pipeline.study import merging
-from driftlens.pipeline.study.merging import merged_source
-from driftlens.pipeline.study.moments import site_moments
+from driftlens.pipeline.study.merging import merged_source, site_moments
 from driftlens.registry import Registry
 from driftlens.variants import expert_of
 from tests.merging.applying import Tensors, open_models, random_model, study_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftlens.pipeline.preflight.job import preflight
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.findings import Finding
+from driftlens.pipeline.study.suspicion import Finding
 from driftlens.spec import load_spec
 from tests.pipeline.world import Weights, World
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from driftlens.cli.main import main
 from driftlens.pipeline.preflight.costs import Cost
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.findings import Finding
+from driftlens.pipeline.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import MODEL, World, write_spec
 
@@ -130,7 +130,7 @@ def test_json_is_plain_and_complete(world: World) -> None:
 
 
 def test_text_is_aligned_and_puts_hints_below() -> None:
-    findings = (Finding("ok", "a", "one"), Finding("problem", "bbb", "two\nthree", "do this", 4))
+    findings = [Finding("ok", "a", "one"), Finding("problem", "bbb", "two\nthree", "do this", 4)]
     assert Preflight(findings, Cost(1_500_000_000, 999, 60.4)).text().splitlines() == [
         "ok       a    one",
         "PROBLEM  bbb  two",

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.findings import Finding
+from driftlens.pipeline.study.suspicion import Finding
 from tests.pipeline.checking import check, found, saved, visual
 from tests.pipeline.world import CLASSES, World, build, clip, labels, pixels
 

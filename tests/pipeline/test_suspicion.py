@@ -12,7 +12,7 @@ from torch import Tensor
 
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.findings import Finding
+from driftlens.pipeline.study.suspicion import Finding
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import Weights, World, merged_weights, moved
 

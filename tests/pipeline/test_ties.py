@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.tasks import check_ties
-from driftlens.pipeline.study.findings import Collector
 from tests.cases import CASES, family
 
 
 def test_a_tower_has_no_ties_not_even_in_its_fused_projection() -> None:
-    collect = Collector()
+    collect = Preflight()
     check_ties(family(CASES["open_clip_vit"]).pool.chain, collect)
     assert [(finding.level, finding.subject) for finding in collect.findings] == [("ok", "ties")]
 
@@ -20,7 +20,7 @@ def test_a_weight_in_two_layers_is_named_with_both_places() -> None:
     first, second = chain.layers[1:3]
     name = next(iter(first.parameters))
     shared = dataclasses.replace(second, parameters={**second.parameters, name: first.parameters[name]})
-    collect = Collector()
+    collect = Preflight()
     check_ties(dataclasses.replace(chain, layers=(*chain.layers[:2], shared, *chain.layers[3:])), collect)
     (finding,) = collect.findings
     assert finding.level == "notice"

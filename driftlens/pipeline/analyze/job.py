@@ -20,10 +20,16 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     run_phases,
 )
-from driftlens.pipeline.study.identity import require_same_models, require_same_samples
 from driftlens.pipeline.study.merging import merge_of, save_merge
 from driftlens.pipeline.study.opening import OpenModels, open_study
-from driftlens.pipeline.study.reopening import MERGED_FILE, reopened, require_analyzed, require_spec
+from driftlens.pipeline.study.reopening import (
+    MERGED_FILE,
+    reopened,
+    require_analyzed,
+    require_same_models,
+    require_same_samples,
+    require_spec,
+)
 from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.progress import CancelToken, ProgressSink, Reporter

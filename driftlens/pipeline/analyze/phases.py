@@ -17,7 +17,7 @@ from driftlens.engine.exactness import exact_products
 from driftlens.pipeline.analyze.causes import explain
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
-from driftlens.pipeline.study.identity import model_info
+from driftlens.pipeline.study.reopening import model_info
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
 from driftlens.records.manifest import LayerInfo

@@ -34,9 +34,15 @@ from driftlens.pipeline.calibrate.variants import (
     weights_metadata,
 )
 from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve, train
-from driftlens.pipeline.study.identity import require_same_models, require_same_samples
 from driftlens.pipeline.study.opening import OpenModels
-from driftlens.pipeline.study.reopening import add_calibration, reopened, require_analyzed, require_spec
+from driftlens.pipeline.study.reopening import (
+    add_calibration,
+    reopened,
+    require_analyzed,
+    require_same_models,
+    require_same_samples,
+    require_spec,
+)
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout

@@ -14,12 +14,12 @@ from driftlens.files import PathLike
 from driftlens.models.chain import LayerChain, ParameterKey
 from driftlens.models.export import fused, save_model
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import patched
+from driftlens.models.saving import patched, save_state_dict
 from driftlens.models.sources import StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
-from driftlens.pipeline.study.attachments import save_attachments
 from driftlens.pipeline.study.opening import OpenModels
+from driftlens.pipeline.study.reopening import attachment_tensors
 from driftlens.pipeline.study.study import Study
 from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
@@ -66,7 +66,7 @@ def save_variants(
 
     if solution.attachments:
         with writer.file(calibration_attachments(plan.name)) as path:
-            save_attachments(path, solution.attachments)
+            save_state_dict(path, attachment_tensors(solution.attachments))
 
 
 def export_variant(

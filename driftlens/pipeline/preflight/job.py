@@ -18,10 +18,9 @@ from driftlens.pipeline.preflight.costs import Cost, LayerCost, estimate, layer_
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.tasks import check_data, check_heads, check_ties, score_experts
-from driftlens.pipeline.study.findings import Collector, Finding
 from driftlens.pipeline.study.merging import PIECE, merge_of
 from driftlens.pipeline.study.opening import OpenModels, open_study, resolve_device, settings_of
-from driftlens.pipeline.study.suspicion import suspicions
+from driftlens.pipeline.study.suspicion import Finding, suspicions
 from driftlens.spec import RunSpec
 
 __all__ = ["Finding", "Preflight", "preflight"]
@@ -42,49 +41,48 @@ def preflight(
         deep: also score every expert on its own task, which runs the models.
         access: what may be used, and on which device.
     """
-    collect = Collector()
-    place = _check_device(spec, access.device, collect)
-    architecture = _check_architecture(spec, collect, access)
-    models = None if architecture is None else check_models(spec, architecture, collect, access)
+    checks = Preflight()
+    place = _check_device(spec, access.device, checks)
+    architecture = _check_architecture(spec, checks, access)
+    models = None if architecture is None else check_models(spec, architecture, checks, access)
     preprocess = None if architecture is None else architecture.preprocess
-    data = check_data(spec, preprocess, collect, access=access)
+    data = check_data(spec, preprocess, checks, access=access)
     layers = _layers(spec, architecture, data)
     if models is not None:
-        check_heads(spec, models, data, layers[-1].width if layers else None, collect)
-        collect.findings += suspicions(models.architecture.chain, models.sources)
-    _check_merge(spec, models, data, layers, collect)
-    collect.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
-    cost = None
-    if models is not None and place is not None and not collect.has_problems:
-        cost = _cost(spec, models, data, layers, place)
+        check_heads(spec, models, data, layers[-1].width if layers else None, checks)
+        checks.findings += suspicions(models.architecture.chain, models.sources)
+    _check_merge(spec, models, data, layers, checks)
+    checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
+    if models is not None and place is not None and not checks.problems:
+        checks.cost = _cost(spec, models, data, layers, place)
     if deep:
-        _score(spec, collect, access=access)
-    return Preflight(tuple(collect.findings), cost)
+        _score(spec, checks, access=access)
+    return checks
 
 
-def _check_device(spec: RunSpec, device: str | None, collect: Collector) -> torch.device | None:
-    place = collect.attempt("device", lambda: resolve_device(device or spec.compute.device))
+def _check_device(spec: RunSpec, device: str | None, checks: Preflight) -> torch.device | None:
+    place = checks.attempt("device", lambda: resolve_device(device or spec.compute.device))
     if place is not None:
-        collect.ok("device", f"{place}, {spec.compute.dtype}")
+        checks.ok("device", f"{place}, {spec.compute.dtype}")
     return place
 
 
-def _check_architecture(spec: RunSpec, collect: Collector, access: Access) -> Architecture | None:
+def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
     loader, source = spec.architecture.loader, spec.architecture.source or ""
-    found = collect.attempt("architecture", lambda: load_architecture(loader, source, offline=access.offline))
+    found = checks.attempt("architecture", lambda: load_architecture(loader, source, offline=access.offline))
     if found is None:
         return None
     paths = [layer.path for layer in found.chain.layers]
     settings = ", ".join(f"{name} {value}" for name, value in found.chain.settings.items())
-    collect.ok(
+    checks.ok(
         "architecture", f"{found.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(found)
     )
     for text in found.notices:
-        collect.notice("architecture", text)
-    check_ties(found.chain, collect)
-    stored = collect.attempt("layers", lambda: select_layers(paths, spec.layers.select))
+        checks.notice("architecture", text)
+    check_ties(found.chain, checks)
+    stored = checks.attempt("layers", lambda: select_layers(paths, spec.layers.select))
     if stored is not None:
-        collect.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
+        checks.ok("layers", f"{len(stored)} of {len(paths)} are stored; all are walked")
     return found
 
 
@@ -107,12 +105,12 @@ def _check_merge(
     models: OpenModels | None,
     data: Mapping[str, TaskData],
     layers: tuple[LayerCost, ...],
-    collect: Collector,
+    checks: Preflight,
 ) -> None:
     merge = spec.merge
     if merge is None:
         return
-    found = collect.attempt("merge", lambda: merge_of(spec, merge.method, merge.parameters))
+    found = checks.attempt("merge", lambda: merge_of(spec, merge.method, merge.parameters))
     if found is None:
         return
     entry, settings = found
@@ -123,7 +121,7 @@ def _check_merge(
     if models is not None and models.sources:
         samples = sum(len(opened.calibration()) for opened in data.values())
         text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
-    collect.ok("merge", text)
+    checks.ok("merge", text)
 
 
 def _merge_cost(
@@ -178,11 +176,11 @@ def _cost(
     return estimate(work, sample, device, getattr(torch, spec.compute.dtype))
 
 
-def _score(spec: RunSpec, collect: Collector, *, access: Access) -> None:
-    if collect.has_problems:
-        collect.notice("experts", "not scored: the problems above come first")
+def _score(spec: RunSpec, checks: Preflight, *, access: Access) -> None:
+    if checks.problems:
+        checks.notice("experts", "not scored: the problems above come first")
         return
-    opened = collect.attempt("experts", lambda: open_study(spec, access=access))
+    opened = checks.attempt("experts", lambda: open_study(spec, access=access))
     if opened is not None:
         with suitable_threads(None, "validate", opened[0]):
-            score_experts(opened[0], collect)
+            score_experts(opened[0], checks)

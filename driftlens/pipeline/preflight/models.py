@@ -17,33 +17,33 @@ from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.models.lora import is_lora_folder
 from driftlens.models.open_clip_loader import CONFIG_FILE
 from driftlens.models.vit_parts import activation_name
-from driftlens.pipeline.study.findings import Collector, incompatible, problem
+from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.opening import OpenModels, dtype_notices, origins_of
 from driftlens.pipeline.study.suspicion import label
 from driftlens.spec import RunSpec
 
 
-def check_models(spec: RunSpec, architecture: Architecture, collect: Collector, access: Access) -> OpenModels:
+def check_models(spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access) -> OpenModels:
     """The models of a spec that can be opened and fit the architecture; the others become findings.
 
     Args:
         spec: names them.
         architecture: of all of them.
-        collect: where findings go.
+        checks: where findings go.
         access: what may be used.
     """
     base = None
     origins = origins_of(spec)
     if spec.base is not None:
         place = spec.base.weights
-        base = collect.attempt("base", lambda: open_checkpoint(place, offline=access.offline))
-    opener = _Opener(architecture, base, spec.base is not None, collect, access)
+        base = checks.attempt("base", lambda: open_checkpoint(place, offline=access.offline))
+    opener = _Opener(architecture, base, spec.base is not None, checks, access)
     sources = {
         name: source for name, place in origins.items() if (source := opener.open(name, place)) is not None
     }
     models = OpenModels(architecture, base, sources, {name: origins[name] for name in sources})
     for text in dtype_notices(models):
-        collect.notice("dtypes", text)
+        checks.notice("dtypes", text)
     return models
 
 
@@ -55,14 +55,14 @@ class _Opener:
         architecture: Architecture,
         base: StateSource | None,
         wants_base: bool,
-        collect: Collector,
+        checks: Preflight,
         access: Access,
     ) -> None:
         self._architecture = architecture
         self._base = base
         self._canonical: StateSource | None = None
         self._wants_base = wants_base
-        self._collect = collect
+        self._checks = checks
         self._access = access
 
     def open(self, name: str, place: str) -> StateSource | None:
@@ -77,7 +77,7 @@ class _Opener:
             return None
         if name == "base":
             self._canonical = source
-        self._collect.ok(label(name), f"{_described(self._architecture, source)}, from {place}")
+        self._checks.ok(label(name), f"{_described(self._architecture, source)}, from {place}")
         self._compare(name, place, source)
         return source
 
@@ -91,9 +91,9 @@ class _Opener:
     def _file(self, name: str, place: str, error: DriftLensError) -> None:
         if self._wants_base and self._canonical is None and name != "base" and self._is_part(place, error):
             text = f"the {label(name)} needs the base, which can't be used, and was not checked"
-            self._collect.notice(label(name), text)
+            self._checks.notice(label(name), text)
         else:
-            self._collect.findings.append(problem(label(name), error))
+            self._checks.problem(label(name), error)
 
     def _is_part(self, place: str, error: DriftLensError) -> bool:
         """Whether the model lacks only what a base would have given: LoRA's weights, or the projection."""
@@ -109,12 +109,11 @@ class _Opener:
             return  # a file alone has no configuration; others in its folder may be another model's
         stored = pathlib.Path(source.name)
         folder = stored if stored.is_dir() else stored.parent
-        found = self._collect.attempt(label(name), lambda: statements(self._architecture, folder)) or []
+        found = self._checks.attempt(label(name), lambda: statements(self._architecture, folder)) or []
         for statement in found:
             if not statement.agrees:
-                self._collect.findings.append(
-                    incompatible(label(name), _contradiction(name, statement), _remedy(statement))
-                )
+                error = IncompatibleModelsError(_contradiction(name, statement), hint=_remedy(statement))
+                self._checks.problem(label(name), error)
 
 
 def _contradiction(name: str, statement: Statement) -> str:

@@ -1,31 +1,55 @@
-"""The outcome of a preflight: its findings and what the work will take, for a program and for a person."""
+"""What a preflight finds and what the work will take, for a program and for a person."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from driftlens.errors import DriftLensError
 from driftlens.pipeline.preflight.costs import Cost
-from driftlens.pipeline.study.findings import Finding
+from driftlens.pipeline.study.suspicion import Finding, problem
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preflight:
-    """The outcome of all checks of one spec.
+    """All checks of one spec or calibration, each of which becomes a finding instead of stopping at the first error.
 
     Attributes:
         findings: in the order of the checks.
-        cost: what an analysis will take; None where problems kept it from being estimated.
+        cost: what the work will take; None where problems kept it from being estimated.
     """
 
-    findings: tuple[Finding, ...]
+    findings: list[Finding] = field(default_factory=list)
     cost: Cost | None = None
 
+    def ok(self, subject: str, text: str, hint: str = "") -> None:
+        """Say that something is as it should be."""
+        self.findings.append(Finding("ok", subject, text, hint))
+
+    def notice(self, subject: str, text: str, hint: str = "") -> None:
+        """Say what the reader should judge."""
+        self.findings.append(Finding("notice", subject, text, hint))
+
+    def problem(self, subject: str, error: DriftLensError) -> None:
+        """Say what must be dealt with first."""
+        self.findings.append(problem(subject, error))
+
+    def attempt(self, subject: str, work: Callable[[], T]) -> T | None:
+        """What `work` returns, or None after filing the error that it raised on purpose."""
+        try:
+            return work()
+        except DriftLensError as error:
+            self.problem(subject, error)
+            return None
+
     @property
-    def problems(self) -> tuple[Finding, ...]:
+    def problems(self) -> list[Finding]:
         """The findings that must be dealt with first."""
-        return tuple(finding for finding in self.findings if finding.level == "problem")
+        return [finding for finding in self.findings if finding.level == "problem"]
 
     @property
     def exit_code(self) -> int:

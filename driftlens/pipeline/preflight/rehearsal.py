@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 
 from driftlens.access import Access
 from driftlens.errors import RunError
@@ -25,8 +24,7 @@ from driftlens.pipeline.preflight.costs import (
     memory_bytes,
 )
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.findings import Collector
-from driftlens.pipeline.study.identity import require_same_samples
+from driftlens.pipeline.study.reopening import require_same_samples
 from driftlens.records.lock import require_unlocked
 
 
@@ -45,41 +43,37 @@ def rehearse(
     Of the checkpoints, headers are read, and of stem and head the weights; whether files have changed since the run
     is only found out by the calibration itself, which hashes them.
     """
-    folder, collect = pathlib.Path(path), Collector()
-    opened = collect.attempt("run", lambda: open_calibration(folder, request, access=access))
+    folder, checks = pathlib.Path(path), Preflight()
+    opened = checks.attempt("run", lambda: open_calibration(folder, request, access=access))
     if opened is None:
-        return Preflight(tuple(collect.findings))
+        return checks
     plan = opened.plan
     if not attribution:
         settings = dataclasses.replace(opened.study.settings, jacobian=None)
         opened = dataclasses.replace(opened, study=dataclasses.replace(opened.study, settings=settings))
-    checks: dict[str, Callable[[], object]] = {
-        "lock": lambda: require_unlocked(folder),
-        "name": lambda: Terms(resume=resume, replace=replace).require(plan, opened),
-        "samples": lambda: require_same_samples(opened.manifest, opened.study),
-    }
+    checks.attempt("lock", lambda: require_unlocked(folder))
+    checks.attempt("name", lambda: Terms(resume=resume, replace=replace).require(plan, opened))
+    checks.attempt("samples", lambda: require_same_samples(opened.manifest, opened.study))
     if save_weights is not None:
-        checks["save-weights"] = lambda: require_target(opened.models, save_weights)
-    for subject, check in checks.items():
-        collect.attempt(subject, check)
-    _describe(opened, collect)
-    cost = _cost(opened)
-    collect.attempt("disk", lambda: _require_room(folder, cost))
-    return Preflight(tuple(collect.findings), cost)
+        checks.attempt("save-weights", lambda: require_target(opened.models, save_weights))
+    _describe(opened, checks)
+    cost = checks.cost = _cost(opened)
+    checks.attempt("disk", lambda: _require_room(folder, cost))
+    return checks
 
 
-def _describe(opened: OpenCalibration, collect: Collector) -> None:
+def _describe(opened: OpenCalibration, checks: Preflight) -> None:
     plan = opened.plan
     settings = ", ".join(f"{name} {_shown(value)}" for name, value in plan.hyperparameters.items())
-    collect.ok("settings", f"{plan.method}: {settings}")
+    checks.ok("settings", f"{plan.method}: {settings}")
     count = sum(map(len, plan.sites.values()))
     what = f"{count} sites" if plan.sites else "attachments"
-    collect.ok("sites", f"{what} in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers")
-    collect.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
+    checks.ok("sites", f"{what} in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers")
+    checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
     if plan.control:
-        collect.ok("control", f"{plan.control} shows what the anchor does by itself")
+        checks.ok("control", f"{plan.control} shows what the anchor does by itself")
     for text in untouched_but_moved(opened.study.pool, plan.parameters):
-        collect.notice("sites", text)
+        checks.notice("sites", text)
 
 
 def _shown(value: object) -> str:

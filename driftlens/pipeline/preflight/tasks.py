@@ -13,9 +13,10 @@ from driftlens.data.task_data import TaskData
 from driftlens.errors import DataError
 from driftlens.models.chain import LayerChain
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
-from driftlens.pipeline.study.findings import Collector, Finding, problem
+from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.opening import OpenModels, classes_of, open_data, open_heads
 from driftlens.pipeline.study.study import Study, TaskSamples
+from driftlens.pipeline.study.suspicion import Finding, problem
 from driftlens.progress import Reporter
 from driftlens.spec import FileHead, RunSpec, TextHead
 
@@ -23,7 +24,7 @@ from driftlens.spec import FileHead, RunSpec, TextHead
 def check_data(
     spec: RunSpec,
     preprocess: Callable[[list[Any]], Any] | None,
-    collect: Collector,
+    checks: Preflight,
     *,
     access: Access,
 ) -> dict[str, TaskData]:
@@ -32,7 +33,7 @@ def check_data(
     Args:
         spec: names them.
         preprocess: the architecture's; without one no sample is read.
-        collect: where findings go.
+        checks: where findings go.
         access: what may be used, and on which device.
     """
     opened = {}
@@ -44,19 +45,19 @@ def check_data(
                 data.diagnosis().load([0])
             return data
 
-        data = collect.attempt(f"data of {task}", open_one)
+        data = checks.attempt(f"data of {task}", open_one)
         if data is not None:
             opened[task] = data
-            _describe(data, collect)
+            _describe(data, checks)
     for split, counts in _counts(opened).items():
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{task} {count}" for task, count in counts.items())
-            collect.notice("data", f"tasks have different numbers of {split} samples: {listed}")
+            checks.notice("data", f"tasks have different numbers of {split} samples: {listed}")
     return opened
 
 
 def check_heads(
-    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], width: int | None, collect: Collector
+    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], width: int | None, checks: Preflight
 ) -> None:
     """File what is wrong with the heads.
 
@@ -65,22 +66,22 @@ def check_heads(
         models: of which the base may have to read prompts.
         data: which may name the classes.
         width: of the final features, if known.
-        collect: where findings go.
+        checks: where findings go.
     """
     prompted = [task for task, entry in spec.heads.items() if isinstance(entry, TextHead)]
     base = models.base
     if prompted and base is not None:
-        collect.attempt("text tower", lambda: models.architecture.text_tower(base))
+        checks.attempt("text tower", lambda: models.architecture.text_tower(base))
     for task in spec.tasks:
         entry, subject = spec.heads.get(task), f"head of {task}"
         if entry is None:
-            collect.ok(subject, "none, so there will be no scores and no accuracy")
+            checks.ok(subject, "none, so there will be no scores and no accuracy")
         elif entry.classes is None and task not in data:
             continue  # what the data would have named is unknown, and its own problem is filed
         elif isinstance(entry, FileHead):
-            _check_file_head(spec, task, models, data, width, collect)
+            _check_file_head(spec, task, models, data, width, checks)
         else:
-            _check_text_head(spec, task, entry, models, data, collect)
+            _check_text_head(spec, task, entry, models, data, checks)
 
 
 def _check_file_head(
@@ -89,10 +90,10 @@ def _check_file_head(
     models: OpenModels,
     data: Mapping[str, TaskData],
     width: int | None,
-    collect: Collector,
+    checks: Preflight,
 ) -> None:
     subject = f"head of {task}"
-    head = collect.attempt(subject, lambda: _open_head(spec, task, models, data))
+    head = checks.attempt(subject, lambda: _open_head(spec, task, models, data))
     if head is None:
         return
     rows, columns = head.embeddings.shape
@@ -101,9 +102,9 @@ def _check_file_head(
             f"the class embeddings of {task} have {columns} entries, the models' features have {width}",
             hint=f"heads.{task}.file was made with another CLIP; make it with this base's text tower.",
         )
-        collect.findings.append(problem(subject, error))
+        checks.problem(subject, error)
     else:
-        collect.ok(subject, f"{rows} class embeddings of {columns} entries")
+        checks.ok(subject, f"{rows} class embeddings of {columns} entries")
 
 
 def _check_text_head(
@@ -112,18 +113,18 @@ def _check_text_head(
     entry: TextHead,
     models: OpenModels,
     data: Mapping[str, TaskData],
-    collect: Collector,
+    checks: Preflight,
 ) -> None:
     subject = f"head of {task}"
     if spec.base is None:
-        collect.attempt(
+        checks.attempt(
             subject, lambda: _open_head(spec, task, models, data)
         )  # says what to do without a base
         return
     named = data[task].class_names if task in data else None
-    names = collect.attempt(subject, lambda: classes_of(task, entry, named))
+    names = checks.attempt(subject, lambda: classes_of(task, entry, named))
     if names is not None:
-        collect.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
+        checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
 
 
 def _open_head(spec: RunSpec, task: str, models: OpenModels, data: Mapping[str, TaskData]) -> Any:
@@ -131,15 +132,15 @@ def _open_head(spec: RunSpec, task: str, models: OpenModels, data: Mapping[str, 
     return open_heads(alone, models, {name: opened.class_names for name, opened in data.items()})[task]
 
 
-def _describe(data: TaskData, collect: Collector) -> None:
+def _describe(data: TaskData, checks: Preflight) -> None:
     subject = f"data of {data.task}"
     counts = (
         f"{len(data.calibration())} calibration, {len(data.diagnosis())} diagnosis, {len(data.test())} test"
     )
     classes = f", {len(data.class_names)} classes" if data.class_names is not None else ", no labels"
-    collect.ok(subject, f"{counts} samples{classes}")
+    checks.ok(subject, f"{counts} samples{classes}")
     for text in data.notices:
-        collect.notice(subject, text)
+        checks.notice(subject, text)
 
 
 def _counts(opened: Mapping[str, TaskData]) -> dict[str, dict[str, int]]:
@@ -153,27 +154,27 @@ def _counts(opened: Mapping[str, TaskData]) -> dict[str, dict[str, int]]:
 Row = Mapping[str, object]
 
 
-def score_experts(study: Study, collect: Collector) -> None:
+def score_experts(study: Study, checks: Preflight) -> None:
     """File the accuracy of every expert, and of the base beside it, on the task's diagnosis samples.
 
     Args:
         study: opened; the merged model need not be there yet.
-        collect: where findings go.
+        checks: where findings go.
     """
     scored = {task: _on_diagnosis(samples) for task, samples in study.tasks.items()}
     study = dataclasses.replace(study, tasks=scored)
     variants = ["expert", *(["base"] if study.has_base else [])]
     for task in study.tasks:
         subject = f"expert of {task}"
-        rows = collect.attempt(subject, partial(accuracy_rows, study, task, variants, Reporter()))
+        rows = checks.attempt(subject, partial(accuracy_rows, study, task, variants, Reporter()))
         if rows is None:
             continue
         if not rows:
-            collect.notice(subject, f"the {subject} is not scored: {task} has no head, or no labels")
+            checks.notice(subject, f"the {subject} is not scored: {task} has no head, or no labels")
             continue
         head = study.tasks[task].head
         assert head is not None  # there are no rows without
-        collect.findings.append(
+        checks.findings.append(
             _judged(subject, {str(row["variant"]): row for row in rows}, len(head.classes))
         )
 
@@ -206,7 +207,7 @@ def _score(row: Row) -> str:
     return f"{value:.1%} ({low:.1%} to {high:.1%})"
 
 
-def check_ties(chain: LayerChain, collect: Collector) -> None:
+def check_ties(chain: LayerChain, checks: Preflight) -> None:
     """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other."""
     places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
     for layer in chain.layers:
@@ -214,8 +215,8 @@ def check_ties(chain: LayerChain, collect: Collector) -> None:
             places[slot.key, slot.rows].append(f"{name} of layer {layer.index}")
     tied = {key: found for (key, _), found in places.items() if len(found) > 1}
     for key, found in tied.items():
-        collect.notice(
+        checks.notice(
             "ties", f"{key} is {' and '.join(found)}", "To calibrate one of them changes the others too."
         )
     if not tied:
-        collect.ok("ties", "none: every weight stands in one place")
+        checks.ok("ties", "none: every weight stands in one place")

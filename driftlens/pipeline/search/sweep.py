@@ -32,7 +32,7 @@ from driftlens.pipeline.search.sweep_points import (
     samples_by_seed,
     settings_of,
 )
-from driftlens.pipeline.study.identity import require_same_models, require_same_samples
+from driftlens.pipeline.study.reopening import require_same_models, require_same_samples
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout

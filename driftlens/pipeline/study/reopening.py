@@ -1,21 +1,29 @@
-"""A finished run's models and samples, opened once more to add something to it."""
+"""A finished run's models and samples, opened once more to add something to it, and whether they are still the same."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pathlib
+from collections import defaultdict
+
+import torch
+from torch import Tensor
 
 from driftlens.access import Access
-from driftlens.errors import RunError, SpecError
+from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.engine.variant import Attachments
+from driftlens.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
-from driftlens.pipeline.study.attachments import saved_attachments
+from driftlens.models.sources import TensorsSource, content_digest
 from driftlens.pipeline.study.opening import OpenModels, open_study
 from driftlens.pipeline.study.study import Study
+from driftlens.progress import Reporter
 from driftlens.records import layout
 from driftlens.records.listing import unanalyzed
 from driftlens.records.lock import living_owner_of
-from driftlens.records.manifest import Manifest, read_manifest
+from driftlens.records.manifest import Manifest, ModelInfo, read_manifest
 from driftlens.spec import RunSpec, load_spec
 from driftlens.variants import calibrated
 
@@ -65,14 +73,42 @@ def add_calibration(
     """Put a calibrated variant, with what is attached to it, and its control into the study's pool.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged, or holds attachments that `method` does not make.
+        SpecError: no calibrator is called `method`.
     """
     weights = {calibrated(name): layout.calibration_weights(name)}
     if control:
         weights[control] = layout.calibration_weights(name, control=True)
     for variant, relative in weights.items():
-        attached = None if variant == control else saved_attachments(folder, name, method)
+        attached = None if variant == control else _attached(folder, name, method)
         study.pool.add(variant, models.architecture.align(open_checkpoint(folder / relative)), attached)
+
+
+def _attached(run: pathlib.Path, name: str, method: str) -> Attachments:
+    """What a finished calibration of a run attaches; nothing for closed forms."""
+    file = run / layout.calibration_attachments(name)
+    if not file.exists():
+        return {}
+    kind = calibrators[method]
+    if not issubclass(kind, Trained):
+        raise CheckpointError(
+            f"{file} holds attachments, and {method} makes none", hint="Calibrate again under another name."
+        )
+    source = open_checkpoint(file)
+    found: defaultdict[tuple[str, int], dict[str, Tensor]] = defaultdict(dict)
+    for key in source.headers:
+        boundary, tensor, task = key.split("/", 2)
+        found[task, int(boundary)][tensor] = source.read(key)
+    return {place: kind.attachment(tensors) for place, tensors in found.items()}
+
+
+def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
+    """All tensors of some attachments, as `boundary/tensor/task` names them in a file."""
+    return {
+        f"{boundary}/{name}/{task}": value.detach()
+        for (task, boundary), attachment in sorted(attachments.items())
+        for name, value in attachment.tensors().items()
+    }
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
@@ -116,3 +152,59 @@ def _with_calibration_samples(spec: RunSpec, count: int | None) -> RunSpec:
         if (entry.get("n") or data["defaults"]["n"]) < count:
             entry["n"] = count
     return load_spec(values)
+
+
+def model_info(study: Study, name: str) -> ModelInfo:
+    """Digest, number of parameters and origin of one model of the study's pool; reads all its tensors once.
+
+    What is attached counts as part of the model.
+    """
+    keys = study.pool.chain.parameter_keys()
+    source = study.pool.source(name)
+    count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
+    digest = content_digest(source, keys)
+    attached = attachment_tensors(study.pool.variant(name).attachments)
+    if attached:
+        digest = hashlib.sha256(
+            f"{digest} {content_digest(TensorsSource(name, attached))}".encode()
+        ).hexdigest()
+        count += sum(value.numel() for value in attached.values())
+    return ModelInfo(digest, count, study.provenance.get(name, source.name))
+
+
+def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
+    """Refuse models that changed since the run looked at them; their files are read and hashed again.
+
+    Args:
+        manifest: of the run, with a digest for every model.
+        study: opened anew.
+        reporter: told of every model; may cancel.
+
+    Raises:
+        CheckpointError: a model is not the one of that name any more.
+    """
+    names = [name for name in manifest.models if name in study.pool]
+    for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
+        recorded = manifest.models[name]
+        if model_info(study, name).digest != recorded.digest:
+            raise CheckpointError(
+                f"{name} is not the model that the run was made with: {study.pool.source(name).name} has changed",
+                hint="Bring the file back, or analyze the models of today into a run of their own.",
+                model=name,
+            )
+
+
+def require_same_samples(manifest: Manifest, study: Study) -> None:
+    """Refuse data whose diagnosis or test samples are no longer those that the run's rows are about.
+
+    Raises:
+        DataError: a task's sample ids differ from the recorded ones.
+    """
+    for task, at_hand in study.tasks.items():
+        for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
+            recorded = manifest.sample_ids.get(split, {}).get(task)
+            if recorded is not None and samples is not None and list(recorded) != list(samples.ids):
+                raise DataError(
+                    f"the {split} samples of task {task} are not those of the run: the data has changed",
+                    hint="Bring the data back, or analyze the data of today into a run of its own.",
+                )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from driftlens.errors import NumericsError
+from driftlens.errors import DriftLensError, NumericsError
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.models.sources import StateSource, check_finite
-from driftlens.pipeline.study.findings import Finding, problem
 from driftlens.variants import part_of, task_of
 
 FOREIGN = 0.5
@@ -22,6 +22,33 @@ weights by a few percent; by 10 to 16 % where it was long and the model small.
 """
 EXPLAINED, UNEXPLAINED = 0.01, 0.5
 """Share of a merge that task vectors leave: up to the first it is rounding, above the second most is something else."""
+
+Level = Literal["ok", "notice", "problem"]
+"""A problem keeps an analysis from running, or from meaning anything; a notice is for the reader to judge."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked.
+
+    Attributes:
+        level: how bad it is.
+        subject: what was looked at: a model, a task's data, the device.
+        text: what was found, in a sentence that names its subject.
+        hint: what to do about it.
+        exit_code: of the command if this is the gravest problem; 0 unless it is a problem.
+    """
+
+    level: Level
+    subject: str
+    text: str
+    hint: str = ""
+    exit_code: int = 0
+
+
+def problem(subject: str, error: DriftLensError) -> Finding:
+    """The finding that an error makes."""
+    return Finding("problem", subject, error.message, error.hint, error.exit_code)
 
 
 def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:

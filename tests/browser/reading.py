@@ -14,6 +14,21 @@ def settled(page: Any) -> None:
     expect(page.get_by_test_id("stException")).to_have_count(0)
 
 
+def drawn(page: Any, element: Any, *, timeout: float) -> None:
+    """Wait until the element is on the page, and alone: while a script runs, its last run's are beside its own.
+
+    Args:
+        page: the page.
+        element: a locator that may match an element twice until the page is settled.
+        timeout: milliseconds until the first one is there.
+    """
+    from playwright.sync_api import expect
+
+    expect(element.first).to_be_visible(timeout=timeout)
+    settled(page)
+    expect(element).to_have_count(1)
+
+
 def metric(page: Any, label: str) -> str:
     """The value of the card with this label."""
     card = page.get_by_test_id("stMetric").filter(has_text=label)

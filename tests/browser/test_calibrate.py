@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 import driftlens as dl
 from driftlens.records.before_after import credit_sentences
 from driftlens.records.run import DriftRun, open_run
-from tests.browser.reading import settled
+from tests.browser.reading import drawn, settled
 from tests.browser.server import serving
 from tests.records.full_run import write_full_run
 
@@ -37,12 +37,11 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     page.goto(f"{address}/calibrate")
     settled(page)
     page.get_by_role("button", name="FeatCal calibrate").click()
-    expect(page.get_by_text("Calibration featcal")).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_text("Calibration featcal").first).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_disabled()
     page.reload()
     # After the reload the job is either still shown, or over already; it has not begun again.
-    expect(page.get_by_role("heading", name="Before and after featcal")).to_be_visible(timeout=PATIENCE)
-    settled(page)
+    drawn(page, page.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
     assert len(list((run / "logs").glob("calibrate-*.log"))) == 1
     calibrated = open_run(run)
     assert list(calibrated.manifest.calibrations) == ["featcal"]
@@ -69,23 +68,21 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
         tab.goto(address)
         settled(tab)
         tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Calibrate").click()
-        expect(tab.get_by_role("heading", name="Before and after featcal")).to_be_visible(timeout=PATIENCE)
-        settled(tab)
+        drawn(tab, tab.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
     name = page.get_by_role("textbox", name="Name")
     assert name.input_value() == "featcal-2"
     name.fill("featcal")
     page.get_by_role("button", name="FeatCal calibrate").click()
-    expect(page.get_by_text("or choose another name")).to_be_visible(timeout=PATIENCE)
+    drawn(page, page.get_by_text("or choose another name"), timeout=PATIENCE)
     assert not list((run / "logs").glob("calibrate-*.log"))
     name.fill("featcal-2")
     page.get_by_role("button", name="FeatCal calibrate").click()
-    expect(page.get_by_role("button", name="Cancel")).to_be_visible(timeout=PATIENCE)
+    expect(page.get_by_role("button", name="Cancel").first).to_be_visible(timeout=PATIENCE)
     tabs[1].get_by_test_id("stRadio").get_by_text("relative").click()
     for tab in tabs:
-        expect(tab.get_by_text("Calibration featcal-2 is done.")).to_be_visible(timeout=PATIENCE)
+        drawn(tab, tab.get_by_text("Calibration featcal-2 is done."), timeout=PATIENCE)
         expect(tab.get_by_role("heading", name="Before and after featcal-2")).to_be_visible()
         expect(tab.get_by_role("heading", name="Largest weight moves")).to_be_visible()
-        settled(tab)
     assert name.input_value() == "featcal-3"
     assert said == []
 
@@ -98,7 +95,7 @@ def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[st
     page.get_by_role("textbox", name="Name").fill("given-up")
     page.get_by_role("button", name="FeatCal calibrate").click()
     page.get_by_role("button", name="Cancel").click(timeout=PATIENCE)
-    expect(page.get_by_text("was cancelled")).to_be_visible(timeout=PATIENCE)
+    drawn(page, page.get_by_text("was cancelled"), timeout=PATIENCE)
     expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_enabled()
     assert page.get_by_role("textbox", name="Name").input_value() == "given-up"
     assert open_run(run).variants == before and open_run(run).manifest.calibrations == {}

@@ -16,7 +16,7 @@ from driftlens.records.run import open_run
 from driftlens_app.jobs import watch
 from driftlens_app.samples import pictures
 from driftlens_app.settings import Settings
-from tests.browser.reading import settled
+from tests.browser.reading import drawn, settled
 from tests.browser.server import serving
 
 PATIENCE = 180_000
@@ -60,9 +60,8 @@ def test_the_first_click_on_a_point_opens_its_samples_story(
         page.mouse.move(x, y)
         expect(page.locator(".js-plotly-plot .hoverlayer").first).to_contain_text(sample)
         page.mouse.click(x, y)
-        expect(page.get_by_role("heading", name=f"Sample {sample}", exact=True)).to_be_visible(timeout=30_000)
+        drawn(page, page.get_by_role("heading", name=f"Sample {sample}", exact=True), timeout=30_000)
         expect(page.get_by_text("1 selected in the chart")).to_be_visible()
-        settled(page)
 
 
 def test_a_box_selects_the_samples_inside_it_and_a_double_click_none(
@@ -79,8 +78,7 @@ def test_a_box_selects_the_samples_inside_it_and_a_double_click_none(
     page.mouse.up()
     inside = [name for name, (x, _) in found.items() if x < middle]
     assert 1 < len(inside) < len(found)
-    expect(page.get_by_text(f"{len(inside)} selected in the chart")).to_be_visible(timeout=30_000)
-    settled(page)
+    drawn(page, page.get_by_text(f"{len(inside)} selected in the chart"), timeout=30_000)
     page.mouse.dblclick(box["x"] + box["width"] - 4, box["y"] + box["height"] - 4)
     expect(page.get_by_text("selected in the chart")).to_have_count(0, timeout=30_000)
 

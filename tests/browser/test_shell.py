@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from driftlens.records.run import open_run
 from driftlens_app.pages import pages
 from driftlens_reports.wording import number
-from tests.browser.reading import metric, settled
+from tests.browser.reading import drawn, metric, settled
 
 
 def test_choosing_a_task_changes_the_cards_and_the_link_keeps_it(
@@ -44,8 +44,7 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
     settled(page)
     for name in ("Calibrate", "New run", "Overview"):
         page.get_by_test_id("stSidebarNav").get_by_role("link", name=name).click()
-        expect(page.get_by_role("heading", level=1)).to_be_visible()
-        settled(page)
+        drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
         assert f"run={run.id}" in page.url and "task=dtd" in page.url
     assert metric(page, "Final drift") == number(run.value("drift_l2_mean", task="dtd"))
 

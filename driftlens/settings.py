@@ -189,8 +189,9 @@ def resolve(owner: Callable[..., object], given: Mapping[str, object], what: str
     settings = {setting.name: setting for setting in settings_of(owner)}
     for name in given:
         if name not in settings:
-            hint = did_you_mean(name, settings) or f"It takes {', '.join(settings) or 'none'}."
-            raise SpecError(f"{what} has no parameter {name!r}", hint=hint, setting=name)
+            takes = ", ".join(settings) or "none"
+            hint = did_you_mean(name, settings)
+            raise SpecError(f"{what} has no parameter {name!r}; it takes {takes}", hint=hint, setting=name)
     found = {}
     for name, setting in settings.items():
         if name not in given and setting.required:

@@ -133,7 +133,7 @@ def test_misspelt_names_and_choices_are_told_the_nearest() -> None:
     with pytest.raises(SpecError) as far:
         resolve(Owner, {"zzz": 1}, "owner")
     assert name.value.hint == "Did you mean 'density'?" and choice.value.hint == "Did you mean 'sum'?"
-    assert far.value.hint == "It takes lam, anchor."
+    assert far.value.message.endswith("it takes lam, anchor") and not far.value.hint
 
 
 def test_a_choice_is_told_apart_by_type_too() -> None:

@@ -169,7 +169,7 @@ def test_overrides_are_parsed_as_yaml_and_applied_in_order() -> None:
     assert spec.data.defaults.n == 32
     assert spec.data.tasks["cars"].n_test == 10
     assert spec.calibration is not None
-    assert spec.calibration.lam == 1e-5
+    assert spec.calibration.parameters == {"lam": 1e-5}
     assert spec.metrics.jacobian is False
     assert spec.layers.select == ("blocks", 3)
     assert spec.merged is None

@@ -140,13 +140,9 @@ REFUSED = {
         "",
     ),
     "text for a flag": ("metrics.cka=perhaps", "metrics.cka: expected true or false, got 'perhaps'", ""),
-    "alpha above one": ("calibration.alpha=1.5", "calibration.alpha: expected at most 1, got 1.5", ""),
-    "infinite ridge": ("calibration.lam=.inf", "calibration.lam: expected a finite number, got inf", ""),
-    "unknown kind of parameter": (
-        "calibration.update=[linear, wieghts]",
-        "calibration.update[1]: expected one of linear, bias, norm; got 'wieghts'",
-        "",
-    ),
+    "infinite ridge": ("calibration.lam=.inf", "calibration: the parameter lam is not finite: inf", ""),
+    "number for a calibrator": ("calibration.method=3", "calibration.method: expected text, got 3", '"3"'),
+    "no site": ("calibration.sites=[]", "calibration.sites: expected at least one entry", ""),
     "unknown device": (
         "compute.device=gpu",
         "compute.device: expected one of auto, cpu, cuda; got 'gpu'",

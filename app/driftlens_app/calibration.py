@@ -8,14 +8,14 @@ import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from driftlens.calibration.presets import preset
 from driftlens.errors import SpecError
-from driftlens.spec import Calibration
 from driftlens.spec.problems import spec_error
+from driftlens.spec.types import Number, Part
 
 UPDATES = ("linear", "bias", "norm")
 """Kinds of parameters that can be solved for."""
@@ -25,6 +25,13 @@ REPLACE = "Replace a calibration of this name"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
 _COUNTED = re.compile(r"(.+)-(\d{1,9})")
+
+
+class _Coefficients(Part):
+    lam: Annotated[Number, Field(ge=0)] | None = None
+    rho: Annotated[Number, Field(ge=0)] | None = None
+    alpha: Annotated[Number, Field(ge=0, le=1)] | None = None
+    update: tuple[Literal["linear", "bias", "norm"], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class CalibrationSettings:
             )
         given = {"lam": self.lam, "rho": self.rho, "alpha": self.alpha, "update": list(self.update) or None}
         try:
-            Calibration.model_validate({name: value for name, value in given.items() if value is not None})
+            _Coefficients.model_validate({name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             raise spec_error(error, given, "calibration") from error
 

@@ -148,5 +148,20 @@ def closed_form(calibrator: Calibrator) -> ClosedFormBase:
     )
 
 
+def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Settings of a method, over those of a published preset of it where one is named; `resolve` checks them.
+
+    Raises:
+        SpecError: no such method or preset.
+    """
+    kind = calibrators[method]
+    if preset is not None and preset not in kind.presets:
+        raise SpecError(
+            f"no preset is called {preset!r}; there are {', '.join(kind.presets) or 'none'}",
+            hint=did_you_mean(preset, kind.presets),
+        )
+    return {**(kind.presets[preset] if preset is not None else {}), **settings}
+
+
 calibrators: Registry[type[Calibrator]] = Registry("calibrator", "driftlens.calibration")
 """Names to classes; calling one with settings as keyword arguments gives a calibrator."""

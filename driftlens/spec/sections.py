@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from os import PathLike
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -77,16 +77,17 @@ class Weights(Part):
     weights: Source
 
 
-class Merge(Part):
-    """A merge method and, flat beside it, the method's own parameters."""
+class _Method(Part):
+    """A registered method and, flat beside it, the method's own settings, those that its signature declares.
+
+    Who looks the method up refuses others; here a setting need only be a value that the file can hold.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
 
-    method: Text
-
     @model_validator(mode="after")
-    def _parameters_are_finite(self) -> Merge:
+    def _settings_are_finite(self) -> Self:
         for name, value in self.parameters.items():
             try:
                 json.dumps(value, allow_nan=False)
@@ -96,8 +97,36 @@ class Merge(Part):
 
     @property
     def parameters(self) -> dict[str, JsonValue]:
-        """The method's own parameters by name, sorted."""
+        """The method's own settings by name, sorted."""
         return dict(sorted(self.__pydantic_extra__.items()))
+
+
+class Merge(_Method):
+    """How the experts are merged."""
+
+    method: Text
+
+
+class Calibration(_Method):
+    """How the merged model is calibrated; a setting that is left out, or null, comes from the preset.
+
+    Attributes:
+        preset: name of a published setting of the method.
+        sites: patterns of modules to calibrate instead of the linear and norm modules inside blocks.
+    """
+
+    method: Text = "featcal"
+    preset: Text | None = None
+    sites: Texts | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, given: Any) -> Any:
+        # Specs of older runs spell out every setting of FeatCal, most of them null.
+        if not isinstance(given, Mapping):
+            return given
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+        return {key: value for key, value in plain.items() if value is not None}
 
 
 class Layers(Part):
@@ -180,30 +209,6 @@ class Metrics(Part):
     def options(self) -> frozenset[str]:
         """Options that are switched on."""
         return frozenset(name for name, value in self if value)
-
-
-class Calibration(Part):
-    """Settings of the calibrator; what is left out comes from the preset.
-
-    Attributes:
-        lam: ridge, relative to a Gram matrix of Frobenius norm 1.
-        rho: the anchor is rho * merged + (1 - rho) * base.
-        alpha: share of the expert in the target.
-        eps: added to a task's Gram norm before it divides.
-        update: kinds of parameters that are solved for.
-        sites: patterns of modules to calibrate instead of the linear and norm modules inside blocks.
-        anchor: `none` drops the pull towards the anchor.
-    """
-
-    method: Text = "featcal"
-    preset: Text | None = None
-    lam: Annotated[Number, Field(ge=0)] | None = None
-    rho: Annotated[Number, Field(ge=0)] | None = None
-    alpha: Annotated[Number, Field(ge=0, le=1)] | None = None
-    eps: Annotated[Number, Field(ge=0)] | None = None
-    update: Annotated[tuple[Literal["linear", "bias", "norm"], ...], Field(min_length=1)] | None = None
-    sites: Texts | None = None
-    anchor: Literal["merged", "none"] | None = None
 
 
 class Compute(Part):

@@ -21,7 +21,7 @@ from driftlens.progress import Reporter
 from driftlens.records.manifest import ids_digest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens.spec.sections import Calibration
+from driftlens.spec import Calibration
 from tests.pipeline.calibrating import NAME, VARIANT, calibrate_until, copied, files_of, request
 from tests.pipeline.world import TASKS, World
 
@@ -48,18 +48,21 @@ def moved_blocks(run: DriftRun) -> set[int]:
     ("section", "asked", "expected"),
     [
         (None, {}, (0.05, 2.0, 0.3)),
-        (Calibration(preset="demo-clip"), {}, (0.05, 2.2, 0.25)),
-        (Calibration(preset="demo-clip", lam=0.7), {}, (0.7, 2.2, 0.25)),
-        (Calibration(lam=0.7), {"preset": "demo-clip"}, (0.05, 2.2, 0.25)),
-        (Calibration(lam=0.7, alpha=0.1), {"preset": "demo-clip", "parameters": {"lam": 3.0}}, (3.0, 2.2, 0.25)),
-        (Calibration(alpha=0.1), {"parameters": {"rho": 1.5}}, (0.05, 1.5, 0.1)),
+        ({"preset": "demo-clip"}, {}, (0.05, 2.2, 0.25)),
+        ({"preset": "demo-clip", "lam": 0.7}, {}, (0.7, 2.2, 0.25)),
+        ({"lam": 0.7}, {"preset": "demo-clip"}, (0.05, 2.2, 0.25)),
+        ({"lam": 0.7, "alpha": 0.1}, {"preset": "demo-clip", "parameters": {"lam": 3.0}}, (3.0, 2.2, 0.25)),
+        ({"alpha": 0.1}, {"parameters": {"rho": 1.5}}, (0.05, 1.5, 0.1)),
+        ({"method": "other", "lam": 0.7}, {"method": "featcal"}, (0.05, 2.0, 0.3)),
     ],
-    ids=["defaults", "spec's preset", "spec over its preset", "preset over spec", "flag over preset", "flag and spec"],
+    ids=["defaults", "spec's preset", "spec over its preset", "preset over spec", "flag over preset", "flag and spec",
+         "spec's other method"],
 )  # fmt: skip
 def test_flags_stand_over_presets_and_presets_over_the_spec(
-    section: Calibration | None, asked: dict[str, Any], expected: tuple[float, ...]
+    section: dict[str, Any] | None, asked: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
-    found = calibrator_of(CalibrationRequest("x", **asked), section).get_params()
+    written = None if section is None else Calibration.model_validate(section)
+    found = calibrator_of(CalibrationRequest("x", **asked), written).get_params()
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 

@@ -21,7 +21,7 @@ from driftlens.pipeline.analyze.phases import (
     run_phases,
 )
 from driftlens.pipeline.study.merging import merge_of, save_merge
-from driftlens.pipeline.study.opening import OpenModels, open_study
+from driftlens.pipeline.study.opening import OpenModels, calibration_settings, open_study
 from driftlens.pipeline.study.reopening import (
     MERGED_FILE,
     reopened,
@@ -72,8 +72,10 @@ def analyze(
         DriftLensError: see the tree in `driftlens.errors`; the run directory's status says the same.
     """
     resolved = load_spec(spec, overrides)
-    if resolved.merge is not None:  # first of all: nothing need be opened to see that a setting is wrong
+    # First of all: nothing need be opened to see that a setting is wrong.
+    if resolved.merge is not None:
         merge_of(resolved, resolved.merge.method, resolved.merge.parameters)
+    calibration_settings(resolved)
     study, models = open_study(resolved, access=access)
     goes_on = resume and (Path(out) / "manifest.json").exists()
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.errors import SpecError, did_you_mean
-from driftlens.settings import settings_of
+from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset
+from driftlens.errors import SpecError
+from driftlens.settings import resolve
 
 if TYPE_CHECKING:
-    from driftlens.spec.sections import Calibration
+    from driftlens.spec import Calibration
 
 
 DEFAULT_METHOD = "featcal"
@@ -86,39 +86,14 @@ def calibrator_of(request: CalibrationRequest, section: Calibration | None) -> C
 
     Args:
         request: what the user asks for.
-        section: the spec's `calibration`; its own values stand over its own preset.
+        section: the spec's `calibration`, which counts if it is of the same method; its values stand over its preset.
 
     Raises:
         SpecError: no such method, preset or parameter, or a value out of its range.
     """
     method = method_of(request, section)
-    kind = calibrators[method]
     given: dict[str, Any] = {}
-    if section is not None:
-        given |= _preset(kind, section.preset) | _explicit(section)
-    given |= _preset(kind, request.preset) | dict(request.parameters)
-    known = [setting.name for setting in settings_of(kind)]
-    for name in given:
-        if name not in known:
-            raise SpecError(
-                f"{method} has no parameter {name!r}; it has {', '.join(known)}",
-                hint=did_you_mean(name, known),
-            )
-    return kind(**given)
-
-
-def _explicit(section: Calibration) -> dict[str, Any]:
-    """The hyperparameters that a spec writes down itself; its sites choose modules and are none."""
-    values = section.model_dump(exclude={"method", "preset", "sites"}, exclude_none=True)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def _preset(kind: type[Calibrator], name: str | None) -> dict[str, Any]:
-    if name is None:
-        return {}
-    if name not in kind.presets:
-        raise SpecError(
-            f"no preset is called {name!r}; there are {', '.join(kind.presets) or 'none'}",
-            hint=did_you_mean(name, kind.presets),
-        )
-    return dict(kind.presets[name])
+    if section is not None and section.method == method:  # else its settings are another method's
+        given |= over_preset(method, section.preset, section.parameters)
+    given |= over_preset(method, request.preset, request.parameters)
+    return calibrators[method](**resolve(calibrators[method], given, method))

@@ -19,7 +19,13 @@ from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.tasks import check_data, check_heads, check_ties, score_experts
 from driftlens.pipeline.study.merging import PIECE, merge_of
-from driftlens.pipeline.study.opening import OpenModels, open_study, resolve_device, settings_of
+from driftlens.pipeline.study.opening import (
+    OpenModels,
+    calibration_settings,
+    open_study,
+    resolve_device,
+    settings_of,
+)
 from driftlens.pipeline.study.suspicion import Finding, suspicions
 from driftlens.spec import RunSpec
 
@@ -52,6 +58,7 @@ def preflight(
         check_heads(spec, models, data, layers[-1].width if layers else None, checks)
         checks.findings += suspicions(models.architecture.chain, models.sources)
     _check_merge(spec, models, data, layers, checks)
+    _check_calibration(spec, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
         checks.cost = _cost(spec, models, data, layers, place)
@@ -122,6 +129,15 @@ def _check_merge(
         samples = sum(len(opened.calibration()) for opened in data.values())
         text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
     checks.ok("merge", text)
+
+
+def _check_calibration(spec: RunSpec, checks: Preflight) -> None:
+    if spec.calibration is None:
+        return
+    found = checks.attempt("calibration", lambda: calibration_settings(spec))
+    if found is not None:
+        settings = ", ".join(f"{name} {value}" for name, value in found.items())
+        checks.ok("calibration", f"{spec.calibration.method}: {settings}")
 
 
 def _merge_cost(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from driftlens.access import Access
+from driftlens.calibration.calibrator import calibrators, over_preset
 from driftlens.data.drawing import unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -20,6 +21,7 @@ from driftlens.models.architecture import Architecture, TextTower, load_architec
 from driftlens.models.heads import ScoreMap, class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
+from driftlens.settings import resolve
 from driftlens.spec import FileHead, RunSpec, TextHead
 from driftlens.variants import baseline, expert_of
 
@@ -273,6 +275,19 @@ def settings_of(spec: RunSpec, stored: list[int]) -> Settings:
         feature_budget=spec.compute.feature_budget,
         deterministic=spec.compute.deterministic,
     )
+
+
+def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
+    """All settings of the calibration that the spec asks for; None where it asks for none.
+
+    Raises:
+        SpecError: no such method, preset or setting, or a value that is not allowed.
+    """
+    section = spec.calibration
+    if section is None:
+        return None
+    given = over_preset(section.method, section.preset, section.parameters)
+    return resolve(calibrators[section.method], given, f"calibration: {section.method}")
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

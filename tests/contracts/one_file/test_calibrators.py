@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +22,17 @@ from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
 from driftlens.errors import SpecError
 from driftlens.linalg.state import norm, subtract
-from driftlens.pipeline.analyze.job import evaluate
+from driftlens.pipeline.analyze.job import analyze, evaluate
 from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.preflight.job import preflight
 from driftlens.pipeline.preflight.rehearsal import rehearse
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.verify import verify
+from driftlens.spec import load_spec
 from tests.pipeline.calibrating import copied, request
 from tests.pipeline.fixtures import finished, light, world
-from tests.pipeline.world import TASKS
+from tests.pipeline.world import TASKS, World
 
 __all__ = ["finished", "light", "world"]
 
@@ -172,6 +176,42 @@ def test_a_calibrator_is_found_on_the_command_line_and_rehearsed(
     assert any(setting in finding.text for finding in refused.problems)
     with pytest.raises(SpecError, match=f"Did you mean '{setting}'"):
         calibrate(folder, request("toy", method=method, parameters={f"{setting}x": 1}))
+
+
+@pytest.mark.parametrize(
+    ("section", "message", "hint"),
+    [
+        ({"pull": -1}, "toy-scale: pull is -1; expected a finite number at least 0", ""),
+        ({"pul": 1}, "toy-scale has no parameter 'pul'; it takes pull", "Did you mean 'pull'?"),
+        ({"preset": "mine"}, "no preset is called 'mine'; there are none", ""),
+        ({"method": "toy-scales"}, "no calibrator called 'toy-scales'", "Did you mean 'toy-scale'?"),
+    ],
+    ids=["out of bounds", "misspelt", "preset", "method"],
+)
+def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opened(
+    world: World, tmp_path: pathlib.Path, toys: None, section: dict[str, Any], message: str, hint: str
+) -> None:
+    spec = world.one_task(calibration={"method": "toy-scale", **section})
+    said = next(
+        finding for finding in preflight(load_spec(spec)).problems if finding.subject == "calibration"
+    )
+    assert message in said.text and hint in said.hint
+    with pytest.raises(SpecError, match=re.escape(message)) as caught:
+        analyze(spec, out=tmp_path / "run")
+    assert caught.value.hint == hint and not (tmp_path / "run").exists()
+
+
+def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: pathlib.Path, toys: None) -> None:
+    spec = world.one_task(
+        calibration={"method": "toy-scale", "pull": 3}, metrics={"jacobian": False}, heads=None
+    )
+    ok = next(finding for finding in preflight(load_spec(spec)).findings if finding.subject == "calibration")
+    assert (ok.level, ok.text) == ("ok", "toy-scale: pull 3.0")
+    analyze(spec, out=tmp_path / "run")
+    info = calibrate(tmp_path / "run", request("toy")).manifest.calibrations["toy"]
+    assert (info.method, info.settings) == ("toy-scale", {"pull": 3.0})
+    other = calibrate(tmp_path / "run", request("other", method="featcal")).manifest.calibrations["other"]
+    assert other.method == "featcal" and "pull" not in other.settings
 
 
 def test_both_are_in_the_catalogue_with_their_settings(toys: None) -> None:

@@ -27,7 +27,7 @@ _HOMES = {
     "Head": "driftlens.models.heads",
     "JacobianSettings": "driftlens.diagnostics.attribution",
     "ModelPool": "driftlens.engine.pool",
-    "PathJacobian": "driftlens.linalg.path_jacobian",
+    "PathJacobian": "driftlens.linalg.state",
     "PrefixSwaps": "driftlens.diagnostics.attribution",
     "ProgressEvent": "driftlens.progress",
     "project": "driftlens.projection",

@@ -18,7 +18,7 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift, output, task_vectors
 from driftlens.engine import forward_order, layer_sums, library, linear_sums, walk
 from driftlens.engine.pool import ModelPool
-from driftlens.linalg import fixed_weights, gram, path_jacobian, quadrature, state
+from driftlens.linalg import fixed_weights, gram, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import heads, vit
 from driftlens.models.registry import adapters
@@ -226,17 +226,17 @@ def last_token_for_the_class_token(patch: Patch) -> None:
 
 def quadrature_on_the_wrong_interval(patch: Patch) -> None:
     patch.setattr(
-        path_jacobian,
+        state,
         "gauss_legendre",
-        lambda nodes: [(2 * t - 1, weight) for t, weight in quadrature.gauss_legendre(nodes)],
+        lambda nodes, original=state.gauss_legendre: [(2 * t - 1, weight) for t, weight in original(nodes)],
     )
 
 
 def one_point_for_all_nodes(patch: Patch) -> None:
     patch.setattr(
-        path_jacobian,
+        state,
         "_stacked",
-        lambda points, original=path_jacobian._stacked: original(points[:1] * len(points)),
+        lambda points, original=state._stacked: original(points[:1] * len(points)),
     )
 
 

@@ -21,7 +21,7 @@ from driftlens.engine.training import BoundaryFeatures, OnEpoch
 from driftlens.engine.variant import Attachment
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.linalg.gram import GramPool
-from driftlens.linalg.norm_moments import NormMoments
+from driftlens.linalg.norm_affine import NormMoments
 from driftlens.models.chain import Site
 from driftlens.registry import Registry
 from driftlens.settings import settings_of

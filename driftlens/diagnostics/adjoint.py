@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from driftlens.diagnostic import diagnostic
-from driftlens.linalg.integrals import composite_nodes
-from driftlens.linalg.path_jacobian import PathJacobian
-from driftlens.linalg.state import State, inner
+from driftlens.linalg.state import PathJacobian, State, composite_nodes, inner
 from driftlens.models.heads import ScoreMap
 from driftlens.records.schema import ADJOINT
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from driftlens.diagnostic import diagnostic
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.errors import ShapeError
-from driftlens.linalg.path_jacobian import PathJacobian
-from driftlens.linalg.state import State, floating, inner, norm, relative_error, subtract
+from driftlens.linalg.state import PathJacobian, State, floating, inner, norm, relative_error, subtract
 from driftlens.records.schema import LAYERS, SAMPLES
 
 

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.func import jvp, vjp
 
 from driftlens.diagnostic import Seen, diagnostic
-from driftlens.linalg.integrals import cross_entropy_change, softmax_change
-from driftlens.linalg.path_jacobian import forward_mode_attention
-from driftlens.linalg.quadrature import gauss_legendre
+from driftlens.linalg.state import (
+    cross_entropy_change,
+    forward_mode_attention,
+    gauss_legendre,
+    softmax_change,
+)
 from driftlens.models.heads import ScoreMap
 from driftlens.records.schema import OUTPUTS
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.problems import LinearFold, LinearProblem, Wanted
-from driftlens.linalg.gram import GramPool, GramSum
-from driftlens.linalg.moments import Moments
+from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.output_cross import OutputCross, output_cross
-from driftlens.linalg.sums import add_scaled
+from driftlens.linalg.ridge import Moments
 from driftlens.models.chain import Parameters, Site
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.engine.problems import NormProblem
-from driftlens.linalg.norm_moments import NormMoments
+from driftlens.linalg.norm_affine import NormMoments
 from driftlens.models.chain import Parameters, Site
 
 

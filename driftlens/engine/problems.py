@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from driftlens.linalg.gram import GramPool
-from driftlens.linalg.moments import Moments
-from driftlens.linalg.norm_moments import NormMoments
+from driftlens.linalg.norm_affine import NormMoments
+from driftlens.linalg.ridge import Moments
 from driftlens.models.chain import Parameters, Site, SiteKind
 
 if TYPE_CHECKING:

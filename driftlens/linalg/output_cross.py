@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import ShapeError
-from driftlens.linalg.gram import GramSum
-from driftlens.linalg.sums import grown
+from driftlens.linalg.gram import GramSum, grown
 
 
 class OutputSums(NamedTuple):

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from driftlens.errors import CheckpointError
-from driftlens.models.safetensors_source import SafetensorsSource
-from driftlens.models.sources import StateSource, require_key
+from driftlens.models.sources import SafetensorsSource, StateSource, require_key
 from driftlens.models.torch_source import open_torch_file
 
 WEIGHT_FILES = (

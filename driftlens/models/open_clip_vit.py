@@ -18,24 +18,22 @@ from driftlens.models.alignment import KeyLayout
 from driftlens.models.chain import Layer, LayerChain, Site, Slot, State
 from driftlens.models.registry import adapters
 from driftlens.models.vit import (
+    ACTIVATIONS,
     BlockNames,
     HeadNames,
     Pooling,
     StemNames,
-    block_sites,
-    layer_call,
-    vit_block,
-    vit_head,
-    vit_stem,
-)
-from driftlens.models.vit_parts import (
-    ACTIVATIONS,
     activation_name,
+    block_sites,
     known_activation,
+    layer_call,
     record_outputs,
     scrambled,
     start,
     token_weight_rules,
+    vit_block,
+    vit_head,
+    vit_stem,
 )
 
 BLOCK = BlockNames(

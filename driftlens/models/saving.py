@@ -10,8 +10,7 @@ from torch import Tensor
 
 from driftlens.errors import CheckpointError, ShapeError
 from driftlens.files import atomic_path
-from driftlens.models.safetensors_source import DTYPES
-from driftlens.models.sources import StateSource, TensorHeader, check_finite, raw_bytes, require_key
+from driftlens.models.sources import DTYPES, StateSource, TensorHeader, check_finite, raw_bytes, require_key
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8

@@ -10,8 +10,7 @@ import torch
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.errors import ShapeError
-from driftlens.linalg.path_jacobian import PathJacobian
-from driftlens.linalg.state import inner, norm, relative_error, subtract
+from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
 from tests.cases import CASES, Family, family
 
 EXACT = JacobianSettings(nodes=4, max_nodes=32, tolerance=1e-7)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from driftlens.engine.walk import LayerView, walk
-from driftlens.linalg import path_jacobian
-from driftlens.linalg.path_jacobian import PathJacobian
-from driftlens.linalg.state import State, inner, subtract
+from driftlens.linalg import state as states
+from driftlens.linalg.state import PathJacobian, State, inner, subtract
 from tests.cases import CASES, family
 
 NODES = 4
@@ -47,7 +46,7 @@ def test_all_nodes_in_one_pass_and_one_by_one_give_the_same(
     for view in inner_views:
         found = []
         for limit in (1 << 40, 0):
-            monkeypatch.setattr(path_jacobian, "TOGETHER", limit)
+            monkeypatch.setattr(states, "TOGETHER", limit)
             found.append(operator_of(view).jvps(stacked(view)))
         together, apart = found
         assert together.keys() == apart.keys() == view.merged_out.keys()

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import ShapeError
-from driftlens.linalg.gram import GramPool, GramSum
+from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.output_cross import ByInputs, ByRows, output_cross
-from driftlens.linalg.sums import add_scaled
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlens.linalg.integrals import cross_entropy_change, softmax_change
+from driftlens.linalg.state import cross_entropy_change, softmax_change
 
 ranges = st.sampled_from([0.0, 1.0, 30.0, 131.0])
 
@@ -50,10 +50,10 @@ def test_adding_a_constant_to_all_scores_changes_nothing() -> None:
 
 def test_a_single_panel_would_not_do() -> None:
     """What the composite rule is for: at a range of 131 one eight-node panel is off by percents."""
-    from driftlens.linalg import integrals
+    from driftlens.linalg import state
 
     z, change, _ = scores(1, 131.0)
     exact = (z + change).softmax(dim=1) - z.softmax(dim=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(integrals, "PANEL", 1e9)
+        patch.setattr(state, "PANEL", 1e9)
         assert (softmax_change(z, change) - exact).abs().max() > 1e-2

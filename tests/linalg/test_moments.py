@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.errors import ShapeError
-from driftlens.linalg.moments import Moments
-from driftlens.linalg.norm_moments import NormMoments
+from driftlens.linalg.norm_affine import NormMoments
+from driftlens.linalg.ridge import Moments
 
 FIELDS = ("gram", "output_cross", "mean_in", "mean_target", "target_energy", "weight_sum")
 NORM_FIELDS = ("mean", "second", "scale_target", "shift_target", "target_energy", "weight_sum")

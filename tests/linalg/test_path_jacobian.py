@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.linalg import path_jacobian
-from driftlens.linalg.path_jacobian import PathJacobian
-from driftlens.linalg.quadrature import gauss_legendre
-from driftlens.linalg.state import State, inner, norm, subtract
+from driftlens.linalg import state
+from driftlens.linalg.state import PathJacobian, State, gauss_legendre, inner, norm, subtract
 
 Call = Callable[[State], State]
 
@@ -167,7 +165,7 @@ def test_weights_of_the_quadrature_sum_to_one() -> None:
 def test_small_states_take_all_nodes_in_one_pass_and_large_ones_one_each(
     monkeypatch: pytest.MonkeyPatch, limit: int, calls: int
 ) -> None:
-    monkeypatch.setattr(path_jacobian, "TOGETHER", limit)
+    monkeypatch.setattr(state, "TOGETHER", limit)
     seen: list[State] = []
 
     def counted(state: State) -> State:
@@ -187,7 +185,7 @@ def test_the_limit_counts_the_vectors_of_all_nodes(
     size = operator.nodes * sum(leaf.nbytes for leaf in both.values())
     found = []
     for limit in (size, size - 1):
-        monkeypatch.setattr(path_jacobian, "TOGETHER", limit)
+        monkeypatch.setattr(state, "TOGETHER", limit)
         found.append((operator.jvps(both), operator.closure()))
     for name, leaf in found[0][0].items():
         torch.testing.assert_close(leaf, found[1][0][name], rtol=1e-12, atol=1e-14)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from driftlens.errors import NumericsError, ShapeError, SingularGramError, SpecError
 from driftlens.linalg.cholesky import factorize
-from driftlens.linalg.moments import Moments
-from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
-from driftlens.linalg.norm_moments import NormMoments
-from driftlens.linalg.ridge import ridge_factor, solve_bias, solve_ridge, solve_weight
+from driftlens.linalg.norm_affine import NormMoments, solve_layer_norm, solve_rms_norm
+from driftlens.linalg.ridge import Moments, ridge_factor, solve_bias, solve_ridge, solve_weight
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
 from driftlens.models.sources import TensorsSource
 from driftlens.models.tiny_stack import TinyStack
-from driftlens.models.vit_parts import scrambled
+from driftlens.models.vit import scrambled
 from driftlens.pipeline.study.merging import merged_source
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.models.hf_clip_vit import HfClipViT
 from driftlens.models.open_clip_vit import OpenClipViT
-from driftlens.models.vit_parts import activation_name, record_outputs
+from driftlens.models.vit import activation_name, record_outputs
 from tests.models.clip import chain_states, largest_difference, parameters, under_transformers_names
 from tests.models.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole, pixels
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.errors import CheckpointError
-from driftlens.models import safetensors_source
-from driftlens.models.safetensors_source import SafetensorsSource
+from driftlens.models import sources
+from driftlens.models.sources import SafetensorsSource
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def source(
 ) -> SafetensorsSource:
     size = file.stat().st_size
     limit = size if request.param == "kept open" else size - 1
-    monkeypatch.setattr(safetensors_source, "KEPT_OPEN", limit)
+    monkeypatch.setattr(sources, "KEPT_OPEN", limit)
     return SafetensorsSource(file)
 
 
@@ -82,14 +82,14 @@ def test_a_file_up_to_the_limit_is_opened_no_more_after_its_header(
 ) -> None:
     """Once for the header, and then once for all reads, or once for each of three."""
     calls: list[pathlib.Path] = []
-    plain = safetensors_source._open
+    plain = sources._open
 
     def counting(path: pathlib.Path) -> Any:
         calls.append(path)
         return plain(path)
 
-    monkeypatch.setattr(safetensors_source, "_open", counting)
-    monkeypatch.setattr(safetensors_source, "KEPT_OPEN", file.stat().st_size + spare)
+    monkeypatch.setattr(sources, "_open", counting)
+    monkeypatch.setattr(sources, "KEPT_OPEN", file.stat().st_size + spare)
     source = SafetensorsSource(file)
     for _ in range(3):
         source.read("w")
@@ -101,7 +101,7 @@ def test_a_file_up_to_the_limit_is_opened_no_more_after_its_header(
 def test_a_file_that_changes_meanwhile_is_reported(
     file: pathlib.Path, monkeypatch: pytest.MonkeyPatch, spare: int, damage: str
 ) -> None:
-    monkeypatch.setattr(safetensors_source, "KEPT_OPEN", file.stat().st_size + spare)
+    monkeypatch.setattr(sources, "KEPT_OPEN", file.stat().st_size + spare)
     source = SafetensorsSource(file)
     if damage == "gone":
         file.unlink()

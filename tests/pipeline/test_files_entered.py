@@ -53,4 +53,4 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
     study = dataclasses.replace(study, tasks=tasks)
     diagnose(study, task, Reporter())  # finds the diagnostics and whatever else is found once
     files = entered(lambda: diagnose(study, task, Reporter()))
-    assert len(files) <= MOST, sorted(files)
+    assert len(files) <= MOST, "\n".join(sorted(files))

@@ -16,7 +16,7 @@ from driftlens.models.config_source import read_json
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.models.lora import is_lora_folder
 from driftlens.models.open_clip_loader import CONFIG_FILE
-from driftlens.models.vit_parts import activation_name
+from driftlens.models.vit import activation_name
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.opening import OpenModels, dtype_notices, origins_of
 from driftlens.pipeline.study.suspicion import label

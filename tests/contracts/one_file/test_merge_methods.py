@@ -20,7 +20,7 @@ from torch import Tensor
 import driftlens as dl
 from driftlens.errors import SpecError
 from driftlens.merging.method import READS, merge_methods
-from driftlens.models.safetensors_source import SafetensorsSource
+from driftlens.models.sources import SafetensorsSource
 from driftlens.pipeline.study.merging import merged_source
 from driftlens.pipeline.study.opening import open_study
 from driftlens.records.manifest import read_manifest

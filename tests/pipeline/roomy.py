@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.calibration.automatic import Scores
-from driftlens.pipeline.search import automatic
+from driftlens.pipeline.search.trials import Trials
 from driftlens.records.run import DriftRun
 from tests.pipeline.world import CLASSES, TASKS, World, write_images
 
@@ -30,10 +29,10 @@ def roomy_run(world: World, folder: pathlib.Path) -> DriftRun:
 
 def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the merged model as it is look bad, so that calibrations are chosen among: few samples rarely show it."""
-    monkeypatch.setattr(
-        automatic._Trials,
-        "merged",
-        lambda self, fold: Scores(
-            {task: np.full(len(parts[fold]), 1e3) for task, parts in self.parts.items()}
-        ),
-    )
+    measured = Trials.of
+
+    def spoilt(self: Trials[Any], model: str) -> dict[str, Any]:
+        found = measured(self, model)
+        return {task: np.full_like(at, 1e3) for task, at in found.items()} if model == "merged" else found
+
+    monkeypatch.setattr(Trials, "of", spoilt)

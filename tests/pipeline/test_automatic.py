@@ -23,9 +23,9 @@ from driftlens.models.heads import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
 from driftlens.pipeline.calibrate.card import escaped
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.search import automatic as automatic
+from driftlens.pipeline.search import trials
 from driftlens.pipeline.search.automatic import choose_settings, score
-from driftlens.pipeline.search.lanes import LANE
+from driftlens.pipeline.search.trials import LANE, Trials
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter
@@ -89,15 +89,13 @@ def test_no_candidate_is_scored_on_a_sample_that_it_was_calibrated_on(
 ) -> None:
     seen: list[set[str]] = []
     held: list[set[str]] = []
-    solve, read = automatic.solved_lanes, automatic.final_features
+    solve, read = Trials.solved, trials.final_features
 
-    def spied_solve(
-        at: Study, parts: Any, lanes: Sequence[Lane], *rest: Any, **options: Any
-    ) -> Iterator[tuple[int, float]]:
-        for index, seconds in solve(at, parts, lanes, *rest, **options):
-            used = [parts[task][part].ids for task in parts for part in lanes[index].parts]
+    def spied_solve(self: Trials[Any], parts: Any, lanes: Sequence[Lane]) -> Iterator[float]:
+        for lane, seconds in zip(lanes, solve(self, parts, lanes), strict=True):
+            used = [parts[task][part].ids for task in parts for part in lane.parts]
             seen.append({sample for ids in used for sample in ids})
-            yield index, seconds
+            yield seconds
 
     def spied_read(pool: Any, model: str, task: str, samples: SampleSet, pooling: Any) -> torch.Tensor:
         if model == LANE:
@@ -105,8 +103,8 @@ def test_no_candidate_is_scored_on_a_sample_that_it_was_calibrated_on(
             assert seen[-1].isdisjoint(samples.ids)
         return read(pool, model, task, samples, pooling)
 
-    monkeypatch.setattr(automatic, "solved_lanes", spied_solve)
-    monkeypatch.setattr(automatic, "final_features", spied_read)
+    monkeypatch.setattr(Trials, "solved", spied_solve)
+    monkeypatch.setattr(trials, "final_features", spied_read)
     # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
     task = TASKS[0]
     _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}))
@@ -198,14 +196,14 @@ def test_a_start_that_can_be_improved_is_left(study: Study, monkeypatch: pytest.
 def test_a_candidate_that_can_not_be_solved_for_is_out_and_the_others_stay(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solve = automatic.solved_lanes
+    solve = Trials.solved
 
-    def fragile(at: Study, parts: Any, lanes: Sequence[Lane], *rest: Any, **options: Any) -> Iterator[Any]:
+    def fragile(self: Trials[Any], parts: Any, lanes: Sequence[Lane]) -> Iterator[float]:
         if any(lane.calibrator.get_params()["lam"] < 0.02 for lane in lanes):  # type: ignore[attr-defined]
             raise SingularGramError("singular", hint="raise lam")
-        return solve(at, parts, lanes, *rest, **options)
+        return solve(self, parts, lanes)
 
-    monkeypatch.setattr(automatic, "solved_lanes", fragile)
+    monkeypatch.setattr(Trials, "solved", fragile)
     _, record = chosen(study)
     scores = {(entry["lam"], entry["fold"]): entry["score"] for entry in record["candidates"]}
     assert scores[0.01, 0] is None and scores[0.05, 0] is not None and scores[0.25, 0] is not None

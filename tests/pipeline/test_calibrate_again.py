@@ -25,8 +25,8 @@ from driftlens.errors import (
 from driftlens.pipeline.analyze.job import analyze, evaluate
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.request import CalibrationRequest
-from driftlens.pipeline.search import automatic as automatic
 from driftlens.pipeline.search.automatic import HELD_OUT
+from driftlens.pipeline.search.trials import Trials
 from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import read_status
@@ -125,7 +125,7 @@ def test_settings_are_not_chosen_for_what_was_begun_with_others(
     """Refused before the run is touched: a search may take minutes, and a finished run must not become a failed one."""
     calibrate_until(folder, in_layer(3))
     before = files_of(folder)
-    monkeypatch.setattr(automatic, "solved_lanes", lambda *_, **__: pytest.fail("a search began"))
+    monkeypatch.setattr(Trials, "solved", lambda *_, **__: pytest.fail("a search began"))
     with pytest.raises(SpecError, match=r"another (automatic: false, now true|settings\.update)"):
         calibrate(folder, request(parameters=parameters), resume=True, choose=HELD_OUT)
     assert files_of(folder) == before

@@ -18,8 +18,8 @@ from driftlens.engine.forward_order import calibrate as calibrate_layers
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.search.lanes import part_of, solved_lanes
 from driftlens.pipeline.search.sweep import SweepRequest, sweep
+from driftlens.pipeline.search.trials import Trials, part_of
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
@@ -128,17 +128,15 @@ def test_a_small_budget_walks_in_groups_and_gives_the_same_models(study: Study) 
     def models(budget: int) -> tuple[list[torch.Tensor], int]:
         events: list[ProgressEvent] = []
         settings = dataclasses.replace(study.settings, feature_budget=budget)
-        found = [
-            study.pool.parameters("lane", layer)["mlp.c_fc.weight"]
-            for _ in solved_lanes(
-                dataclasses.replace(study, settings=settings),
-                parts,
-                lanes,
-                sites,
-                Reporter(events.append),
-                phase="sweep",
-            )
-        ]
+        trials = Trials(
+            dataclasses.replace(study, settings=settings),
+            sites,
+            {TASKS[0]: study.tasks[TASKS[0]].diagnosis},
+            lambda model, *_: study.pool.parameters(model, layer)["mlp.c_fc.weight"],
+            Reporter(events.append),
+            "sweep",
+        )
+        found = [tried.by_task[TASKS[0]] for tried in trials.run(parts, lanes)]
         done = [event.done for event in events]
         assert done == sorted(done) and events[-1].done == events[-1].total, "progress only goes forward"
         return found, sum(event.label.startswith("layer 1 ") for event in events)

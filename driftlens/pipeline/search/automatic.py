@@ -13,11 +13,11 @@ solves no module, and its variant is the merged model, whose numbers stand under
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,14 +41,12 @@ from driftlens.calibration.automatic import (
 from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
-from driftlens.errors import DataError, SingularGramError, SpecError
+from driftlens.errors import DataError, SpecError
 from driftlens.models.heads import ScoreMap
-from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
-from driftlens.pipeline.search.lanes import LANE, part_of, solved_lanes
+from driftlens.pipeline.search.trials import Trials, part_of, with_settings
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
-from driftlens.variants import expert_of
 
 PHASE = "choose"
 
@@ -73,11 +71,44 @@ def choose_settings(
         DriftLensError: the start itself can't be calibrated with.
     """
     started, varies = time.perf_counter(), _free(start, has_base=study.has_base)
-    with tempfile.TemporaryDirectory() as spill:
-        trials = _Trials(study, start, sites, reporter, pathlib.Path(spill) / "features")
-        found = choose(trials.start, trials.evaluate, trials.merged, varies=varies)
-    record = _record(found, trials) | {"seconds": round(time.perf_counter() - started, 3)}
-    return trials.calibrator(found.chosen or trials.start), record
+    settings = start.get_params()
+    first = Candidate(*(float(settings[field.name]) for field in dataclasses.fields(Candidate)))
+    parts = _folds(study)
+    heads = {task: at.head for task, at in study.tasks.items()}
+    bare = [task for task, head in heads.items() if head is None]
+
+    def calibrator(candidate: Candidate) -> Calibrator:
+        return start if candidate == first else with_settings(start, dataclasses.asdict(candidate))
+
+    def measure(model: str, task: str, found: Tensor, expert: Tensor) -> Any:
+        return score(found, expert, None if bare else heads[task]).cpu().numpy()
+
+    def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
+        others = frozenset(range(NUM_FOLDS)) - {fold}
+        lanes = [Lane(closed_form(calibrator(candidate)), others) for candidate in candidates]
+        scores = []
+        for candidate, tried in zip(candidates, trials[fold].run(parts, lanes), strict=True):
+            if tried.error is not None and candidate == first:
+                raise tried.error
+            # What can't be solved for is worse than anything.
+            scores.append(Scores(tried.by_task or {task: np.array([np.inf]) for task in parts}))
+        return scores
+
+    with tempfile.TemporaryDirectory() as folder:
+        spill = pathlib.Path(folder) / "features"
+        held_out = {
+            fold: {task: folds[fold] for task, folds in parts.items()}
+            for fold in (SEARCH_FOLD, DECISION_FOLD)
+        }
+        trials = {
+            fold: Trials(study, sites, samples, measure, reporter, PHASE, spill)
+            for fold, samples in held_out.items()
+        }
+        found = choose(first, evaluate, lambda fold: Scores(trials[fold].of("merged")), varies=varies)
+    num_held_out = {task: len(samples) for task, samples in held_out[SEARCH_FOLD].items()}
+    record = _record(found, first, bare, num_held_out)
+    record["seconds"] = round(time.perf_counter() - started, 3)
+    return calibrator(found.chosen or first), record
 
 
 def require_choice(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> None:
@@ -118,99 +149,15 @@ def _free(start: Calibrator, *, has_base: bool) -> list[str]:
     return [name for name in CHOSEN if has_base or name != "rho"]
 
 
-class _Trials:
-    """Calibrates candidates without one fold of the samples, and scores them on it."""
-
-    def __init__(
-        self,
-        study: Study,
-        start: Calibrator,
-        sites: Mapping[int, Sequence[str]],
-        reporter: Reporter,
-        spill: pathlib.Path,
-    ) -> None:
-        self.study = study
-        self._calibrator = start
-        self._sites = sites
-        self._reporter = reporter
-        self._spill = spill
-        tasks = study.tasks.values()
-        self.has_heads = all(at.head is not None for at in tasks)
-        settings = start.get_params()
-        self.start = Candidate(*(float(settings[field.name]) for field in dataclasses.fields(Candidate)))
-        self.parts = {
-            task: [part_of(samples, fold) for fold in folds_of(len(samples), task)]
-            for task, samples in self._samples().items()
-        }
-
-    def calibrator(self, candidate: Candidate) -> Calibrator:
-        """The start with the candidate's settings."""
-        if candidate == self.start:
-            return self._calibrator
-        return type(self._calibrator)(**self._calibrator.get_params() | dataclasses.asdict(candidate))
-
-    def evaluate(self, candidates: Sequence[Candidate], fold: int) -> list[Scores]:
-        """Scores on a fold, of calibrations on the others; infinite where a candidate can't be solved for.
-
-        Raises:
-            SingularGramError: the start can't be solved for.
-        """
-        try:
-            return self._together(candidates, fold)
-        except SingularGramError:
-            if self.start in candidates and len(candidates) == 1:
-                raise
-            if len(candidates) == 1:
-                return [Scores({task: np.array([np.inf]) for task in self.parts})]
-            return [scores for candidate in candidates for scores in self.evaluate([candidate], fold)]
-
-    def _together(self, candidates: Sequence[Candidate], fold: int) -> list[Scores]:
-        others = frozenset(range(NUM_FOLDS)) - {fold}
-        lanes = [Lane(closed_form(self.calibrator(candidate)), others) for candidate in candidates]
-        return [
-            self._scores(LANE, fold)
-            for _ in solved_lanes(
-                self.study, self.parts, lanes, self._sites, self._reporter, phase=PHASE, spill=self._spill
-            )
-        ]
-
-    def merged(self, fold: int) -> Scores:
-        """Scores of the merged model as it is on a fold."""
-        return self._scores("merged", fold)
-
-    def _scores(self, model: str, fold: int) -> Scores:
-        heads = {task: at.head if self.has_heads else None for task, at in self.study.tasks.items()}
-        return Scores(
-            {
-                task: score(self._features(model, task, fold), self._experts[task][fold], heads[task])
-                .cpu()
-                .numpy()
-                for task in self.parts
-            }
-        )
-
-    @cached_property
-    def _experts(self) -> dict[str, dict[int, Tensor]]:
-        """The experts' final features, by task and fold."""
-        folds = (SEARCH_FOLD, DECISION_FOLD)
-        return {
-            task: {fold: self._features(expert_of(task), task, fold) for fold in folds} for task in self.parts
-        }
-
-    def _features(self, model: str, task: str, fold: int) -> Tensor:
-        study = self.study
-        return final_features(study.pool, model, task, self.parts[task][fold], study.settings.pool)
-
-    def _samples(self) -> dict[str, SampleSet]:
-        found = {task: at.calibration for task, at in self.study.tasks.items()}
-        missing = [task for task, samples in found.items() if samples is None]
-        if missing:
-            raise DataError(f"task {missing[0]} has no calibration samples")
-        return {
-            task: dataclasses.replace(samples, labels=None)
-            for task, samples in found.items()
-            if samples is not None
-        }
+def _folds(study: Study) -> dict[str, list[SampleSet]]:
+    """The calibration samples of every task in folds, without their labels."""
+    found = {}
+    for task, at in study.tasks.items():
+        if at.calibration is None:
+            raise DataError(f"task {task} has no calibration samples")
+        samples = dataclasses.replace(at.calibration, labels=None)
+        found[task] = [part_of(samples, fold) for fold in folds_of(len(samples), task)]
+    return found
 
 
 def score(found: Tensor, expert: Tensor, head: ScoreMap | None) -> Tensor:
@@ -231,15 +178,16 @@ def score(found: Tensor, expert: Tensor, head: ScoreMap | None) -> Tensor:
     return (wanted.exp() * (wanted - given)).sum(dim=1)
 
 
-def _record(found: Choice, trials: _Trials) -> dict[str, Any]:
-    """The search as plain values, for `config.yaml`."""
-    bare = [task for task, at in trials.study.tasks.items() if at.head is None]
+def _record(
+    found: Choice, start: Candidate, bare: Sequence[str], num_held_out: Mapping[str, int]
+) -> dict[str, Any]:
+    """The search as plain values, for `config.yaml`; `bare` are the tasks without a head."""
     drift = f"relative final drift of all tasks, as there is no head for {', '.join(bare)}"
     return {
-        "score": "KL(expert || calibrated) of class probabilities, nat" if not bare else drift,
-        "start": dataclasses.asdict(trials.start),
+        "score": drift if bare else "KL(expert || calibrated) of class probabilities, nat",
+        "start": dataclasses.asdict(start),
         "chosen": None if found.chosen is None else dataclasses.asdict(found.chosen),
-        "is_start_kept": found.chosen == trials.start,
+        "is_start_kept": found.chosen == start,
         "is_merged_kept": found.chosen is None,
         "level": LEVEL,
         "deciding": {name: _told(at) for name, at in found.deciding.items()},
@@ -251,7 +199,7 @@ def _record(found: Choice, trials: _Trials) -> dict[str, Any]:
             dataclasses.asdict(trial.candidate) | {"fold": trial.fold, "score": _finite(trial.score)}
             for trial in found.trials
         ],
-        "num_held_out": {task: len(parts[SEARCH_FOLD]) for task, parts in trials.parts.items()},
+        "num_held_out": dict(num_held_out),
         "num_calibrations": len(found.trials),
         # Of all samples: each trial leaves one fold out.
         "cost_in_calibrations": len(found.trials) * (1 - 1 / NUM_FOLDS),
@@ -264,4 +212,4 @@ def _told(found: Comparison) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     """The value, or None where a candidate could not be solved for: JSON has no infinity."""
-    return value if np.isfinite(value) else None
+    return value if math.isfinite(value) else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,12 +17,12 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
 from driftlens.errors import SingularGramError, SpecError
 from driftlens.files import PathLike
-from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
+from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows
 from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
 from driftlens.pipeline.calibrate.request import CalibrationRequest
-from driftlens.pipeline.search.lanes import LANE, part_of, solved_lanes
 from driftlens.pipeline.search.sweep_points import (
+    FACTORS,
     Setting,
     SweepPoint,
     is_there,
@@ -32,6 +32,7 @@ from driftlens.pipeline.search.sweep_points import (
     samples_by_seed,
     settings_of,
 )
+from driftlens.pipeline.search.trials import Trials, part_of, with_settings
 from driftlens.pipeline.study.reopening import require_same_models, require_same_samples
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
@@ -40,8 +41,7 @@ from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import SWEEPS
 from driftlens.records.tables import append_rows
 from driftlens.records.writer import RunWriter
-from driftlens.spec import RunSpec, load_spec
-from driftlens.variants import expert_of
+from driftlens.spec import load_spec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,7 +110,7 @@ def sweep(
     opened, around = _open(folder, request, access=access)
     sweeps = settings_of(request.values, around, grid=request.grid)
     for setting in {setting for settings in sweeps.values() for setting in settings}:
-        _calibrator(opened.plan.calibrator, setting).check(has_base=opened.study.has_base)
+        with_settings(opened.plan.calibrator, setting.hyperparameters).check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
     numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
     require_same_samples(opened.manifest, opened.study)
@@ -121,17 +121,31 @@ def sweep(
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     with RunWriter.resume(folder) as writer:
-        reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         rows = open_run(folder).sweeps()
         outdated = rows["sweep"].isin(sweeps) & replace
-        points = numbered(sweeps, rows[~outdated])
-        kept = rows[~outdated] if resume else rows[:0]
-        job = _Job(writer, study, opened, request, points, kept, set(rows["sweep"][outdated]))
+        trials = Trials(
+            study,
+            opened.plan.sites,
+            {task: at.diagnosis for task, at in tasks.items()},
+            functools.partial(_measured, study, accuracy=request.accuracy),
+            Reporter(all_of(writer.progress, on_progress), cancel),
+            PHASE,
+            folder / layout.SCRATCH / PHASE,
+        )
+        job = _Job(
+            writer,
+            trials,
+            opened.plan.calibrator,
+            numbered(sweeps, rows[~outdated]),
+            _scored(study) if request.accuracy else [],
+            rows[~outdated] if resume else rows[:0],
+            set(rows["sweep"][outdated]),
+        )
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
                 phase = f"{PHASE}:{seed}"
                 with writer.phase(phase), suitable_threads(writer, phase, study):
-                    job.run(seed, drawn, reporter)
+                    job.run(seed, drawn)
     job.require_all()
     return open_run(folder)
 
@@ -139,20 +153,30 @@ def sweep(
 def _open(folder: pathlib.Path, request: SweepRequest, **options: Any) -> tuple[OpenCalibration, Setting]:
     """The run opened with the most samples that a point needs, and the setting that sweeps vary around."""
     spec = load_spec(folder / layout.SPEC)
-    count = request.samples or _fewest(spec)
+    fewest = min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
+    count = request.samples or fewest
     most = max(count, *map(int, request.values.get("n", ())), 1)
     asked = CalibrationRequest(PHASE, method=request.method, preset=request.preset, samples=most)
     opened = open_calibration(folder, asked, **options)
-    settings = opened.plan.calibrator.get_params()
-    missing = [name for name in ("lam", "rho", "alpha") if name not in settings]
+    settings = opened.plan.calibrator.get_params() | {"n": count}
+    missing = [name for name in FACTORS if name not in settings]
     if missing:
         raise SpecError(f"{opened.plan.method} has no {', '.join(missing)} to sweep")
-    return opened, Setting(float(settings["lam"]), float(settings["rho"]), float(settings["alpha"]), count)
+    return opened, Setting.of(settings)
 
 
-def _fewest(spec: RunSpec) -> int:
-    """Calibration samples that every task has by the spec."""
-    return min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
+def _scored(study: Study) -> list[str]:
+    return [task for task, at in study.tasks.items() if at.test is not None and at.head is not None]
+
+
+def _measured(
+    study: Study, model: str, task: str, found: Tensor, expert: Tensor, *, accuracy: bool
+) -> dict[str, Any]:
+    """Drift and accuracy of one model on one task, as columns of the sweep table."""
+    row = {"task": task, **dataclasses.asdict(FinalDrift.between(found, expert))}
+    for score in accuracy_rows(study, task, [model], Reporter()) if accuracy else ():
+        row |= {"accuracy": score["value"], "n_test": score["n"]}
+    return row
 
 
 @dataclass(frozen=True)
@@ -160,45 +184,57 @@ class _Job:
     """The points of all sweeps, and those of them that are there already.
 
     Attributes:
+        writer: of the run.
+        trials: which give rows without their settings.
+        start: the calibrator whose settings are varied.
+        points: of all sweeps.
+        scored: tasks whose accuracy is wanted.
         kept: rows of points that need not be measured again.
         outdated: sweeps whose rows go when the first new ones come.
         unsolved: settings that can't be solved for, and why.
     """
 
     writer: RunWriter
-    study: Study
-    opened: OpenCalibration
-    request: SweepRequest
+    trials: Trials[dict[str, Any]]
+    start: Calibrator
     points: Sequence[SweepPoint]
+    scored: Sequence[str]
     kept: pd.DataFrame
     outdated: set[str]
     unsolved: dict[Setting, SingularGramError] = field(default_factory=dict)
 
-    @cached_property
-    def experts(self) -> dict[str, Tensor]:
-        """The experts' final features, which no setting changes."""
-        return {
-            task: final_features(
-                self.study.pool, expert_of(task), task, at.diagnosis, self.study.settings.pool
-            )
-            for task, at in self.study.tasks.items()
-        }
-
-    def run(self, seed: int, samples: Mapping[str, SampleSet], reporter: Reporter) -> None:
+    def run(self, seed: int, samples: Mapping[str, SampleSet]) -> None:
         """Measure what is missing of one seed; the rows of every setting are written as soon as they are known."""
-        scored = self._scored()
-        missing = [p for p in self.points if not is_there(p, seed, self.study.tasks, scored, self.kept)]
+        missing = [p for p in self.points if not is_there(p, seed, samples, self.scored, self.kept)]
         settings = list(dict.fromkeys(point.setting for point in missing))
         if not settings:
             return
-        try:
-            self._measure(settings, missing, seed, samples, reporter)
-        except SingularGramError:  # without a word on whose: one after the other, it is known
-            for setting in settings:
-                try:
-                    self._measure([setting], missing, seed, samples, reporter)
-                except SingularGramError as error:
-                    self.unsolved.setdefault(setting, error)
+        cuts = sorted({setting.n for setting in settings})
+        parts = {
+            task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
+            for task, drawn in samples.items()
+        }
+        lanes = [
+            Lane(
+                closed_form(with_settings(self.start, setting.hyperparameters)),
+                frozenset(range(cuts.index(setting.n) + 1)),
+            )
+            for setting in settings
+        ]
+        (self.writer.folder / layout.SCRATCH).mkdir(exist_ok=True)
+        for setting, tried in zip(settings, self.trials.run(parts, lanes), strict=True):
+            if tried.error is not None:
+                self.unsolved.setdefault(setting, tried.error)
+                continue
+            known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
+            self._write(
+                [
+                    {"sweep": point.sweep, "point": point.point, **known, **row}
+                    for point in missing
+                    if point.setting == setting
+                    for row in tried.by_task.values()
+                ]
+            )
 
     def require_all(self) -> None:
         """Complain of what could not be measured.
@@ -219,80 +255,12 @@ class _Job:
             **error.context,
         )
 
-    def _measure(
-        self,
-        settings: Sequence[Setting],
-        missing: Sequence[SweepPoint],
-        seed: int,
-        samples: Mapping[str, SampleSet],
-        reporter: Reporter,
-    ) -> None:
-        """Calibrate with some settings side by side.
-
-        Raises:
-            SingularGramError: one of them can't be solved for; what came before it is written.
-        """
-        cuts = sorted({setting.n for setting in settings})
-        parts = {
-            task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
-            for task, drawn in samples.items()
-        }
-        lanes = [
-            Lane(
-                closed_form(_calibrator(self.opened.plan.calibrator, setting)),
-                frozenset(range(cuts.index(setting.n) + 1)),
-            )
-            for setting in settings
-        ]
-        spill = self.writer.folder / layout.SCRATCH / PHASE
-        spill.parent.mkdir(exist_ok=True)
-        for lane, seconds in solved_lanes(
-            self.study, parts, lanes, self.opened.plan.sites, reporter, phase=PHASE, spill=spill
-        ):
-            found = self._measured()
-            self._write(
-                [
-                    {"sweep": point.sweep, "point": point.point, "seed": seed, "seconds": seconds}
-                    | dataclasses.asdict(point.setting)
-                    | row
-                    for point in missing
-                    if point.setting == settings[lane]
-                    for row in found
-                ]
-            )
-
-    def _scored(self) -> list[str]:
-        tasks = self.study.tasks.items() if self.request.accuracy else ()
-        return [task for task, at in tasks if at.test is not None and at.head is not None]
-
-    def _measured(self) -> list[dict[str, Any]]:
-        """Drift and accuracy of the model at hand, one row per task."""
-        rows = []
-        for task, at in self.study.tasks.items():
-            found = final_features(self.study.pool, LANE, task, at.diagnosis, self.study.settings.pool)
-            row: dict[str, Any] = {"task": task}
-            row |= dataclasses.asdict(FinalDrift.between(found, self.experts[task]))
-            for score in accuracy_rows(self.study, task, [LANE], Reporter()) if self.request.accuracy else ():
-                row |= {"accuracy": score["value"], "n_test": score["n"]}
-            rows.append(row)
-        return rows
-
     def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         import pandas as pd
 
-        if self.outdated:
-            _take_out(self.writer, self.outdated)
+        if self.outdated:  # the others keep their exact values
+            there = open_run(self.writer.folder).sweeps()
+            with self.writer.file(layout.table_file(SWEEPS.name)) as file:
+                append_rows(file, SWEEPS, there[~there["sweep"].isin(self.outdated)])
             self.outdated.clear()
         self.writer.append("sweeps", pd.DataFrame(rows), replace=True)
-
-
-def _calibrator(start: Calibrator, setting: Setting) -> Calibrator:
-    values = {"lam": setting.lam, "rho": setting.rho, "alpha": setting.alpha}
-    return type(start)(**start.get_params() | values)
-
-
-def _take_out(writer: RunWriter, sweeps: Collection[str]) -> None:
-    """Remove the rows of some sweeps; the others keep their exact values."""
-    rows = open_run(writer.folder).sweeps()
-    with writer.file(layout.table_file(SWEEPS.name)) as file:
-        append_rows(file, SWEEPS, rows[~rows["sweep"].isin(sweeps)])

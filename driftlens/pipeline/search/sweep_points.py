@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
 from driftlens.data.samples import SampleSet
 from driftlens.data.sources import Split, data_sources
-from driftlens.errors import DataError, SpecError
-from driftlens.pipeline.search.lanes import without
+from driftlens.errors import DataError, SpecError, did_you_mean
+from driftlens.pipeline.search.trials import part_of
 from driftlens.pipeline.study.opening import OpenModels, open_data
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.spec import RunSpec, load_spec
@@ -36,12 +35,15 @@ class Setting:
     alpha: float
     n: int
 
-    def with_values(self, names: Sequence[str], values: Sequence[float]) -> Setting:
-        """The setting with some values changed."""
-        changed = {name: getattr(self, name) for name in FACTORS} | dict(zip(names, values, strict=True))
-        return Setting(
-            float(changed["lam"]), float(changed["rho"]), float(changed["alpha"]), int(changed["n"])
-        )
+    @classmethod
+    def of(cls, values: Mapping[Any, Any]) -> Setting:
+        """The setting that these values are about, among others that don't matter."""
+        return cls(float(values["lam"]), float(values["rho"]), float(values["alpha"]), int(values["n"]))
+
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """What the calibrator is told of it."""
+        return {"lam": self.lam, "rho": self.rho, "alpha": self.alpha}
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,9 @@ def require_factors(values: Mapping[str, Sequence[float]]) -> None:
         raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
     for name, wanted in values.items():
         if name not in FACTORS:
-            near = difflib.get_close_matches(name, FACTORS, n=1, cutoff=0.5)
             raise SpecError(
                 f"a sweep can't vary {name!r}; it varies {', '.join(FACTORS)}",
-                hint=f"Did you mean {near[0]!r}?" if near else "",
+                hint=did_you_mean(name, FACTORS),
             )
         if not wanted:
             raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")
@@ -90,7 +91,7 @@ def settings_of(
     return {
         "+".join(names): list(
             dict.fromkeys(
-                around.with_values(names, chosen)
+                Setting.of(dataclasses.asdict(around) | dict(zip(names, chosen, strict=True)))
                 for chosen in itertools.product(*(values[name] for name in names))
             )
         )
@@ -110,7 +111,8 @@ def numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> lis
     """
     points = []
     for sweep, settings in sweeps.items():
-        known = {setting_of_row(row): int(row["point"]) for row in _rows_of(rows, sweep)}
+        there = rows[rows["sweep"] == sweep].to_dict("records")
+        known = {Setting.of(row): int(row["point"]) for row in there}
         _require_same_rest(sweep, settings, known)
         following = itertools.count(max(known.values(), default=-1) + 1)
         points += [
@@ -120,25 +122,13 @@ def numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> lis
     return points
 
 
-def setting_of_row(row: Mapping[str, Any]) -> Setting:
-    """The setting that a row of the sweep table is about."""
-    return Setting(float(row["lam"]), float(row["rho"]), float(row["alpha"]), int(row["n"]))
-
-
 def is_there(
     point: SweepPoint, seed: int, tasks: Collection[str], scored: Collection[str], rows: pd.DataFrame
 ) -> bool:
     """Whether the run has a point's rows of one seed for all tasks, with an accuracy for those `scored`."""
-    mine = [row for row in _rows_of(rows, point.sweep) if row["point"] == point.point and row["seed"] == seed]
-    has_accuracy = {row["task"] for row in mine if row["accuracy"] == row["accuracy"]}  # NaN is not itself
-    return {row["task"] for row in mine} >= set(tasks) and has_accuracy >= set(scored)
-
-
-def _rows_of(rows: pd.DataFrame, sweep: str) -> Iterable[dict[str, Any]]:
-    return [
-        {str(name): value for name, value in row.items()}
-        for row in rows[rows["sweep"] == sweep].to_dict("records")
-    ]
+    mine = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point) & (rows["seed"] == seed)]
+    has_accuracy = set(mine["task"][mine["accuracy"].notna()])
+    return set(mine["task"]) >= set(tasks) and has_accuracy >= set(scored)
 
 
 def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:
@@ -205,9 +195,9 @@ def measured_elsewhere(
         shared = _shared_splits(spec, task, access=access)
         diagnosis, test = at_hand.diagnosis, at_hand.test
         if "diagnosis" in shared:
-            diagnosis = without(diagnosis, seen)
+            diagnosis = _without(diagnosis, seen)
         if "test" in shared and test is not None:
-            test = without(test, seen)
+            test = _without(test, seen)
         if not len(diagnosis) or (test is not None and not len(test)):
             raise DataError(
                 f"task {task}: over {len(samples)} seeds every sample serves calibration, none is left to measure with",
@@ -215,6 +205,12 @@ def measured_elsewhere(
             )
         tasks[task] = dataclasses.replace(at_hand, diagnosis=diagnosis, test=test)
     return tasks
+
+
+def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
+    """The samples whose ids are not among `ids`; the very same set where that is all of them."""
+    kept = [position for position, sample in enumerate(samples.ids) if sample not in ids]
+    return samples if len(kept) == len(samples) else part_of(samples, kept)
 
 
 def _shared_splits(spec: RunSpec, task: str, *, access: Access) -> set[Split]:

@@ -1,0 +1,193 @@
+"""Calibrations tried side by side: candidates in, measurements on held-out samples out, and no model is kept.
+
+Candidates walk together in groups that fit into memory; then one calibrated model at a time is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from driftlens.calibration.calibrator import Calibrator
+from driftlens.data.samples import SampleSet
+from driftlens.engine.forward_order import Lane, Parts, calibrate_side_by_side
+from driftlens.errors import SingularGramError
+from driftlens.models.chain import ParameterKey
+from driftlens.pipeline.analyze.evaluation import final_features
+from driftlens.pipeline.calibrate.variants import with_parameters
+from driftlens.pipeline.study.study import Study
+from driftlens.progress import Reporter
+from driftlens.variants import expert_of
+
+LANE = "lane"
+"""Name in the study's pool of the calibrated model at hand."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tried(Generic[T]):
+    """What became of one candidate.
+
+    Attributes:
+        by_task: what was measured of its model; nothing where it can't be solved for.
+        seconds: that its calibration took.
+        error: why it can't be solved for.
+    """
+
+    by_task: Mapping[str, T]
+    seconds: float = 0.0
+    error: SingularGramError | None = None
+
+
+@dataclass(frozen=True)
+class Trials(Generic[T]):
+    """Where candidates are calibrated, and how they are measured.
+
+    Attributes:
+        study: models and settings; its pool gains a model called `LANE`, which changes with every candidate.
+        sites: layer index -> names of the sites that are calibrated.
+        held_out: the samples to measure on, by task.
+        measure: (model, task, its final features, the expert's) -> what is to be known; features are [n, d].
+        reporter: told of every layer and every candidate; may cancel.
+        phase: what progress events are called.
+        spill: folder for features beyond the budget.
+    """
+
+    study: Study
+    sites: Mapping[int, Sequence[str]]
+    held_out: Mapping[str, SampleSet]
+    measure: Callable[[str, str, Tensor, Tensor], T]
+    reporter: Reporter
+    phase: str
+    spill: Path | None = None
+
+    def run(self, parts: Parts, lanes: Sequence[Lane]) -> Iterator[Tried[T]]:
+        """What became of every candidate, in their order, each as soon as it is known.
+
+        Where one of those that walk together can't be solved for, all that are left walk alone.
+
+        Args:
+            parts: calibration samples in parts.
+            lanes: the candidates, and which parts each may read.
+
+        Raises:
+            NumericsError: features are NaN or infinite.
+            Cancelled: somebody asked to stop.
+        """
+        left = list(lanes)
+        try:
+            for seconds in self.solved(parts, lanes):
+                tried = Tried(self.of(LANE), seconds)
+                left.pop(0)
+                yield tried
+        except SingularGramError as error:  # without a word on whose
+            if len(left) == 1:
+                yield Tried({}, error=error)
+            else:
+                for lane in left:
+                    yield from self.run(parts, [lane])
+
+    def of(self, model: str) -> dict[str, T]:
+        """What is measured of a model of the study's pool, by task."""
+        return {
+            task: self.measure(model, task, self._features(model, task), expert)
+            for task, expert in self._experts.items()
+        }
+
+    @cached_property
+    def _experts(self) -> dict[str, Tensor]:
+        """The experts' final features, which no candidate changes."""
+        return {task: self._features(expert_of(task), task) for task in self.held_out}
+
+    def _features(self, model: str, task: str) -> Tensor:
+        return final_features(self.study.pool, model, task, self.held_out[task], self.study.settings.pool)
+
+    def solved(self, parts: Parts, lanes: Sequence[Lane]) -> Iterator[float]:
+        """The seconds that each lane took, while the study's pool holds its model as `LANE`.
+
+        Arguments and errors as for `run`.
+
+        Raises:
+            SingularGramError: one of the lanes that walk together can't be solved for.
+        """
+        pool, budget = self.study.pool, self.study.settings.feature_budget
+        base = "base" if self.study.has_base else None
+        like = pool.source(base or expert_of(next(iter(self.study.tasks))))
+        size = max(1, budget // self._lane_bytes())
+        last, num_groups = max(self.sites), -(-len(lanes) // size)
+        total = num_groups * last + len(lanes)
+        for group, first in enumerate(range(0, len(lanes), size)):
+            done = group * last + first
+            group_lanes = lanes[first : first + size]
+            updates: list[dict[ParameterKey, Tensor]] = [{} for _ in group_lanes]
+            seconds = [0.0] * len(group_lanes)
+            for layers in calibrate_side_by_side(
+                pool,
+                parts,
+                group_lanes,
+                sites=self.sites,
+                base=base,
+                feature_budget=budget,
+                spill=self.spill,
+                on_step=lambda layer, task, done=done: self.reporter.step(  # type: ignore[misc]
+                    self.phase, done + max(0, layer - 1), total, f"layer {layer} of {last}, task {task}"
+                ),
+            ):
+                for index, found in enumerate(layers):
+                    updates[index] |= {(found.layer, name): value for name, value in found.updates.items()}
+                    seconds[index] += found.seconds
+            for index, solution in enumerate(updates):
+                lane = first + index
+                label = f"calibration {lane + 1} of {len(lanes)}"
+                self.reporter.step(self.phase, (group + 1) * last + lane, total, label)
+                pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), like, solution))
+                yield seconds[index]
+        self.reporter.step(self.phase, total, total)
+
+    def _lane_bytes(self) -> int:
+        """Bytes that one lane holds at most: its solution, and the moments of one layer in float64."""
+        pool, solution, moments = self.study.pool, 0, 0
+        for layer in pool.chain.layers:
+            shapes = [
+                torch.Size(value.shape)
+                for name, value in pool.parameters("merged", layer).items()
+                if name.rpartition(".")[0] in self.sites.get(layer.index, ())
+            ]
+            solution += sum(shape.numel() for shape in shapes) * pool.dtype.itemsize
+            # A Gram matrix, its sum over tasks and its factor; likewise the cross moments.
+            here = sum(3 * shape[-1] ** 2 + 2 * shape.numel() for shape in shapes if len(shape) == 2)
+            moments = max(moments, 8 * here)
+        return solution + moments
+
+
+def with_settings(start: Calibrator, settings: Mapping[str, object]) -> Calibrator:
+    """A calibrator like another one, some of its settings changed."""
+    return type(start)(**start.get_params() | dict(settings))
+
+
+def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
+    """The samples at some positions, in this order.
+
+    Args:
+        samples: the whole set.
+        positions: of samples in it; none are needed.
+    """
+    chosen = tuple(positions)
+
+    def load(wanted: Sequence[int]) -> Any:
+        return samples.load([chosen[position] for position in wanted])
+
+    return dataclasses.replace(
+        samples,
+        ids=tuple(samples.ids[position] for position in chosen),
+        labels=None if samples.labels is None else tuple(samples.labels[position] for position in chosen),
+        load=load,
+    )

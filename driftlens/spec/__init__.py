@@ -16,8 +16,7 @@ from driftlens.spec.data import (
     PythonData,
     TaskData,
 )
-from driftlens.spec.reading import load_spec
-from driftlens.spec.run import RunSpec, json_schema
+from driftlens.spec.run import RunSpec, json_schema, load_spec
 from driftlens.spec.sections import Calibration, FileHead, TextHead
 
 __all__ = [

@@ -15,14 +15,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from driftlens.errors import SpecError, did_you_mean
+from driftlens.errors import did_you_mean
 from driftlens.files import PathLike
 from driftlens.records.check_rows import CHECKED_TABLES
 from driftlens.records.checks import Check, Relation
 from driftlens.records.schema import TABLES
 from driftlens.spec.problems import spec_error
 from driftlens.spec.types import Name, Number, Part, Text, problem
-from driftlens.spec.yaml_text import from_yaml
+from driftlens.spec.yaml_text import read_mapping
 
 _NUMBERS = {
     name: {column.name for column in TABLES[name].columns if column.dtype != "str" and column.name != "layer"}
@@ -83,8 +83,11 @@ class _Entry(Part):
                     raise problem(
                         f"{what}: no {column!r} in the table {table!r}; it has {', '.join(allowed)}", hint
                     )
-        if self.change is not None:
-            _refuse_variant(self.where, self.per)
+        for column in ("variant", "name"):
+            if self.change is not None and (column in self.where or column in self.per):
+                raise problem(
+                    f"change compares two variants, so {column!r} can't choose one", "Leave it out."
+                )
         return self
 
     @property
@@ -124,27 +127,14 @@ def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
         SpecError: the file can't be read, or something in it is wrong; the message names the dotted path, the value,
             what is allowed, and the nearest name where one was misspelt.
     """
-    where = "checks" if isinstance(source, Mapping) else str(source)
-    raw = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else _read(Path(source))
+    if isinstance(source, Mapping):
+        raw, where = copy.deepcopy(dict(source)), "checks"
+    else:
+        raw, where = read_mapping(Path(source), "checks", "Begin with a line `checks:`."), str(source)
     try:
         return [entry.check() for entry in _Checks.model_validate(raw).checks]
     except ValidationError as error:
         raise spec_error(error, raw, where) from error
-
-
-def _read(file: Path) -> Any:
-    try:
-        raw = from_yaml(file.read_text(encoding="utf-8-sig"), str(file))
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{file}: not UTF-8 text ({error.reason})", hint="Checks are a YAML file.") from error
-    except OSError as error:
-        raise SpecError(
-            f"{file}: the checks can't be read: {error.strerror}", hint="Check the path."
-        ) from error
-    if not isinstance(raw, dict):
-        found = "nothing" if raw is None else f"a {type(raw).__name__}"
-        raise SpecError(f"{file}: expected a mapping, found {found}", hint="Begin with a line `checks:`.")
-    return raw
 
 
 def _table_of(metric: str, table: str | None) -> str:
@@ -167,9 +157,3 @@ def _text_columns(table: str) -> list[str]:
         column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"
     ]
     return [*columns, "variant"] if table == "calibration" else columns
-
-
-def _refuse_variant(where: Mapping[str, object], per: tuple[str, ...]) -> None:
-    for column in ("variant", "name"):
-        if column in where or column in per:
-            raise problem(f"change compares two variants, so {column!r} can't choose one", "Leave it out.")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from driftlens.errors import SpecError, did_you_mean
-
-Details = Mapping[str, Any]
 
 RETIRED: Mapping[str, str] = {
     "projection": "Leave it out; `driftlens project` takes method, layer and number of points itself.",
@@ -43,14 +40,8 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Finding:
-    path: str
-    text: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.text}" if self.path else self.text
+_Finding = tuple[str, str]
+"""What is wrong, with its dotted path, and the hint; empty where there is none."""
 
 
 def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
@@ -62,61 +53,57 @@ def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
         where: what messages call the spec, for example its file name.
     """
     findings = [finding for details in error.errors() for finding in _findings(details, raw)]
-    problems = [str(finding) for finding in findings]
+    problems = [text for text, _ in findings]
     if len(findings) == 1:
-        return SpecError(f"{where}: {findings[0]}", hint=findings[0].hint, problems=problems)
-    lines = [f"  {finding}" + (f" ({finding.hint})" if finding.hint else "") for finding in findings]
+        ((text, hint),) = findings
+        return SpecError(f"{where}: {text}", hint=hint, problems=problems)
+    lines = [f"  {text}" + (f" ({hint})" if hint else "") for text, hint in findings]
     return SpecError("\n".join([f"{where}: {len(findings)} problems", *lines]), problems=problems)
 
 
 def _findings(details: Any, raw: Any) -> list[_Finding]:
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
-    path = _dotted(_keys(_without_bad_name(details["loc"], kind), raw, kind))
+    path = _path_of(details["loc"], kind, raw)
+    at = f"{path}: " if path else ""
     if kind == "unknown_keys":
         return [_unknown_key(path, key, context["allowed"]) for key in context["keys"]]
     if kind == "driftlens":
-        return [_Finding(path, context["message"], context["hint"])]
+        return [(f"{at}{context['message']}", context["hint"])]
     if kind == "missing":
-        return [_Finding(path, "missing", "This key is required.")]
+        return [(f"{at}missing", "This key is required.")]
     if kind in ("literal_error", "union_tag_invalid"):
         return [_not_allowed(path, kind, context, given)]
     if kind == "too_short" and given:
         return []  # Entries that are wrong don't count, and each of them has its own finding.
-    return [_Finding(path, _wanted(kind, context, details["msg"], given), _quote_hint(kind, given))]
-
-
-def _without_bad_name(location: tuple[int | str, ...], kind: str) -> tuple[int | str, ...]:
-    """Where the name itself is what is wrong, the path of the section that holds it."""
-    if kind == "invalid_key":
-        return location[:-1]
-    return location[:-2] if location[-1:] == ("[key]",) else location
+    return [(f"{at}{_wanted(kind, context, details['msg'])}, got {_short(given)}", _quote_hint(kind, given))]
 
 
 def _unknown_key(path: str, key: object, allowed: list[str]) -> _Finding:
     if not isinstance(key, str):
-        return _Finding(path, f"the key {key!r} is not text", f'Write it in quotes: "{key}".')
+        text = f"the key {key!r} is not text"
+        return f"{path}: {text}" if path else text, f'Write it in quotes: "{key}".'
     dotted = f"{path}.{key}" if path else key
     if dotted in RETIRED:
-        return _Finding(dotted, "no key any more, as nothing read it", RETIRED[dotted])
-    return _Finding(dotted, f"unknown key; allowed here: {', '.join(allowed)}", did_you_mean(key, allowed))
+        return f"{dotted}: no key any more, as nothing read it", RETIRED[dotted]
+    return f"{dotted}: unknown key; allowed here: {', '.join(allowed)}", did_you_mean(key, allowed)
 
 
-def _not_allowed(path: str, kind: str, context: Details, given: Any) -> _Finding:
+def _not_allowed(path: str, kind: str, context: Mapping[str, Any], given: Any) -> _Finding:
     allowed = re.findall(r"'([^']*)'", context.get("expected_tags") or context.get("expected") or "")
     if kind == "union_tag_invalid":
         key = context["discriminator"].strip("'")
         path, given = f"{path}.{key}", given.get(key)
     wanted = ", ".join(allowed) or context["expected"]
-    return _Finding(path, f"expected one of {wanted}; got {_short(given)}", did_you_mean(given, allowed))
+    return f"{path}: expected one of {wanted}; got {_short(given)}", did_you_mean(given, allowed)
 
 
-def _wanted(kind: str, context: Details, message: str, given: Any) -> str:
+def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
     if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}, got {_short(given)}"
+        return f"expected {_EXPECTED[kind]}"
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
-        return f"expected {words} {context[bound]:g}, got {_short(given)}"
-    return f"{message[:1].lower()}{message[1:]}, got {_short(given)}"
+        return f"expected {words} {context[bound]:g}"
+    return f"{message[:1].lower()}{message[1:]}"
 
 
 def _quote_hint(kind: str, given: Any) -> str:
@@ -124,29 +111,21 @@ def _quote_hint(kind: str, given: Any) -> str:
     return f'Write it in quotes: "{given}".' if kind in ("string_type", "invalid_key") and is_scalar else ""
 
 
-def _keys(location: tuple[int | str, ...], raw: Any, kind: str) -> list[int | str]:
-    """The location without the names of union members, which stand in no file."""
-    kept: list[int | str] = []
+def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
+    """The dotted path of what is wrong, without the names of union members, which stand in no file."""
+    # Where the name itself is what is wrong, the section that holds it.
+    if kind == "invalid_key":
+        location = location[:-1]
+    elif location[-1:] == ("[key]",):
+        location = location[:-2]
+    parts: list[str] = []
     here = raw
     for depth, key in enumerate(location):
-        is_missing_key = kind == "missing" and depth == len(location) - 1
-        if _holds(here, key):
+        is_entry = isinstance(here, list | tuple) and isinstance(key, int) and key < len(here)
+        if is_entry or (isinstance(here, Mapping) and key in here):
             here = here[key]
-        elif not is_missing_key:
+        elif kind != "missing" or depth < len(location) - 1:
             continue
-        kept.append(key)
-    return kept
-
-
-def _holds(values: Any, key: int | str) -> bool:
-    if isinstance(values, Mapping):
-        return key in values
-    return isinstance(values, list | tuple) and isinstance(key, int) and key < len(values)
-
-
-def _dotted(keys: Iterable[int | str]) -> str:
-    parts: list[str] = []
-    for key in keys:
         if isinstance(key, int) and parts:
             parts[-1] += f"[{key}]"
         else:

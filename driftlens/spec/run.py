@@ -1,16 +1,20 @@
-"""The whole spec: which models, which data, what to measure."""
+"""The whole spec, which models, which data, what to measure; from a file, mapping or spec to a checked `RunSpec`."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from driftlens.errors import did_you_mean
+from driftlens.errors import SpecError, did_you_mean
 from driftlens.spec.data import Data
+from driftlens.spec.problems import RETIRED, spec_error
 from driftlens.spec.sections import (
     Architecture,
     Calibration,
@@ -22,18 +26,13 @@ from driftlens.spec.sections import (
     Weights,
 )
 from driftlens.spec.types import Name, Part, Text, problem
-from driftlens.spec.yaml_text import to_yaml
+from driftlens.spec.yaml_text import from_yaml, read_mapping, to_yaml
 
 VERSION = 1
 
+log = logging.getLogger("driftlens")
 T = TypeVar("T")
-
-
-def _sorted(mapping: dict[str, T]) -> dict[str, T]:
-    return dict(sorted(mapping.items()))
-
-
-PerName = Annotated[dict[Name, T], AfterValidator(_sorted)]
+PerName = Annotated[dict[Name, T], AfterValidator(lambda given: dict(sorted(given.items())))]
 
 
 class RunSpec(Part):
@@ -81,8 +80,15 @@ class RunSpec(Part):
             raise problem(
                 "a task can't be called 'defaults'", "That key of `data` holds the defaults of all tasks."
             )
-        _require_tasks("heads", self.heads, self.experts)
-        _require_tasks("data", self.data.tasks, self.experts)
+        for section, named in (("heads", self.heads), ("data", self.data.tasks)):
+            for task in named:
+                if task not in self.experts:
+                    known = ", ".join(self.experts)
+                    raise problem(
+                        f"{section}.{task}: no expert is called {task!r}; experts are {known}",
+                        did_you_mean(task, self.experts)
+                        or f"Add experts.{task}, or take {section}.{task} out.",
+                    )
         return self
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,16 +105,85 @@ class RunSpec(Part):
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
-def _require_tasks(section: str, named: Iterable[str], tasks: Iterable[str]) -> None:
-    known = list(tasks)
-    for task in named:
-        if task not in known:
-            raise problem(
-                f"{section}.{task}: no expert is called {task!r}; experts are {', '.join(known)}",
-                did_you_mean(task, known) or f"Add experts.{task}, or take {section}.{task} out.",
-            )
-
-
 def json_schema() -> dict[str, Any]:
     """The grammar of a spec as JSON Schema, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunSpec.model_json_schema()}
+
+
+def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Sequence[str] = ()) -> RunSpec:
+    """The run that `source` describes, checked, with all defaults filled in and all paths absolute.
+
+    Args:
+        source: a YAML file, or the values themselves. Relative paths are resolved against the file's folder,
+            or against the current folder where there is no file. The spec that a run keeps, `spec.yaml` beside its
+            manifest, may have keys that were taken out since: they are left out.
+        overrides: `a.b=value` each, the value in YAML, applied in order before anything is checked.
+
+    Raises:
+        SpecError: the file can't be read, or something in it is wrong; the message names the dotted path, the
+            value, what is allowed, and the nearest name where one was misspelt.
+    """
+    folder, where = Path.cwd(), "spec"
+    if isinstance(source, RunSpec):
+        raw = source.as_dict()
+    elif isinstance(source, Mapping):
+        raw = copy.deepcopy(dict(source))
+    else:
+        file, where = Path(source).absolute(), str(source)
+        folder, raw = file.parent, _read(file, where)
+    for override in overrides:
+        _override(raw, override)
+    _check_version(raw, where)
+    try:
+        return RunSpec.model_validate(raw, context={"folder": folder})
+    except ValidationError as error:
+        raise spec_error(error, raw, where) from error
+
+
+def _read(file: Path, where: str) -> dict[str, Any]:
+    raw = read_mapping(file, "spec", "`driftlens init` writes a commented spec to start from.")
+    if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
+        for dotted in RETIRED:
+            section, _, key = dotted.rpartition(".")
+            here = raw.get(section) if section else raw
+            if isinstance(here, dict) and key in here:
+                del here[key]
+                log.info("%s: %s is left out, as nothing reads it", where, dotted)
+    return raw
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise SpecError(f"--set {override}: expected a.b=value", hint="For example --set data.defaults.n=64.")
+    here = raw
+    for depth, key in enumerate(keys[:-1], start=1):
+        # An absent section, or one left empty in the file, starts as an empty mapping.
+        if here.get(key) is None:
+            here[key] = {}
+        here = here[key]
+        if not isinstance(here, dict):
+            parent = ".".join(keys[:depth])
+            raise SpecError(
+                f"--set {override}: {parent} is {here!r}, which has no keys", hint=f"Set {parent} itself."
+            )
+    here[keys[-1]] = from_yaml(text, f"--set {override}")
+
+
+def _check_version(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse other versions before their unknown keys bury the reason."""
+    version = raw.get("version")
+    if type(version) is int and version == VERSION:
+        return
+    if version is None:
+        raise SpecError(f"{where}: version: missing", hint=f"Add the line `version: {VERSION}`.")
+    if type(version) is not int:
+        raise SpecError(
+            f"{where}: version: expected {VERSION}, got {version!r}", hint=f"Write `version: {VERSION}`."
+        )
+    age, remedy = ("a newer", "Update DriftLens.") if version > VERSION else ("an older", "Write a new spec.")
+    raise SpecError(
+        f"{where}: version: {version} was written for {age} DriftLens; this one reads version {VERSION}",
+        hint=f"{remedy} `driftlens init` shows the form that this one reads.",
+    )

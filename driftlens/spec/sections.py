@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 from typing import Annotated, Any, Literal, Self
@@ -34,7 +35,6 @@ from driftlens.spec.types import (
     Text,
     Texts,
     problem,
-    repeated,
 )
 
 LOADERS = ("hf-clip", "open-clip")
@@ -232,7 +232,8 @@ def _class_names(given: Any) -> Any:
     odd = [name for name in given if not isinstance(name, str) or not name]
     if odd:
         raise problem(f"the class name {odd[0]!r} is not text", f'Write it in quotes: "{odd[0]}".')
-    if twice := repeated(given):
+    twice = sorted(name for name, count in Counter(given).items() if count > 1)
+    if twice:
         raise problem(
             f"class names occur more than once: {', '.join(twice)}", "Each row needs a name of its own."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,22 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-FILE_SUFFIXES = frozenset(
-    (
-        ".bin",
-        ".ckpt",
-        ".gguf",
-        ".h5",
-        ".json",
-        ".msgpack",
-        ".npz",
-        ".onnx",
-        ".pkl",
-        ".pt",
-        ".pth",
-        ".safetensors",
-    )
-)
+_FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
 """Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
 
 BYTES_PER_UNIT = {"": 1, "b": 1} | {
@@ -100,13 +85,13 @@ def _count_or_all(given: Any) -> Any:
 CountOrAll = Annotated[int | Literal["all"], BeforeValidator(_count_or_all)]
 
 
-def _is_layer(given: Any) -> bool:
-    return (type(given) is int and given >= 1) or (isinstance(given, str) and given != "")
-
-
 def _selection(given: Any) -> Any:
-    is_list = isinstance(given, list | tuple) and given and all(_is_layer(entry) for entry in given)
-    if is_list or (isinstance(given, str) and given):
+    entries = given if isinstance(given, list | tuple) else [given]
+    numbers_allowed = entries is given
+    if entries and all(
+        (isinstance(entry, str) and entry != "") or (numbers_allowed and type(entry) is int and entry >= 1)
+        for entry in entries
+    ):
         return given
     raise problem(f"expected blocks, a pattern, or a list of patterns and layer numbers; got {given!r}")
 
@@ -119,36 +104,29 @@ def _plain_text(given: Any) -> Any:
     return fspath(given) if isinstance(given, PathLike) else given
 
 
-def _absolute(value: str, folder: Path | None) -> str:
+def _resolved(value: str, info: ValidationInfo) -> str:
+    folder: Path | None = (info.context or {}).get("folder")
     if folder is None:
         return value
     # Links are left alone: in a download cache they carry the file's name, their target does not.
     return str(folder / Path(value).expanduser()) if value.startswith("~") else str(folder / value)
 
 
-def _folder(info: ValidationInfo) -> Path | None:
-    return (info.context or {}).get("folder")
-
-
-def _resolved_path(value: str, info: ValidationInfo) -> str:
-    return _absolute(value, _folder(info))
-
-
-def _resolved_source(value: str, info: ValidationInfo) -> str:
-    folder = _folder(info)
+def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:
+    path = Path(value)
     is_path = (
         value.startswith((".", "/", "~"))
-        or Path(value).is_absolute()
-        or Path(value).suffix.lower() in FILE_SUFFIXES
-        or (folder is not None and (folder / value).exists())
+        or path.is_absolute()
+        or _FILE_SUFFIX.fullmatch(path.suffix) is not None
     )
-    return _absolute(value, folder) if is_path else value
+    resolved = _resolved(value, info)
+    return resolved if is_path or Path(resolved).exists() else value
 
 
-LocalPath = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved_path)]
+LocalPath = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved)]
 """A file or folder; relative ones are resolved against the spec file's folder."""
 
-Source = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved_source)]
+Source = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved_if_a_path)]
 """A path if it exists, starts with `.`, `/` or `~`, or ends like a file; else a name such as a Hub id."""
 
 
@@ -179,12 +157,3 @@ def _python_target(value: str) -> str:
 
 PythonTarget = Annotated[str, AfterValidator(_python_target)]
 """`package.module:function`; importing it runs code, so it needs the user's trust on the command line."""
-
-
-def repeated(values: Iterable[str]) -> list[str]:
-    """The values that occur more than once, sorted."""
-    seen: set[str] = set()
-    twice: set[str] = set()
-    for value in values:
-        (twice if value in seen else seen).add(value)
-    return sorted(twice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -74,6 +75,33 @@ def from_yaml(text: str, where: str) -> Any:
             f"{where}: lists or mappings are nested too deeply to be read",
             hint="A spec needs about five levels; look for brackets that are never closed.",
         ) from None
+
+
+def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
+    """The mapping that a YAML file spells.
+
+    Args:
+        file: in UTF-8.
+        what: what messages call its content.
+        start: how to begin such a file, in one sentence.
+
+    Raises:
+        SpecError: the file can't be read, is no text, or holds something else.
+    """
+    try:
+        raw = from_yaml(file.read_text(encoding="utf-8-sig"), str(file))
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"{file}: not UTF-8 text ({error.reason})", hint="It should be a YAML file."
+        ) from error
+    except OSError as error:
+        raise SpecError(
+            f"{file}: the {what} can't be read: {error.strerror}", hint=f"Check the path. {start}"
+        ) from error
+    if not isinstance(raw, dict):
+        found = "nothing" if raw is None else f"a {type(raw).__name__}"
+        raise SpecError(f"{file}: expected a mapping, found {found}", hint=start)
+    return raw
 
 
 def _hint(error: yaml.MarkedYAMLError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import shutil
 import time
@@ -9,16 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from driftlens.files import write_json_atomic
 from driftlens.progress import Reporter
-from driftlens.suites.drawing.task import PURPOSES, tasks
+from driftlens.suites.drawing import PURPOSES, Purpose, tasks
 from driftlens.suites.embedded import BASE, CONFIG, FORMAT, RECORD, data_file, expert_file, file_digests
-from driftlens.suites.pictures import TaskPictures, draw
 from driftlens.suites.recipe import Recipe, stream
 from driftlens.suites.training import (
+    Pictures,
     accuracy,
     build_clip,
     class_embeddings,
@@ -92,27 +94,28 @@ class _Heard:
 
 def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
     """In every worker: its share of all the work."""
-    _draw(worker, folder, recipe, seed)
-    worker.meet()
-    pictures = [TaskPictures.load(task, folder / _DRAWN) for task in tasks.values()]
-    for one in worker.jobs(pictures):
-        one.save(folder / data_file(one.task.name))
-    _train_base(worker, folder, recipe, seed, pictures)
-    worker.meet()
-    for one in worker.jobs(pictures):
-        _train_expert(worker, folder, recipe, seed, one)
-
-
-def _draw(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
     counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
-    for name, purpose in worker.jobs([(name, purpose) for name in tasks for purpose in PURPOSES]):
-        draw(tasks[name], purpose, counts[purpose], seed).save(folder / _DRAWN, name, purpose)
+    for name, purpose in worker.jobs(list(itertools.product(tasks, PURPOSES))):
+        images, labels = tasks[name].pictures(purpose, counts[purpose], seed)
+        np.savez(_drawn_file(folder, name, purpose), images=images, labels=labels)
         worker.tell("draw", f"{name}, {purpose}", 1)
+    worker.meet()
+    _train_base(worker, folder, recipe, seed)
+    worker.meet()
+    for name in worker.jobs(list(tasks)):
+        _train_expert(worker, folder, recipe, seed, name)
 
 
-def _train_base(
-    worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int, pictures: list[TaskPictures]
-) -> None:
+def _drawn_file(folder: pathlib.Path, name: str, purpose: Purpose) -> pathlib.Path:
+    return folder / _DRAWN / f"{name}-{purpose}.npz"
+
+
+def _drawn(folder: pathlib.Path, name: str, purpose: Purpose) -> Pictures:
+    with np.load(_drawn_file(folder, name, purpose)) as file:
+        return Pictures(tasks[name], **file)
+
+
+def _train_base(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
     """Train the base together with the others; all end with the same weights, and the first one saves them."""
 
     def report(done: int, loss: float) -> None:
@@ -120,30 +123,34 @@ def _train_base(
             worker.tell("train base", "", done, loss)
 
     clip = build_clip(recipe.model_config(), stream(seed, "weights"))
-    tokenize = tokenizer(recipe.context_length)
-    train_base(clip, tokenize, pictures, recipe, stream(seed, "base"), report, worker)
+    pictures = [_drawn(folder, name, "base") for name in tasks]
+    train_base(clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), report, worker)
     if worker.rank == 0:
         _save(clip.state_dict(), folder / BASE)
         worker.tell("", "logit_scale", 0, clip.logit_scale.exp().item())
 
 
-def _train_expert(
-    worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int, pictures: TaskPictures
-) -> None:
-    """Train and save one expert; tell accuracies of base and expert."""
+def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int, name: str) -> None:
+    """Train and save one expert, and save the pictures of its task; tell accuracies of base and expert."""
     from safetensors.torch import load_file
 
-    name = pictures.task.name
+    train, test = _drawn(folder, name, "train"), _drawn(folder, name, "test")
+    np.savez_compressed(
+        folder / data_file(name),
+        x_train=train.images,
+        y_train=train.labels,
+        x_test=test.images,
+        y_test=test.labels,
+        class_names=np.array(train.task.class_names),
+    )
     clip = build_clip(recipe.model_config(), 0)
     clip.load_state_dict(load_file(folder / BASE))
     clip.eval()
-    embeddings = class_embeddings(clip, tokenizer(recipe.context_length), pictures.task)
-    test, test_labels = pictures.test.pixels(), torch.from_numpy(pictures.test.labels)
-    of_base = accuracy(clip.visual, test, test_labels, embeddings)
+    embeddings = class_embeddings(clip, tokenizer(recipe.context_length), train.task)
+    of_base = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
     train_expert(
         clip.visual,
-        pictures.train.pixels(),
-        torch.from_numpy(pictures.train.labels),
+        train,
         clip.logit_scale.exp().item() * embeddings,
         recipe.expert,
         stream(seed, f"expert/{name}"),
@@ -151,7 +158,7 @@ def _train_expert(
     )
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
     _save(tower, folder / expert_file(name))
-    of_expert = accuracy(clip.visual, test, test_labels, embeddings)
+    of_expert = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
     worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
 
 

@@ -97,11 +97,11 @@ def embedded_suite(
     recipe, reporter = recipe or Recipe(), reporter or Reporter()
     digest = recipe.digest(seed)
     folder = (cache or _user_cache()) / f"embedded-{digest[:_NAME_LENGTH]}"
-    if rebuild or what_is_wrong(folder, digest):
+    if rebuild or not is_whole(folder, digest):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _building(folder, reporter):
             # Asked again: another process may have built it while this one waited.
-            if rebuild or what_is_wrong(folder, digest):
+            if rebuild or not is_whole(folder, digest):
                 with atomic_folder(folder, replace=True) as partial:
                     build(partial, recipe, seed, reporter)
     return Suite(folder, tuple(sorted(read_record(folder)["heads"])), digest)
@@ -162,21 +162,15 @@ def read_record(folder: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def what_is_wrong(folder: pathlib.Path, digest: str) -> str | None:
-    """Why the folder is not the whole suite called `digest`, in words; None when it is.
+def is_whole(folder: pathlib.Path, digest: str) -> bool:
+    """Whether the folder is the whole suite called `digest`.
 
     Every file is read: it takes well under a second, and a suite with a damaged file would give wrong numbers.
     """
     try:
         record = read_record(folder)
-        if record["format"] != FORMAT or record["digest"] != digest:
-            return f"{RECORD} is of another suite"
-        for name, stated in record["files"].items():
-            path = folder / name
-            if path.stat().st_size != stated["bytes"] or sha256_of(path) != stated["sha256"]:
-                return f"{name} has changed since it was written"
-    except FileNotFoundError as error:
-        return f"{pathlib.Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"it can't be read: {error}"
-    return None
+        return (record["format"], record["digest"]) == (FORMAT, digest) and all(
+            sha256_of(folder / name) == stated["sha256"] for name, stated in record["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False

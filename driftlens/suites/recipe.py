@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from driftlens.suites.drawing.canvas import SIZE
-from driftlens.suites.drawing.task import tasks
+from driftlens.suites.drawing import SIZE, tasks
 
 VERSION = 2
 """Raise it with every change to the drawing or the training that the settings below do not show."""

@@ -1,17 +1,22 @@
-"""A small CLIP trained on captioned pictures, and image towers fine-tuned and scored through frozen zero-shot heads."""
+"""A small CLIP trained on captioned pictures, and image towers fine-tuned and scored through frozen zero-shot heads.
+
+A small transformer has to learn much in the time of a coffee; `Descent` is the optimiser that makes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from driftlens.suites.descent import Descent
-from driftlens.suites.drawing.task import DrawnTask
-from driftlens.suites.pictures import TaskPictures
+from driftlens.suites.drawing import DrawnTask, Pixels
 from driftlens.suites.recipe import Recipe, Schedule
 from driftlens.suites.workers import Worker
 
@@ -25,6 +30,28 @@ CHUNK = 256
 Tokenizer = Callable[[list[str]], Tensor]
 OnStep = Callable[[int, float], None]
 """Called with the number of steps done and the loss."""
+MOMENTUM = 0.95
+MOMENTUM_SGD = 0.9
+LARGEST_GRADIENT = 1.0
+"""Norm to which a longer gradient is cut in plain gradient descent."""
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures [n, h, w, 3] of one task, uint8, with their labels [n]."""
+
+    task: DrawnTask
+    images: Pixels
+    labels: NDArray[np.int64]
+
+    def pixels(self) -> Tensor:
+        """What an image tower takes: [n, 3, h, w], float32, normalised as CLIP's images are."""
+        from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
+
+        mean, std = torch.tensor(OPENAI_DATASET_MEAN), torch.tensor(OPENAI_DATASET_STD)
+        scaled = (torch.from_numpy(self.images).float() / 255 - mean) / std
+        return scaled.permute(0, 3, 1, 2).contiguous()
 
 
 def build_clip(config: dict[str, Any], seed: int) -> Any:
@@ -44,7 +71,7 @@ class Captions:
         choices: [n, templates], for each picture the indices of the captions that fit it.
     """
 
-    def __init__(self, pictures: Sequence[TaskPictures], numbered: float, generator: torch.Generator) -> None:
+    def __init__(self, pictures: Sequence[Pictures], numbered: float, generator: torch.Generator) -> None:
         index: dict[str, int] = {}
         rows = [
             [index.setdefault(caption, len(index)) for caption in captions]
@@ -61,11 +88,11 @@ class Captions:
 
 
 def _captions(
-    one: TaskPictures, first_number: int, numbered: float, generator: torch.Generator
+    one: Pictures, first_number: int, numbered: float, generator: torch.Generator
 ) -> Iterator[list[str]]:
     task = one.task
-    named = torch.rand(len(one.base.labels), generator=generator) >= numbered
-    for label, is_named in zip(one.base.labels.tolist(), named.tolist(), strict=True):
+    named = torch.rand(len(one.labels), generator=generator) >= numbered
+    for label, is_named in zip(one.labels.tolist(), named.tolist(), strict=True):
         if is_named:
             yield [template.replace("{}", task.class_names[label]) for template in task.templates]
         else:
@@ -75,7 +102,7 @@ def _captions(
 def train_base(
     clip: Any,
     tokenize: Tokenizer,
-    pictures: Sequence[TaskPictures],
+    pictures: Sequence[Pictures],
     recipe: Recipe,
     seed: int,
     on_step: OnStep,
@@ -88,7 +115,7 @@ def train_base(
     is in their own part of the batch.
     """
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.cat([one.base.pixels() for one in pictures])
+    pixels = torch.cat([one.pixels() for one in pictures])
     captions = Captions(pictures, recipe.numbered, generator)
     tokens = tokenize(captions.texts)
     # A random embedding of the vocabulary is good enough; moving all its rows would only slow every step down.
@@ -120,8 +147,7 @@ def contrastive_loss(scores: Tensor, position: Tensor) -> Tensor:
 
 def train_expert(
     tower: nn.Module,
-    pixels: Tensor,
-    labels: Tensor,
+    pictures: Pictures,
     head: Tensor,
     schedule: Schedule,
     seed: int,
@@ -131,14 +157,14 @@ def train_expert(
 
     Args:
         tower: image tower with the base's weights.
-        pixels: [n, 3, h, w].
-        labels: [n].
+        pictures: what it is trained on.
         head: [classes, d], class embeddings times the logit scale.
         schedule: how long and how fast.
         seed: of the order of pictures and of their shifts.
         on_step: called after every step.
     """
     generator = torch.Generator().manual_seed(seed)
+    pixels, labels = pictures.pixels(), torch.from_numpy(pictures.labels)
     descent = Descent(tower, schedule)
     tower.train()
     for step, rows in enumerate(batches(len(pixels), schedule, generator)):
@@ -192,3 +218,102 @@ def accuracy(tower: nn.Module, pixels: Tensor, labels: Tensor, embeddings: Tenso
     scores = torch.cat([tower(chunk) @ embeddings.mT for chunk in torch.split(pixels, CHUNK)])
     tower.train(training)
     return (scores.argmax(dim=1) == labels).double().mean().item()
+
+
+def orthogonalized(matrix: Tensor, iterations: int = 5) -> Tensor:
+    """About the nearest matrix with orthonormal rows (or columns): all singular values near 1, directions kept.
+
+    Newton-Schulz iteration with the quintic of Muon (kellerjordan.github.io/posts/muon); it stops while singular
+    values are between about 0.7 and 1.2, which is good enough for a step.
+
+    Args:
+        matrix: [o, k].
+        iterations: number of multiplications by the quintic.
+    """
+    a, b, c = _QUINTIC
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    x = wide / (wide.norm() + 1e-7)
+    for _ in range(iterations):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x if wide is matrix else x.mT
+
+
+class Muon(torch.optim.Optimizer):
+    """Steepest descent in the spectral norm, with momentum: each step is the orthogonalised mean gradient.
+
+    With the same number of samples it trains these small transformers to a clearly better accuracy than AdamW does. A
+    fused in-projection [3 d, d] counts as three matrices.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rate: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": rate, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Move every parameter that has a gradient; no closure is ever called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group["lr"], group["weight_decay"])
+
+    def _move(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        state = self.state[parameter]
+        mean = state.setdefault("mean", torch.zeros_like(parameter))
+        mean.lerp_(gradient, 1 - MOMENTUM)
+        ahead = gradient.lerp(mean, MOMENTUM)
+        rows, columns = parameter.shape
+        parts = 3 if rows == 3 * columns else 1
+        direction = torch.cat([orthogonalized(part) for part in ahead.chunk(parts)])
+        parameter.mul_(1 - rate * weight_decay)
+        parameter.add_(direction, alpha=-rate * math.sqrt(max(1.0, rows / parts / columns)))
+
+
+class Descent:
+    """What moves the weights of one training, as its schedule says.
+
+    A model that is trained from nothing needs large steps: Muon for the weight matrices of transformer blocks and AdamW
+    for all else. A model that is fine-tuned should stay near where it began, in every direction that its data don't
+    ask for: plain gradient descent does, whereas both others move all weights alike.
+    """
+
+    def __init__(self, module: nn.Module, schedule: Schedule) -> None:
+        named = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._schedule = schedule
+        self._parameters = list(named.values())
+        self._rated: list[tuple[torch.optim.Optimizer, float]]
+        if schedule.matrix_rate is None:
+            descent = torch.optim.SGD(self._parameters, schedule.rate, momentum=MOMENTUM_SGD, nesterov=True)
+            self._rated = [(descent, schedule.rate)]
+            return
+        inside = {name for name, each in named.items() if "resblocks" in name and each.dim() == 2}
+        matrices = [each for name, each in named.items() if name in inside]
+        others = [each for name, each in named.items() if name not in inside]
+        decay = schedule.weight_decay
+        self._rated = [
+            (Muon(matrices, schedule.matrix_rate, decay), schedule.matrix_rate),
+            (
+                torch.optim.AdamW(others, schedule.rate, betas=(0.9, 0.95), weight_decay=decay, fused=True),
+                schedule.rate,
+            ),
+        ]
+
+    def step(self, loss: Tensor, index: int, worker: Worker | None = None) -> None:
+        """Move all parameters against the gradient of `loss`; `index` counts the steps from 0.
+
+        With a `worker` the gradient is the mean over the workers that train together.
+        """
+        rate = self._schedule.share_at(index)
+        for optimizer, peak in self._rated:
+            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
+                group["lr"] = peak * rate
+        loss.backward()  # type: ignore[no-untyped-call]
+        if worker is not None:
+            worker.average_gradients(self._parameters)
+        if self._schedule.matrix_rate is None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, LARGEST_GRADIENT)
+        for optimizer, _ in self._rated:
+            optimizer.step()

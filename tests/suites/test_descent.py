@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from driftlens.suites.descent import LARGEST_GRADIENT, Descent, Muon, orthogonalized
 from driftlens.suites.recipe import Schedule
+from driftlens.suites.training import LARGEST_GRADIENT, Descent, Muon, orthogonalized
 
 
 def test_orthogonalizing_keeps_singular_vectors_and_evens_out_singular_values(generator: torch.Generator):

@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from driftlens.suites.drawing.canvas import CANVAS, SIZE, dark_and_light, luminance
-from driftlens.suites.drawing.glyphs import placed
-from driftlens.suites.drawing.task import Camera, DrawnTask, tasks
-from driftlens.suites.pictures import draw
+from driftlens.suites.drawing import (
+    CANVAS,
+    PURPOSES,
+    SIZE,
+    DrawnTask,
+    dark_and_light,
+    luminance,
+    photographed,
+    placed,
+    tasks,
+)
 from driftlens.suites.tasks import photos
-from driftlens.suites.tasks.digits import handwriting
-
-PURPOSES = ("base", "train", "test")
+from driftlens.suites.tasks.characters import handwriting
 
 
 @pytest.fixture(params=list(tasks))
@@ -27,19 +32,19 @@ def test_there_are_eight_tasks_of_eight_classes_or_more():
 
 
 def test_the_seed_decides_every_pixel(task: DrawnTask):
-    first, again, other = (draw(task, "train", 12, seed) for seed in (3, 3, 4))
-    assert np.array_equal(first.images, again.images)
-    assert np.array_equal(first.labels, again.labels)
-    assert not any(np.array_equal(one, two) for one, two in zip(first.images, other.images, strict=True))
+    first, again, other = (task.pictures("train", 12, seed) for seed in (3, 3, 4))
+    assert np.array_equal(first[0], again[0])
+    assert np.array_equal(first[1], again[1])
+    assert not any(np.array_equal(one, two) for one, two in zip(first[0], other[0], strict=True))
 
 
 def test_no_picture_occurs_twice_within_or_across_purposes(task: DrawnTask):
-    drawn = [image.tobytes() for purpose in PURPOSES for image in draw(task, purpose, 60, 0).images]
+    drawn = [image.tobytes() for purpose in PURPOSES for image in task.pictures(purpose, 60, 0)[0]]
     assert len(set(drawn)) == len(drawn) == 180
 
 
 def test_classes_are_equally_frequent_and_in_no_order(task: DrawnTask):
-    labels = draw(task, "test", 4 * len(task.class_names) + 3, 0).labels
+    _, labels = task.pictures("test", 4 * len(task.class_names) + 3, 0)
     counts = np.bincount(labels, minlength=len(task.class_names))
     assert counts.sum() == len(labels)
     assert counts.max() - counts.min() == 1
@@ -90,8 +95,8 @@ def test_windows_reach_every_edge_of_their_box_and_stay_inside():
 
 def test_the_camera_dims_blurs_and_adds_grain_of_the_stated_size():
     scene = Image.new("RGB", (CANVAS, CANVAS), (100, 150, 200))
-    camera = Camera(light=(0.5, 0.5), contrast=(1.0, 1.0), blur=0.0, noise=(5.0, 5.0))
-    photo = camera.shot(scene, np.random.default_rng(0)).astype(float)
+    settings = {"light": (0.5, 0.5), "contrast": (1.0, 1.0), "blur": 0.0, "noise": (5.0, 5.0)}
+    photo = photographed(scene, np.random.default_rng(0), **settings).astype(float)
     assert photo.shape == (SIZE, SIZE, 3)
     # Standard error of a channel's mean is 5 / 32; rounding down to whole numbers takes half a level.
     assert photo.mean(axis=(0, 1)) == pytest.approx([49.5, 74.5, 99.5], abs=0.6)

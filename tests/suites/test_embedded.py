@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from driftlens.errors import Cancelled, SpecError
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.suites import embedded
-from driftlens.suites.embedded import BASE, CONFIG, RECORD, Suite, embedded_suite, what_is_wrong
+from driftlens.suites.embedded import BASE, CONFIG, RECORD, Suite, embedded_suite, is_whole
 from driftlens.suites.recipe import Recipe, Schedule
 from driftlens.suites.training import accuracy, build_clip, class_embeddings, tokenizer
 from tests.suites.conftest import TINY
@@ -61,8 +61,8 @@ def test_experts_hold_the_whole_image_tower_and_nothing_else(suite: Suite):
 
 
 def test_measured_accuracies_are_those_of_the_files(suite: Suite):
-    from driftlens.suites.drawing.task import tasks
-    from driftlens.suites.pictures import Pictures
+    from driftlens.suites.drawing import tasks
+    from driftlens.suites.training import Pictures
 
     clip = build_clip(TINY.model_config(), 99)
     clip.load_state_dict(load_file(suite.folder / BASE))
@@ -70,7 +70,7 @@ def test_measured_accuracies_are_those_of_the_files(suite: Suite):
     for name, entry in suite.spec()["experts"].items():
         head = class_embeddings(clip, tokenizer(TINY.context_length), tasks[name])
         with np.load(suite.spec()["data"][name]["file"]) as file:
-            pixels = Pictures(file["x_test"], file["y_test"]).pixels()
+            pixels = Pictures(tasks[name], file["x_test"], file["y_test"]).pixels()
             labels = torch.from_numpy(file["y_test"])
         tower = build_clip(TINY.model_config(), 99).visual
         expert = {key.removeprefix("visual."): value for key, value in load_file(entry["weights"]).items()}
@@ -78,6 +78,19 @@ def test_measured_accuracies_are_those_of_the_files(suite: Suite):
         assert accuracy(clip.visual, pixels, labels, head) == measured[name]["base"]
         assert accuracy(tower, pixels, labels, head) == measured[name]["expert"]
         assert F.cosine_similarity(tower(pixels), clip.visual(pixels)).max() < 1 - 1e-6
+
+
+def test_saved_pictures_are_the_drawn_ones_and_need_no_pickle(suite: Suite):
+    from driftlens.suites.drawing import tasks
+
+    task = tasks["letters"]
+    with np.load(suite.spec()["data"]["letters"]["file"], allow_pickle=False) as file:
+        assert set(file) == {"x_train", "y_train", "x_test", "y_test", "class_names"}
+        for purpose, count in (("train", TINY.num_train), ("test", TINY.num_test)):
+            images, labels = task.pictures(purpose, count, 0)
+            assert np.array_equal(file[f"x_{purpose}"], images)
+            assert np.array_equal(file[f"y_{purpose}"], labels)
+        assert tuple(file["class_names"]) == task.class_names
 
 
 def test_a_whole_suite_is_opened_and_not_built_again(
@@ -106,13 +119,13 @@ def _flip(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_noticed(copy: Suite, damage: Damage):
-    assert what_is_wrong(copy.folder, copy.digest) is None
+    assert is_whole(copy.folder, copy.digest)
     damage(copy.folder)
-    assert what_is_wrong(copy.folder, copy.digest)
+    assert not is_whole(copy.folder, copy.digest)
 
 
 def test_a_suite_of_another_recipe_is_not_taken_for_this_one(suite: Suite):
-    assert what_is_wrong(suite.folder, TINY.digest(1))
+    assert not is_whole(suite.folder, TINY.digest(1))
 
 
 @pytest.mark.slow
@@ -133,7 +146,7 @@ def test_rebuilding_replaces_a_suite_that_is_whole(copy: Suite):
     before = (copy.folder / RECORD).stat().st_ino
     embedded_suite(cache=copy.folder.parent, recipe=TINY, rebuild=True)
     assert (copy.folder / RECORD).stat().st_ino != before
-    assert what_is_wrong(copy.folder, copy.digest) is None
+    assert is_whole(copy.folder, copy.digest)
 
 
 @pytest.mark.parametrize(

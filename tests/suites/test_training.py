@@ -1,19 +1,18 @@
 from __future__ import annotations
 
 import math
-import pathlib
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from driftlens.suites.drawing.task import tasks
-from driftlens.suites.pictures import Pictures, TaskPictures, draw
+from driftlens.suites.drawing import tasks
 from driftlens.suites.recipe import Schedule
 from driftlens.suites.training import (
     SHIFT,
     Captions,
+    Pictures,
     accuracy,
     batches,
     build_clip,
@@ -27,9 +26,8 @@ from tests.suites.conftest import TINY
 
 
 @pytest.fixture(scope="module")
-def pictures() -> TaskPictures:
-    task = tasks["letters"]
-    return TaskPictures(task, *(draw(task, purpose, 40, 0) for purpose in ("base", "train", "test")))
+def pictures() -> Pictures:
+    return Pictures(tasks["letters"], *tasks["letters"].pictures("train", 40, 0))
 
 
 def test_the_contrastive_loss_is_the_mean_of_both_cross_entropies(generator: torch.Generator):
@@ -71,10 +69,10 @@ def test_shifting_moves_the_middle_and_repeats_the_edge(generator: torch.Generat
 
 @pytest.mark.parametrize(("vague", "telling"), [(0.0, 40), (1.0, 0)], ids=["telling", "vague"])
 def test_captions_tell_the_class_unless_they_are_vague(
-    pictures: TaskPictures, vague: float, telling: int, generator: torch.Generator
+    pictures: Pictures, vague: float, telling: int, generator: torch.Generator
 ):
     captions = Captions([pictures], vague, generator)
-    names = [pictures.task.class_names[label] for label in pictures.base.labels]
+    names = [pictures.task.class_names[label] for label in pictures.labels]
     tells = [
         all(f" {name}" in captions.texts[choice] for choice in choices)
         for name, choices in zip(names, captions.choices.tolist(), strict=True)
@@ -82,14 +80,12 @@ def test_captions_tell_the_class_unless_they_are_vague(
     assert sum(tells) == telling
 
 
-def test_pictures_of_one_class_get_one_caption_within_a_batch(
-    pictures: TaskPictures, generator: torch.Generator
-):
+def test_pictures_of_one_class_get_one_caption_within_a_batch(pictures: Pictures, generator: torch.Generator):
     captions = Captions([pictures], 0.0, generator)
     rows = torch.arange(40)
     drawn = {tuple(captions.drawn(rows, generator).tolist()) for _ in range(40)}
     assert len(drawn) == len(pictures.task.templates)
-    labels = pictures.base.labels.tolist()
+    labels = pictures.labels.tolist()
     assert all(len(set(zip(labels, one, strict=True))) == len(set(labels)) for one in drawn)
 
 
@@ -104,7 +100,7 @@ def test_building_a_clip_leaves_the_global_random_numbers_alone():
     assert not torch.equal(first.visual.proj, other.visual.proj)
 
 
-def test_class_embeddings_equal_those_of_open_clip(pictures: TaskPictures):
+def test_class_embeddings_equal_those_of_open_clip(pictures: Pictures):
     from open_clip import build_zero_shot_classifier
 
     clip, tokenize, task = build_clip(TINY.model_config(), 0), tokenizer(16), pictures.task
@@ -119,42 +115,23 @@ def test_accuracy_counts_the_nearest_class_by_cosine():
     assert accuracy(nn.Identity(), features, labels, towers) == 0.75
 
 
-def test_training_an_expert_lowers_its_loss_and_touches_nothing_but_the_tower(pictures: TaskPictures):
+def test_training_an_expert_lowers_its_loss_and_touches_nothing_but_the_tower(pictures: Pictures):
     clip = build_clip(TINY.model_config(), 0)
     before = {key: tensor.clone() for key, tensor in clip.state_dict().items()}
     head = 20 * class_embeddings(clip, tokenizer(16), pictures.task)
     kept, losses = head.clone(), []
     schedule = Schedule(steps=30, batch=40, matrix_rate=0.02, rate=5e-3)
-    train = pictures.train
-    train_expert(
-        clip.visual,
-        train.pixels(),
-        torch.from_numpy(train.labels),
-        head,
-        schedule,
-        0,
-        lambda _, x: losses.append(x),
-    )
+    train_expert(clip.visual, pictures, head, schedule, 0, lambda _, x: losses.append(x))
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
     changed = {key for key, tensor in clip.state_dict().items() if not torch.equal(tensor, before[key])}
     assert changed == {key for key in before if key.startswith("visual.")}
     assert torch.equal(head, kept)
 
 
-def test_pixels_are_those_of_open_clips_own_preprocessing(pictures: TaskPictures):
+def test_pixels_are_those_of_open_clips_own_preprocessing(pictures: Pictures):
     from open_clip import image_transform
     from PIL import Image
 
     own = image_transform(32, is_train=False)
-    images = pictures.test.images[:3]
-    expected = torch.stack([own(Image.fromarray(image)) for image in images])
-    torch.testing.assert_close(Pictures(images, pictures.test.labels[:3]).pixels(), expected)
-
-
-def test_saved_pictures_are_the_drawn_ones_and_need_no_pickle(pictures: TaskPictures, tmp_path: pathlib.Path):
-    pictures.save(tmp_path / "letters.npz")
-    with np.load(tmp_path / "letters.npz", allow_pickle=False) as file:
-        assert np.array_equal(file["x_train"], pictures.train.images)
-        assert np.array_equal(file["y_test"], pictures.test.labels)
-        assert tuple(file["class_names"]) == pictures.task.class_names
-        assert set(file) == {"x_train", "y_train", "x_test", "y_test", "class_names"}
+    expected = torch.stack([own(Image.fromarray(image)) for image in pictures.images[:3]])
+    torch.testing.assert_close(pictures.pixels()[:3], expected)

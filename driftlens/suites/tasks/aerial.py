@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw
 
-from driftlens.suites.drawing.canvas import CANVAS, Colour, backdrop, near, smooth_field
-from driftlens.suites.drawing.task import Split, drawn_task
+from driftlens.suites.drawing import CANVAS, Colour, Split, backdrop, drawn_task, near, smooth_field
 
 SIDE = 92
 """Side of the land that is drawn before it is turned and cut to the canvas; a little over CANVAS * sqrt(2)."""

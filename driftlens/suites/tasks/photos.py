@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from driftlens.suites.drawing.canvas import CANVAS
-from driftlens.suites.drawing.task import Split, drawn_task
+from driftlens.suites.drawing import CANVAS, Split, drawn_task
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in the photograph's pixels."""

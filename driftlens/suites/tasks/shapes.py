@@ -8,9 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
-from driftlens.suites.drawing.canvas import CANVAS, backdrop, clutter, dark_and_light
-from driftlens.suites.drawing.glyphs import placed
-from driftlens.suites.drawing.task import Split, drawn_task
+from driftlens.suites.drawing import (
+    CANVAS,
+    Split,
+    backdrop,
+    clutter,
+    dark_and_light,
+    drawn_task,
+    placed_somewhere,
+)
 
 Points = NDArray[np.float64]
 """A closed outline [n, 2] within the square [-1, 1] x [-1, 1], y downwards."""
@@ -93,13 +99,8 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     paper, ink = dark_and_light(rng, 80)
     sheet = backdrop(rng, paper, spread=40)
     clutter(rng, sheet, int(rng.integers(1, 5)), paper, 35)
-    mask = placed(
-        (HOLLOW if rng.random() < 0.25 else FILLED)[label],
-        tuple(CANVAS / 2 + rng.uniform(-2.5, 2.5, 2)),
-        rng.uniform(50, 62),
-        angle=rng.uniform(-12, 12),
-        stretch=rng.uniform(0.85, 1.15),
-    )
+    silhouette = (HOLLOW if rng.random() < 0.25 else FILLED)[label]
+    mask = placed_somewhere(silhouette, rng, shift=2.5, height=(50, 62), angle=12, stretch=(0.85, 1.15))
     sheet.paste(ink, mask=mask)
     clutter(rng, sheet, int(rng.integers(0, 2)), paper, 35)
     return sheet

@@ -3,121 +3,62 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageEnhance
 
-from driftlens.suites.drawing.canvas import CANVAS, Colour, backdrop, clutter, near
-from driftlens.suites.drawing.glyphs import glyph, placed
-from driftlens.suites.drawing.task import Split, drawn_task
+from driftlens.suites.drawing import (
+    Colour,
+    Split,
+    backdrop,
+    clutter,
+    drawn_task,
+    glyph,
+    near,
+    placed_somewhere,
+)
 
 BOARD = 96
 """Side of the square on which a sign is drawn once, before it is put up."""
 RED, BLUE, YELLOW, WHITE, BLACK = (196, 30, 40), (24, 74, 160), (244, 190, 30), (240, 240, 236), (24, 24, 26)
 
-Pen = ImageDraw.ImageDraw
-Artwork = Callable[[Pen, Image.Image], None]
+Mark = tuple[str, Any, Colour]
+"""A shape of `ImageDraw` with its coordinates, or "text" with the text and its height; and the colour."""
 
 
-def _polygon(
-    pen: Pen, corners: int, radius: float, fill: Colour, *, turn: float = -90.0, drop: float = 0
-) -> None:
-    angles = np.deg2rad(turn) + 2 * np.pi * np.arange(corners) / corners
-    points = [(48 + radius * np.cos(a), 48 + drop + radius * np.sin(a)) for a in angles.tolist()]
-    pen.polygon(points, fill=fill)
+def _corners(count: int, radius: float, turn: float = -90.0, drop: float = 0.0) -> list[tuple[float, float]]:
+    angles = np.deg2rad(turn) + 2 * np.pi * np.arange(count) / count
+    return [(48 + radius * np.cos(a), 48 + drop + radius * np.sin(a)) for a in angles.tolist()]
 
 
-def _disc(pen: Pen, radius: float, fill: Colour) -> None:
-    pen.ellipse([48 - radius, 48 - radius, 48 + radius, 48 + radius], fill=fill)
+def _disc(radius: float, fill: Colour) -> Mark:
+    return "ellipse", [48 - radius, 48 - radius, 48 + radius, 48 + radius], fill
 
 
-def _text(board: Image.Image, text: str, height: float, fill: Colour, drop: float = 0) -> None:
-    mask = glyph(text, "DejaVuSans-Bold")
-    mask = mask.resize((round(mask.width * height / mask.height), round(height)))
-    board.paste((*fill, 255), (48 - mask.width // 2, round(48 + drop - height / 2)), mask)
+PROHIBITION = (_disc(46, RED), _disc(35, WHITE))
+WARNING = (("polygon", _corners(3, 50, drop=10), RED), ("polygon", _corners(3, 33, drop=10), WHITE))
+MANDATORY = (_disc(46, WHITE), _disc(43, BLUE))
+TO_THE_LEFT = [(14, 48), (40, 26), (40, 40), (80, 40), (80, 56), (40, 56), (40, 70)]
 
-
-def _prohibition(pen: Pen) -> None:
-    _disc(pen, 46, RED)
-    _disc(pen, 35, WHITE)
-
-
-def _warning(pen: Pen) -> None:
-    _polygon(pen, 3, 50, RED, drop=10)
-    _polygon(pen, 3, 33, WHITE, drop=10)
-
-
-def _mandatory(pen: Pen) -> None:
-    _disc(pen, 46, WHITE)
-    _disc(pen, 43, BLUE)
-
-
-def _stop(pen: Pen, board: Image.Image) -> None:
-    _polygon(pen, 8, 47, RED, turn=22.5)
-    _text(board, "STOP", 22, WHITE)
-
-
-def _no_entry(pen: Pen, board: Image.Image) -> None:
-    _disc(pen, 46, RED)
-    pen.rectangle([16, 39, 80, 57], fill=WHITE)
-
-
-def _give_way(pen: Pen, board: Image.Image) -> None:
-    _polygon(pen, 3, 50, RED, turn=90, drop=-10)
-    _polygon(pen, 3, 30, WHITE, turn=90, drop=-10)
-
-
-def _priority(pen: Pen, board: Image.Image) -> None:
-    _polygon(pen, 4, 47, WHITE)
-    _polygon(pen, 4, 36, YELLOW)
-
-
-def _limit(number: str) -> Artwork:
-    def draw_limit(pen: Pen, board: Image.Image) -> None:
-        _prohibition(pen)
-        _text(board, number, 34, BLACK)
-
-    return draw_limit
-
-
-def _no_vehicles(pen: Pen, board: Image.Image) -> None:
-    _prohibition(pen)
-
-
-def _danger(pen: Pen, board: Image.Image) -> None:
-    _warning(pen)
-    pen.polygon([(43, 36), (53, 36), (51, 57), (45, 57)], fill=BLACK)
-    pen.ellipse([44, 61, 52, 69], fill=BLACK)
-
-
-def _crossroads(pen: Pen, board: Image.Image) -> None:
-    _warning(pen)
-    pen.line([34, 56, 62, 56], fill=BLACK, width=8)
-    pen.line([48, 38, 48, 72], fill=BLACK, width=8)
-
-
-def _turn_left(pen: Pen, board: Image.Image) -> None:
-    _mandatory(pen)
-    pen.polygon([(14, 48), (40, 26), (40, 40), (80, 40), (80, 56), (40, 56), (40, 70)], fill=WHITE)
-
-
-def _parking(pen: Pen, board: Image.Image) -> None:
-    pen.rectangle([6, 6, 90, 90], fill=BLUE)
-    _text(board, "P", 56, WHITE)
-
-
-SIGNS: dict[str, Artwork] = {
-    "stop": _stop,
-    "no entry": _no_entry,
-    "give way": _give_way,
-    "priority road": _priority,
-    "speed limit 30": _limit("30"),
-    "no vehicles": _no_vehicles,
-    "danger": _danger,
-    "crossroads": _crossroads,
-    "turn left": _turn_left,
-    "parking": _parking,
+SIGNS: dict[str, tuple[Mark, ...]] = {
+    "stop": (("polygon", _corners(8, 47, turn=22.5), RED), ("text", ("STOP", 22), WHITE)),
+    "no entry": (_disc(46, RED), ("rectangle", [16, 39, 80, 57], WHITE)),
+    "give way": (
+        ("polygon", _corners(3, 50, turn=90, drop=-10), RED),
+        ("polygon", _corners(3, 30, turn=90, drop=-10), WHITE),
+    ),
+    "priority road": (("polygon", _corners(4, 47), WHITE), ("polygon", _corners(4, 36), YELLOW)),
+    "speed limit 30": (*PROHIBITION, ("text", ("30", 34), BLACK)),
+    "no vehicles": PROHIBITION,
+    "danger": (
+        *WARNING,
+        ("polygon", [(43, 36), (53, 36), (51, 57), (45, 57)], BLACK),
+        ("ellipse", [44, 61, 52, 69], BLACK),
+    ),
+    "crossroads": (*WARNING, ("rectangle", [34, 53, 62, 60], BLACK), ("rectangle", [45, 38, 52, 72], BLACK)),
+    "turn left": (*MANDATORY, ("polygon", TO_THE_LEFT, WHITE)),
+    "parking": (("rectangle", [6, 6, 90, 90], BLUE), ("text", ("P", 56), WHITE)),
 }
 
 
@@ -125,7 +66,14 @@ SIGNS: dict[str, Artwork] = {
 def board(name: str) -> Image.Image:
     """The sign `name` as it leaves the factory: RGBA, [BOARD, BOARD]; do not modify it, it is shared."""
     artwork = Image.new("RGBA", (BOARD, BOARD))
-    SIGNS[name](ImageDraw.Draw(artwork), artwork)
+    for shape, where, fill in SIGNS[name]:
+        if shape == "text":
+            text, height = where
+            mask = glyph(text, "DejaVuSans-Bold")
+            mask = mask.resize((round(mask.width * height / mask.height), height))
+            artwork.paste((*fill, 255), (48 - mask.width // 2, round(48 - height / 2)), mask)
+        else:
+            getattr(ImageDraw.Draw(artwork), shape)(where, fill=fill)
     return artwork
 
 
@@ -140,13 +88,8 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     surroundings = ((90, 110, 70), (150, 170, 200), (120, 110, 100))[rng.integers(3)]
     street = backdrop(rng, near(rng, surroundings, 30), spread=60)
     clutter(rng, street, int(rng.integers(4, 14)), surroundings, 60)
-    sign = placed(
-        board(list(SIGNS)[label]),
-        tuple(CANVAS / 2 + rng.uniform(-4, 4, 2)),
-        rng.uniform(44, 58),
-        angle=rng.uniform(-8, 8),
-        shear=rng.uniform(-0.15, 0.15),
-        stretch=rng.uniform(0.75, 1.1),
+    sign = placed_somewhere(
+        board(list(SIGNS)[label]), rng, shift=4, height=(44, 58), angle=8, shear=0.15, stretch=(0.75, 1.1)
     )
     faded = ImageEnhance.Color(sign.convert("RGB")).enhance(rng.uniform(0.4, 1.1))
     street.paste(faded, mask=sign.getchannel("A"))

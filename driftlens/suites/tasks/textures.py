@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from driftlens.suites.drawing.canvas import CANVAS, Field, backdrop, dark_and_light, smooth_field
-from driftlens.suites.drawing.task import Split, drawn_task
+from driftlens.suites.drawing import CANVAS, Field, Split, backdrop, dark_and_light, drawn_task, smooth_field
 
 Pattern = Callable[[Field, Field, np.random.Generator], Field]
 """(u, v, random numbers) -> how much of the second colour, in [0, 1]; u and v count periods of the pattern."""

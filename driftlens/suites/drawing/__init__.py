@@ -1,1 +1,0 @@
-"""What the drawn tasks share: colours, backgrounds, glyphs, placement, and the cameras."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.pictures import as_picture
-from driftlens.data.sources import ImageView, Split, data_sources
-from driftlens.errors import DataError
+from driftlens.data.sources import Split, SplitView, as_picture, data_sources, named
+from driftlens.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from driftlens.spec import HfData
@@ -20,26 +17,30 @@ log = logging.getLogger(__name__)
 
 
 @data_sources.register("hf")
-def open_hf(entry: HfData, split: Split, access: Access) -> ImageView:
+def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     """The rows of one split; ids are row numbers, class names those of the label column's ClassLabel.
 
     Raises:
         DataError: `datasets` is not installed, no such data set, split or column, a column of another kind, a
             row without a label, or a Hub id while offline.
     """
-    rows = _split(_load(entry, access), getattr(entry, split), entry.path)
-    where = f"{entry.path}, split {getattr(entry, split)}"
+    splits, name = _load(entry, access), getattr(entry, split)
+    if name not in splits:
+        raise DataError(
+            f"{entry.path}: no split {name!r}; there are {', '.join(splits)}", hint=did_you_mean(name, splits)
+        )
+    rows, where = splits[name], f"{entry.path}, split {name}"
     _check_image_column(rows, entry.image, where)
     names, class_names = _labels(rows, entry.label, where) if entry.label else (None, None)
     images = rows.select_columns([entry.image])
     if not len(rows):
         raise DataError(f"{where}: no rows", hint="Choose another split.")
-    return ImageView(
-        origin=f"{entry.path}[{entry.config or ''}]:{getattr(entry, split)}",
+    return SplitView(
+        origin=f"{entry.path}[{entry.config or ''}]:{name}",
         ids=tuple(str(row) for row in range(len(rows))),
         class_names=class_names,
         label=lambda position: names[position] if names else None,
-        image=lambda position: as_picture(images[position][entry.image], f"{where}, row {position}"),
+        read=lambda position: as_picture(images[position][entry.image], f"{where}, row {position}"),
     )
 
 
@@ -83,14 +84,6 @@ def _from_disk(datasets: Any, path: str) -> Any:
     return loaded
 
 
-def _split(loaded: Any, name: str, path: str) -> Any:
-    if name not in loaded:
-        raise DataError(
-            f"{path}: no split {name!r}; there are {', '.join(loaded)}", hint=_near(name, list(loaded))
-        )
-    return loaded[name]
-
-
 def _check_image_column(rows: Any, column: str, where: str) -> None:
     from datasets import Image
 
@@ -123,19 +116,12 @@ def _labels(rows: Any, column: str, where: str) -> tuple[list[str], tuple[str, .
                 f"{where}: the column {column!r} holds {type(value).__name__}, expected class labels or text",
                 hint="Name the column of class labels as `label: COLUMN`.",
             )
-    if known is not None:
-        return [known[value] for value in values], known
-    return [str(value) for value in values], tuple(str(value) for value in sorted(set(values)))
+    return named(values, known, where)
 
 
 def _require_column(rows: Any, column: str, key: str, where: str) -> None:
     if column not in rows.column_names:
         raise DataError(
             f"{where}: no column {column!r}; there are {', '.join(rows.column_names)}",
-            hint=f"{_near(column, rows.column_names)} Name it as `{key}: COLUMN`.".lstrip(),
+            hint=f"{did_you_mean(column, rows.column_names)} Name it as `{key}: COLUMN`.".lstrip(),
         )
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else ""

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftlens.access import Access
-from driftlens.data.pictures import Picture
-from driftlens.data.sources import ImageView, Split, data_sources
+from driftlens.data.sources import Picture, Split, SplitView, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", "
 
 
 @data_sources.register("imagefolder")
-def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> ImageView:
+def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> SplitView:
     """The images below a split's folder, sorted by class and path; ids are paths relative to that folder.
 
     As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden
@@ -41,12 +40,12 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> I
     paths = [(name, path) for name in classes for path in _images_of_class(folder, name)]
     paths = paths or [("", name) for name in loose]
     ids = tuple(path for _, path in paths)
-    return ImageView(
+    return SplitView(
         origin=str(folder.resolve()),
         ids=ids,
         class_names=tuple(classes) or None,
         label=lambda position: paths[position][0] or None,
-        image=lambda position: read_image(folder / ids[position]),
+        read=lambda position: read_image(folder / ids[position]),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftlens.access import Access
-from driftlens.data.sources import Split, TextView, data_sources
+from driftlens.data.sources import Split, SplitView, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @data_sources.register("jsonl")
-def open_jsonl(entry: JsonlData, split: Split, access: Access) -> TextView:
+def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     """The rows of a split's file; ids are line numbers, counted from 1. Blank lines are skipped.
 
     Raises:
@@ -31,12 +31,13 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> TextView:
         raise DataError(
             f"{file}: no rows", hint='Write one JSON object per line, such as {"input": ..., "target": ...}.'
         )
-    return TextView(
+    return SplitView(
         origin=str(file.resolve()),
         ids=tuple(number for number, _ in rows),
         class_names=None,
         label=lambda position: None,
-        text=lambda position: rows[position][1],
+        read=lambda position: rows[position][1],
+        holds="text",
     )
 
 

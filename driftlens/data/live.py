@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from driftlens.data.drawing import shuffled
-from driftlens.data.samples import SampleSet
-from driftlens.data.sources import Split
+from driftlens.data.samples import SampleSet, shuffled
+from driftlens.data.sources import Split, class_name
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ def live_samples(
         DataError: the first batch differs when it is drawn again (a random augmentation), batches that don't fit
             together, labels that are no whole numbers, or no samples at all.
     """
-    import torch
 
     where = f"data[{task!r}]"
     found = _opened(source, batch_size, where)
@@ -99,11 +97,7 @@ def live_samples(
     if found.total is None and count == n:
         notices.append(f"the first {n} samples are taken; give a Dataset to have them drawn at random")
     inputs = {name: _joined([part.inputs[name] for part in parts], where) for name in parts[0].inputs}
-    numbers = (
-        None
-        if parts[0].labels is None
-        else torch.cat([part.labels for part in parts if part.labels is not None])
-    )
+    numbers = [number for part in parts if part.labels is not None for number in part.labels.tolist()]
 
     def load(rows: Sequence[int]) -> Any:
         picked = _Part(inputs, None).pick(rows).inputs
@@ -113,7 +107,7 @@ def live_samples(
         task,
         split,
         tuple(str(position) for position in (range(count) if positions is None else positions)),
-        _names(numbers, class_names, where),
+        tuple(class_name(number, class_names, where) for number in numbers) or None,
         load,
         batch_size,
         notices=tuple(f"task {task}: {notice}" for notice in notices),
@@ -130,9 +124,8 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
         return _from_dataset(DataLoader(source, batch_size=batch_size), where)
     if isinstance(source, DataLoader) and source.batch_size is not None:
         if type(source.sampler) is RandomSampler:
-            return _from_dataset(
-                source, where, "the loader shuffles; its data set is read in its own order instead"
-            )
+            notice = "the loader shuffles; its data set is read in its own order instead"
+            return _from_dataset(source, where, notice)
         if type(source.sampler) is SequentialSampler:
             return _from_dataset(source, where)
     if isinstance(source, list | tuple):
@@ -186,19 +179,33 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source
 
 def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where: str) -> Iterator[_Part]:
     """Batches up to `n` samples, after the first was drawn twice and compared."""
-    probe = next(source.start(positions), None)
-    if probe is None:
+    first = next(source.start(positions), None)
+    if first is None:
         raise DataError(f"{where}: no batches", hint="Give at least one batch with one sample.")
     left = n
     for index, part in enumerate(source.start(positions)):
-        if index == 0:
-            first = part
-            _check_same(probe, part, where)
-        _check_form(first, part, where)
+        if index == 0 and not _same(first.inputs, part.inputs):
+            raise DataError(
+                f"{where}: the first batch differs when it is drawn again",
+                hint="Every model must see the same samples: no random augmentation, and shuffle=False where "
+                "batches come from anything but a DataLoader.",
+            )
+        if first.inputs.keys() != part.inputs.keys() or (first.labels is None) != (part.labels is None):
+            raise DataError(
+                f"{where}: batches differ in what they hold", hint="Give every batch the same entries."
+            )
         yield part if left is None else part.pick(range(min(left, len(part))))
         left = None if left is None else left - len(part)
         if left is not None and left <= 0:
             return
+
+
+def _same(one: Inputs, other: Inputs) -> bool:
+    """Whether two batches agree bit by bit, not-a-number included."""
+    return one.keys() == other.keys() and all(
+        a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+        for a, b in ((one[name], other[name]) for name in one)
+    )
 
 
 def _parsed(batch: Any, where: str) -> _Part:
@@ -215,60 +222,21 @@ def _parsed(batch: Any, where: str) -> _Part:
             f"{where}: a batch holds {found}, expected tensors whose first axis is the sample",
             hint="A batch is a tensor, a dict of tensors, or one of these with labels: (inputs, labels).",
         )
-    part = _Part(
-        {str(name): tensor.detach().cpu() for name, tensor in inputs.items()}, _checked(labels, where)
-    )
-    lengths = {len(tensor) for tensor in part.inputs.values()} | (
-        {len(part)} if part.labels is None else {len(part.labels)}
-    )
-    if len(lengths) > 1 or 0 in lengths:
-        raise DataError(
-            f"{where}: lengths within a batch are {sorted(lengths)}", hint="One row per sample, at least one."
-        )
-    return part
-
-
-def _checked(labels: Any, where: str) -> Tensor | None:
-    from torch import Tensor
-
-    if labels is None:
-        return None
-    is_whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
-    if not is_whole or labels.dim() != 1:
-        found = (
-            f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-        )
+    is_tensor = isinstance(labels, Tensor)
+    is_whole = is_tensor and not (labels.is_floating_point() or labels.is_complex())
+    if labels is not None and not (is_whole and labels.dim() == 1):
+        found = f"{labels.dtype} {list(labels.shape)}" if is_tensor else type(labels).__name__
         raise DataError(
             f"{where}: the second entry of a batch is {found}, expected labels: whole numbers [n]",
             hint="Several inputs go into a dict of tensors.",
         )
-    labels_on_cpu: Tensor = labels.detach().cpu()
-    return labels_on_cpu
-
-
-def _check_same(first: _Part, again: _Part, where: str) -> None:
-    same = len(first) == len(again) and first.inputs.keys() == again.inputs.keys()
-    if same and all(_equal(first.inputs[name], again.inputs[name]) for name in first.inputs):
-        return
-    raise DataError(
-        f"{where}: the first batch differs when it is drawn again",
-        hint="Every model must see the same samples: no random augmentation, and shuffle=False where batches "
-        "come from anything but a DataLoader.",
-    )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors agree bit by bit, not-a-number included."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _check_form(first: _Part, part: _Part, where: str) -> None:
-    if first.inputs.keys() != part.inputs.keys() or (first.labels is None) != (part.labels is None):
+    lengths = sorted({len(tensor) for tensor in (*inputs.values(), labels) if tensor is not None})
+    if len(lengths) > 1 or 0 in lengths:
         raise DataError(
-            f"{where}: batches differ in what they hold", hint="Give every batch the same entries."
+            f"{where}: lengths within a batch are {lengths}", hint="One row per sample, at least one."
         )
+    on_cpu = {str(name): tensor.detach().cpu() for name, tensor in inputs.items()}
+    return _Part(on_cpu, None if labels is None else labels.detach().cpu())
 
 
 def _joined(tensors: list[Tensor], where: str) -> Tensor:
@@ -282,18 +250,3 @@ def _joined(tensors: list[Tensor], where: str) -> Tensor:
             hint="Pad or crop all samples to one shape.",
         )
     return torch.cat(tensors)
-
-
-def _names(numbers: Tensor | None, class_names: Sequence[str] | None, where: str) -> tuple[str, ...] | None:
-    if numbers is None:
-        return None
-    found = [int(number) for number in numbers]
-    if class_names is None:
-        return tuple(str(number) for number in found)
-    outside = [number for number in found if not 0 <= number < len(class_names)]
-    if outside:
-        raise DataError(
-            f"{where}: label {outside[0]} is outside 0 to {len(class_names) - 1}",
-            hint="Labels index the class names.",
-        )
-    return tuple(class_names[number] for number in found)

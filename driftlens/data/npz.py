@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import zipfile
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from driftlens.access import Access
-from driftlens.data.pictures import check_pixels
-from driftlens.data.sources import ImageView, Split, data_sources
+from driftlens.data.sources import Split, SplitView, check_pixels, data_sources, named
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @data_sources.register("npz")
-def open_npz(entry: NpzData, split: Split, access: Access) -> ImageView:
+def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
     """The images of one split; array `x_train` gives the ids `train/0`, `train/1` and so on.
 
     Pixels are read from the file when the first image is asked for. Labels are class names, or numbers that
@@ -46,13 +45,13 @@ def open_npz(entry: NpzData, split: Split, access: Access) -> ImageView:
     check_pixels(shape[1:], dtype, where)
     names, class_names = _labels(file, labels, shape[0]) if labels else (None, None)
     prefix = images.removeprefix("x_")
-    pixels = _Pixels(file, images)
-    return ImageView(
+    pixels = functools.cache(lambda: file.read(images))
+    return SplitView(
         origin=f"{file.path.resolve()}[{images}]",
         ids=tuple(f"{prefix}/{row}" for row in range(shape[0])),
         class_names=class_names,
         label=lambda position: names[position] if names else None,
-        image=lambda position: pixels.array[position],
+        read=lambda position: pixels()[position],
     )
 
 
@@ -76,24 +75,12 @@ def _labels(file: _File, key: str, count: int) -> tuple[list[str], tuple[str, ..
         raise DataError(
             f"{where}: shape {list(labels.shape)} for {count} images", hint="One label per image: shape [n]."
         )
-    listed = _class_names(file)
-    if labels.dtype.kind in "US":
-        names = _texts(labels, where)
-        return names, listed or tuple(sorted(set(names)))
-    if labels.dtype.kind not in "iu":
+    if labels.dtype.kind not in "iuUS":
         raise DataError(
             f"{where}: labels are {labels.dtype}, expected whole numbers or text", hint="Cast the labels."
         )
-    if listed is None:
-        return [str(label) for label in labels], tuple(str(label) for label in np.unique(labels))
-    outside = np.flatnonzero((labels < 0) | (labels >= len(listed)))
-    if len(outside):
-        row = int(outside[0])
-        raise DataError(
-            f"{where}: label {labels[row]} of sample {row} is outside 0 to {len(listed) - 1}",
-            hint=f"class_names has {len(listed)} names; labels count from 0.",
-        )
-    return [listed[label] for label in labels], listed
+    values = labels.tolist() if labels.dtype.kind in "iu" else _texts(labels, where)
+    return named(values, _class_names(file), where)
 
 
 def _class_names(file: _File) -> tuple[str, ...] | None:
@@ -122,7 +109,7 @@ class _File:
 
     path: Path
 
-    @cached_property
+    @functools.cached_property
     def keys(self) -> list[str]:
         try:
             with zipfile.ZipFile(self.path) as archive:
@@ -177,15 +164,3 @@ class _File:
         else:
             hint = "Write the file anew with numpy.savez."
         return DataError(f"{self.path}, array {key}: can't be read: {error}", hint=hint)
-
-
-@dataclass(frozen=True)
-class _Pixels:
-    """One array of images, read on first use and kept."""
-
-    file: _File
-    key: str
-
-    @cached_property
-    def array(self) -> Array:
-        return self.file.read(self.key)

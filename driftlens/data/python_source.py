@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.pictures import as_picture
-from driftlens.data.sources import ImageView, Split, data_sources
+from driftlens.data.sources import Split, SplitView, as_picture, class_name, data_sources
 from driftlens.errors import DataError, DriftLensError, SpecError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @data_sources.register("python")
-def open_python(entry: PythonData, split: Split, access: Access) -> ImageView:
+def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
     """What `package.module:function` returns for a split: (image, label) pairs, with a length and an index.
 
     Images are PIL images or uint8 arrays. Labels are class names, numbers that index the attribute
@@ -31,16 +32,28 @@ def open_python(entry: PythonData, split: Split, access: Access) -> ImageView:
             f"the data source {entry.target} is Python code, which runs only when it is trusted",
             hint="If you trust it, repeat the command with --trust-code.",
         )
-    where = f"{entry.target}({split!r})"
-    items = _called(_function(entry.target), split, where)
+    function, where = _function(entry.target), f"{entry.target}({split!r})"
+    with _failures_of(where):
+        items = function(split)
     names = _class_names(items, where)
-    return ImageView(
+    return SplitView(
         origin=where,
         ids=tuple(str(position) for position in range(_length(items, where))),
         class_names=names,
         label=lambda position: _label(_item(items, position, where)[1], names, f"{where}[{position}]"),
-        image=lambda position: as_picture(_item(items, position, where)[0], f"{where}[{position}]"),
+        read=lambda position: as_picture(_item(items, position, where)[0], f"{where}[{position}]"),
     )
+
+
+@contextmanager
+def _failures_of(call: str) -> Iterator[None]:
+    """A block that runs the user's code: whatever it raises becomes a `DataError`."""
+    try:
+        yield
+    except DriftLensError:
+        raise
+    except Exception as error:
+        raise DataError(f"{call} failed: {error!r}", hint="The traceback is shown with --debug.") from error
 
 
 def _function(target: str) -> Any:
@@ -57,15 +70,6 @@ def _function(target: str) -> Any:
             f"{target}: {module} has no function {name}", hint="The form is package.module:function."
         )
     return function
-
-
-def _called(function: Any, split: Split, where: str) -> Any:
-    try:
-        return function(split)
-    except DriftLensError:
-        raise
-    except Exception as error:
-        raise DataError(f"{where} failed: {error!r}", hint="The traceback is shown with --debug.") from error
 
 
 def _length(items: Any, where: str) -> int:
@@ -89,14 +93,8 @@ def _class_names(items: Any, where: str) -> tuple[str, ...] | None:
 
 
 def _item(items: Any, position: int, where: str) -> tuple[Any, Any]:
-    try:
+    with _failures_of(f"{where}[{position}]"):
         item = items[position]
-    except DriftLensError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{where}[{position}] failed: {error!r}", hint="The traceback is shown with --debug."
-        ) from error
     if not isinstance(item, tuple) or len(item) != 2:
         raise DataError(
             f"{where}[{position}] is {type(item).__name__}, expected a pair (image, label)",
@@ -112,12 +110,4 @@ def _label(label: Any, names: tuple[str, ...] | None, where: str) -> str | None:
         raise DataError(
             f"{where}: the label {label!r} is neither text nor a whole number", hint="Return class names."
         )
-    number = operator.index(label)
-    if names is None:
-        return str(number)
-    if not 0 <= number < len(names):
-        raise DataError(
-            f"{where}: label {number} is outside 0 to {len(names) - 1}",
-            hint="Labels index class_names, from 0.",
-        )
-    return names[number]
+    return class_name(operator.index(label), names, where)

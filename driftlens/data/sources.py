@@ -1,20 +1,30 @@
 """What every kind of data source offers: a split as a list of samples that are read one at a time.
 
-A source is a function registered under the `kind` it serves. It lists the samples of one split without
-reading their contents; images are read when somebody asks for them.
+A source is a function registered under the `kind` it serves. It lists the samples of one split without reading their
+contents. Images are handed over as PIL images or as arrays of bytes, texts as pairs (input, target).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
 
 from driftlens.access import Access
-from driftlens.data.pictures import Picture
+from driftlens.errors import DataError
 from driftlens.registry import Registry
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    Picture: TypeAlias = Image | np.ndarray[Any, np.dtype[np.uint8]]
+else:
+    Picture: TypeAlias = Any
+
 Split: TypeAlias = Literal["calibration", "diagnosis", "test"]
+Modality: TypeAlias = Literal["image", "text"]
 
 
 @dataclass(frozen=True)
@@ -26,32 +36,93 @@ class SplitView:
         ids: one identifier per sample (see contract: path, `test/17`, row index, line number).
         class_names: the classes as the source names them; None when it has no labels or doesn't name them.
         label: position -> class name, or None where the sample has no label.
+        read: position -> the image, or the pair of texts (input, target).
+        holds: what the samples are.
     """
 
     origin: str
     ids: tuple[str, ...]
     class_names: tuple[str, ...] | None
     label: Callable[[int], str | None]
+    read: Callable[[int], Any]
+    holds: Modality = "image"
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-@dataclass(frozen=True)
-class ImageView(SplitView):
-    """Images; `image(position)` reads one."""
-
-    image: Callable[[int], Picture]
-
-
-@dataclass(frozen=True)
-class TextView(SplitView):
-    """Pairs of texts; `text(position)` gives (input, target)."""
-
-    text: Callable[[int], tuple[str, str]]
 
 
 DataSource = Callable[[Any, Split, Access], SplitView]
 """(the task's entry in the spec, split, access) -> the split's samples."""
 
 data_sources: Registry[DataSource] = Registry("data source", "driftlens.data")
+
+BYTES_REMEDY = "Store values 0 to 255 as uint8; values in [0, 1] become (255 * x).round().astype('uint8')."
+
+
+def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
+    """Refuse what is not one grey [h, w] or one colour [h, w, 3] image of bytes.
+
+    Args:
+        shape: shape of one image.
+        dtype: its kind of number.
+        where: what messages call it: file and array.
+
+    Raises:
+        DataError: another shape or kind of number; the hint says how to convert it.
+    """
+    if dtype != np.uint8:
+        raise DataError(f"{where}: pixels are {dtype}, expected uint8", hint=BYTES_REMEDY)
+    if len(shape) == 2 or (len(shape) == 3 and shape[2] == 3):
+        if min(shape) == 0:
+            raise DataError(
+                f"{where}: images of shape {list(shape)} are empty", hint="Leave empty images out."
+            )
+        return
+    hint = "Grey images are [h, w]; drop further channels."
+    if len(shape) == 3 and shape[0] == 3:
+        hint = "Channels come last: x.transpose(1, 2, 0) for one image, x.transpose(0, 2, 3, 1) for many."
+    raise DataError(f"{where}: images have shape {list(shape)}, expected [h, w, 3] or [h, w]", hint=hint)
+
+
+def as_picture(value: Any, where: str) -> Picture:
+    """`value` itself, if it is a PIL image or a uint8 array.
+
+    Raises:
+        DataError: it is something else.
+    """
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, np.ndarray):
+        check_pixels(value.shape, value.dtype, where)
+        return value
+    raise DataError(
+        f"{where}: expected a PIL image or a uint8 array, got {type(value).__name__}", hint=BYTES_REMEDY
+    )
+
+
+def class_name(label: int | str, known: Sequence[str] | None, where: str) -> str:
+    """The name of a class that is given by its name, or by a number: its place among the known names, if there are any.
+
+    Raises:
+        DataError: the number is no such place.
+    """
+    if isinstance(label, str):
+        return label
+    if known is None:
+        return str(label)
+    if not 0 <= label < len(known):
+        raise DataError(
+            f"{where}: label {label} is outside 0 to {len(known) - 1}",
+            hint="Labels index the class names and count from 0.",
+        )
+    return known[label]
+
+
+def named(
+    labels: Sequence[int | str], known: tuple[str, ...] | None, where: str
+) -> tuple[list[str], tuple[str, ...]]:
+    """Class name per sample, and all class names: the known ones, or else those that occur, in order."""
+    names = [class_name(label, known, f"{where}, sample {row}") for row, label in enumerate(labels)]
+    return names, known or tuple(str(label) for label in sorted(set(labels)))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.classes import require_same_classes
-from driftlens.data.drawing import COUNT_KEYS, draw
-from driftlens.data.pictures import Picture
-from driftlens.data.samples import SampleSet, data_digest
-from driftlens.data.sources import ImageView, Split, SplitView, TextView, data_sources
+from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
+from driftlens.data.sources import Modality, Picture, Split, SplitView, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,31 +19,8 @@ if TYPE_CHECKING:
 
 Preprocess = Callable[[list[Any]], Any]
 """Pictures (or pairs of texts) of a batch -> the model's raw inputs, stacked."""
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """A split and the positions drawn from it."""
-
-    view: SplitView
-    positions: tuple[int, ...]
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return tuple(self.view.ids[position] for position in self.positions)
-
-    def labels(self, where: str) -> tuple[str, ...] | None:
-        """Class name per drawn sample, or None where the split has no labels."""
-        found = [self.view.label(position) for position in self.positions]
-        labels = [label for label in found if label is not None]
-        if not labels:
-            return None
-        if len(labels) < len(found):
-            bare = self.ids[found.index(None)]
-            raise DataError(
-                f"{where}: sample {bare} has no label, others have", hint="Label all samples or none."
-            )
-        return tuple(labels)
+SHOWN = 10
+"""How many names of a long difference a message lists."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ class TaskData:
     @property
     def has_pictures(self) -> bool:
         """Whether the samples are images."""
-        return isinstance(self._views["diagnosis"], ImageView)
+        return self._views["diagnosis"].holds == "image"
 
     def picture(self, split: Split, sample_id: str) -> Picture:
         """One sample's image as the source holds it, before any preprocessing.
@@ -89,9 +65,9 @@ class TaskData:
             DataError: there is no such sample, or the task has no images.
         """
         view = self._views[split]
-        if not isinstance(view, ImageView) or sample_id not in view.ids:
+        if view.holds != "image" or sample_id not in view.ids:
             raise DataError(f"task {self.task}: {view.origin} has no image {sample_id!r}")
-        return view.image(view.ids.index(sample_id))
+        return view.read(view.ids.index(sample_id))
 
 
 def open_task_data(
@@ -101,7 +77,7 @@ def open_task_data(
     preprocess: Preprocess,
     *,
     head_classes: Sequence[str] | None = None,
-    reads: Literal["image", "text"] = "image",
+    reads: Modality = "image",
     access: Access = Access(),
 ) -> TaskData:
     """The task's samples, drawn, with labels as class names; images are read batch by batch, later.
@@ -121,31 +97,35 @@ def open_task_data(
         SpecError: the entry names Python code and `trust` is false.
     """
     source = data_sources[entry.kind]
-    views = {split: source(entry, split, access) for split in _own_splits(entry)}
+    own: list[Split] = ["calibration", "test"]
+    if getattr(entry, "diagnosis", None) is not None:
+        own.append("diagnosis")
+    views = {split: source(entry, split, access) for split in own}
     views.setdefault("diagnosis", views["test"])
-    _check_modality(task, views["test"], reads)
-    class_names = _agreed_classes(task, views, head_classes)
-    drawn = _draw_all(task, views, entry, defaults)
-    sets = {
-        split: _sample_set(task, split, part, class_names, preprocess, defaults.batch_size)
-        for split, part in drawn.items()
-    }
-    overlap = _overlap(drawn)
-    return TaskData(task, class_names, tuple(_notices(task, drawn, sets, overlap)), overlap, sets, views)
-
-
-def _own_splits(entry: TaskEntry) -> list[Split]:
-    has_diagnosis = getattr(entry, "diagnosis", None) is not None
-    return ["calibration", "test", "diagnosis"] if has_diagnosis else ["calibration", "test"]
-
-
-def _check_modality(task: str, view: SplitView, reads: Literal["image", "text"]) -> None:
-    holds = "text" if isinstance(view, TextView) else "image"
-    if holds != reads:
+    if views["test"].holds != reads:
         raise DataError(
-            f"task {task}: {view.origin} holds {holds} samples, but the model reads {reads}",
+            f"task {task}: {views['test'].origin} holds {views['test'].holds} samples, but the model reads {reads}",
             hint="Text tasks (kind: jsonl) need a text model; image models need a source of images.",
         )
+    class_names = _agreed_classes(task, views, head_classes)
+
+    def drawn(split: Split, taken: Sequence[str] = ()) -> SampleSet:
+        view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
+        positions = draw(view, count, defaults.seed, task=task, split=split, exclude_ids=taken)
+        return _sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
+
+    calibration = drawn("calibration")
+    # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
+    # it has a split of its own: then overlap is the user's choice, and reported.
+    taken = calibration.ids if views["test"].origin == views["calibration"].origin else ()
+    sets: dict[Split, SampleSet] = {
+        "calibration": calibration,
+        "diagnosis": drawn("diagnosis", taken if views["diagnosis"] is views["test"] else ()),
+        "test": drawn("test", taken),
+    }
+    shares = views["diagnosis"].origin == views["calibration"].origin  # else equal ids mean different samples
+    overlap = len(set(calibration.ids) & set(sets["diagnosis"].ids)) if shares else 0
+    return TaskData(task, class_names, tuple(_notices(task, views, sets, overlap)), overlap, sets, views)
 
 
 def _agreed_classes(
@@ -164,81 +144,110 @@ def _agreed_classes(
     return agreed
 
 
-def _draw_all(
-    task: str, views: Mapping[Split, SplitView], entry: TaskEntry, defaults: DataDefaults
-) -> dict[Split, _Drawn]:
-    def drawn(split: Split, exclude_ids: Sequence[str] = ()) -> _Drawn:
-        key = COUNT_KEYS[split]
-        count = getattr(entry, key) or getattr(defaults, key)
-        view = views[split]
-        positions = draw(view, count, defaults.seed, task=task, split=split, exclude_ids=exclude_ids)
-        return _Drawn(view, positions)
-
-    calibration = drawn("calibration")
-    # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
-    # it has a split of its own: then overlap is the user's choice, and reported.
-    is_shared = views["test"].origin == calibration.view.origin
-    taken = calibration.ids if is_shared else ()
-    is_of_test = views["diagnosis"] is views["test"]
-    return {
-        "calibration": calibration,
-        "diagnosis": drawn("diagnosis", taken if is_of_test else ()),
-        "test": drawn("test", taken),
-    }
-
-
 def _sample_set(
     task: str,
     split: Split,
-    drawn: _Drawn,
+    view: SplitView,
+    drawn: Sequence[int],
     class_names: tuple[str, ...] | None,
     preprocess: Preprocess,
     batch_size: int,
 ) -> SampleSet:
-    where = f"task {task}, {split} split {drawn.view.origin}"
-    labels = drawn.labels(where)
+    where = f"task {task}, {split} split {view.origin}"
+    labels = _labels(view, drawn, where)
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
-    read = _reader(drawn.view)
 
     def load(positions: Sequence[int]) -> Any:
-        return preprocess([read(drawn.positions[position]) for position in positions])
+        return preprocess([view.read(drawn[position]) for position in positions])
 
-    view = drawn.view
-    return SampleSet(
-        task, split, drawn.ids, labels, load, batch_size, source=lambda: data_digest(view.ids, read)
-    )
-
-
-def _reader(view: SplitView) -> Callable[[int], Any]:
-    if isinstance(view, TextView):
-        return view.text
-    assert isinstance(view, ImageView)
-    return view.image
+    ids = tuple(view.ids[position] for position in drawn)
+    digest = partial(data_digest, view.ids, view.read)
+    return SampleSet(task, split, ids, labels, load, batch_size, source=digest)
 
 
-def _overlap(drawn: Mapping[Split, _Drawn]) -> int:
-    calibration, diagnosis = drawn["calibration"], drawn["diagnosis"]
-    if calibration.view.origin != diagnosis.view.origin:
-        return 0  # Equal ids then mean different samples.
-    return len(set(calibration.ids) & set(diagnosis.ids))
+def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:
+    """Class name per drawn sample, or None where the split has no labels."""
+    found = [view.label(position) for position in drawn]
+    labels = tuple(label for label in found if label is not None)
+    if 0 < len(labels) < len(found):
+        bare = view.ids[drawn[found.index(None)]]
+        raise DataError(
+            f"{where}: sample {bare} has no label, others have", hint="Label all samples or none."
+        )
+    return labels or None
 
 
 def _notices(
-    task: str, drawn: Mapping[Split, _Drawn], sets: Mapping[Split, SampleSet], overlap: int
-) -> list[str]:
-    calibration, diagnosis, test = (drawn[split] for split in ("calibration", "diagnosis", "test"))
-    notices = []
-    if diagnosis.view.origin == calibration.view.origin:
-        notices.append(
-            f"{task}: calibration and diagnosis draw from the same samples, {calibration.view.origin}; "
-            f"{overlap} of {len(diagnosis.ids)} diagnosis samples are also calibration samples"
+    task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet], overlap: int
+) -> Iterator[str]:
+    origin, num_calibration = views["calibration"].origin, len(sets["calibration"])
+    if views["diagnosis"].origin == origin:
+        yield (
+            f"{task}: calibration and diagnosis draw from the same samples, {origin}; "
+            f"{overlap} of {len(sets['diagnosis'])} diagnosis samples are also calibration samples"
         )
-    if test.view.origin == calibration.view.origin:
-        notices.append(
-            f"{task}: calibration and test draw from the same samples, {calibration.view.origin}; "
-            f"the {len(calibration.ids)} calibration samples are kept out of the test"
+    if views["test"].origin == origin:
+        yield (
+            f"{task}: calibration and test draw from the same samples, {origin}; "
+            f"the {num_calibration} calibration samples are kept out of the test"
         )
-    if isinstance(test.view, ImageView) and sets["test"].labels is None:
-        notices.append(f"{task}: the test samples have no labels, so there is no accuracy")
-    return notices
+    if views["test"].holds == "image" and sets["test"].labels is None:
+        yield f"{task}: the test samples have no labels, so there is no accuracy"
+
+
+def require_same_classes(
+    data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True
+) -> None:
+    """Refuse data whose classes are not those of the head; order plays no part.
+
+    Args:
+        data: the classes as the data source names them.
+        head: the classes of the head's rows.
+        where: what messages call the data: task and split.
+        all_of_head: whether the data must have every class; splits that serve no accuracy need not.
+
+    Raises:
+        DataError: the sets differ; the message lists what only one of them has, the hint names alike.
+    """
+    only_data = sorted(set(data) - set(head))
+    only_head = sorted(set(head) - set(data))
+    if not only_data and not (only_head and all_of_head):
+        return
+    parts = ["the classes of the data and of the head differ"]
+    if only_data:
+        parts.append(f"only in data: {_listed(only_data)}")
+    if only_head and all_of_head:
+        parts.append(f"only in head: {_listed(only_head)}")
+    raise DataError(
+        f"{where}: {'; '.join(parts)}",
+        hint=_lookalikes(only_data, only_head) or _remedy(only_data),
+        only_in_data=only_data,
+        only_in_head=only_head,
+    )
+
+
+def _lookalikes(only_data: list[str], only_head: list[str]) -> str:
+    by_plain_form = {_plain(name): name for name in only_head}
+    pairs = [(name, by_plain_form[_plain(name)]) for name in only_data if _plain(name) in by_plain_form]
+    if not pairs:
+        return ""
+    alike = ", ".join(f"{ours!r} looks like {theirs!r}" for ours, theirs in pairs[:SHOWN])
+    return f"{alike}: names must agree letter by letter, so rename one of them."
+
+
+def _remedy(only_data: list[str]) -> str:
+    if only_data and all(name.isdecimal() for name in only_data):
+        return "The data has numbers for class names: store the names with it (class_names, ClassLabel)."
+    return "List the same names in `heads.<task>.classes` and in the data."
+
+
+def _plain(name: str) -> str:
+    """A name without case, spaces and punctuation, its accents encoded in one way."""
+    folded = unicodedata.normalize("NFKC", name).casefold()
+    return "".join(character for character in folded if character.isalnum()) or folded
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:SHOWN])
+    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from driftlens.access import Access
-from driftlens.data.sources import ImageView, Split, SplitView, data_sources
+from driftlens.data.sources import Split, SplitView, data_sources
 from driftlens.spec import load_spec
 from driftlens.spec.data import TaskData as TaskEntry
 
@@ -34,10 +34,10 @@ def opened(split: Split = "test", *, trust: bool = False, offline: bool = False,
     return data_sources[values["kind"]](entry_of(**values), split, Access(trust=trust, offline=offline))
 
 
-def images(split: Split = "test", **values: Any) -> ImageView:
+def images(split: Split = "test", **values: Any) -> SplitView:
     """One split of a source of images."""
     view = opened(split, **values)
-    assert isinstance(view, ImageView)
+    assert view.holds == "image"
     return view
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from driftlens.data.classes import require_same_classes
+from driftlens.data.task_data import require_same_classes
 from driftlens.errors import DataError
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlens.data.drawing import draw, unequal_counts
+from driftlens.data.samples import draw, unequal_counts
 from driftlens.data.sources import SplitView
 from driftlens.errors import DataError
 
 
 def view_of(count: int) -> SplitView:
     ids = tuple(f"train/{row}" for row in range(count))
-    return SplitView(origin="cars.npz", ids=ids, class_names=None, label=lambda position: None)
+    return SplitView(origin="cars.npz", ids=ids, class_names=None, label=lambda position: None, read=int)
 
 
 def drawn(count: int, n: int | Literal["all"], seed: int = 0, **changes: Any) -> tuple[int, ...]:
@@ -81,8 +81,8 @@ def test_every_sample_is_drawn_about_equally_often() -> None:
 
 def test_the_draw_is_the_same_in_every_process() -> None:
     script = (
-        "from driftlens.data.drawing import draw; from driftlens.data.sources import SplitView; "
-        "ids = tuple(f'train/{row}' for row in range(1000)); view = SplitView('cars.npz', ids, None, str); "
+        "from driftlens.data.samples import draw; from driftlens.data.sources import SplitView; "
+        "ids = tuple(f'train/{row}' for row in range(1000)); view = SplitView('cars.npz', ids, None, str, str); "
         "print(*draw(view, 8, 7, task='Blumen 花', split='calibration'))"
     )
     results = {

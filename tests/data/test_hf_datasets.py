@@ -50,7 +50,7 @@ def test_rows_carry_the_names_of_their_class_labels(saved: Path) -> None:
     view = images("calibration", **entry(saved))
     assert view.ids == ("0", "1", "2", "3")
     assert (labels_of(view), view.class_names) == (["sedan", "T-shirt/top", "花", "sedan"], tuple(NAMES))
-    assert all(np.array_equal(np.asarray(view.image(row)), colour(row)) for row in range(4))
+    assert all(np.array_equal(np.asarray(view.read(row)), colour(row)) for row in range(4))
     assert view.origin != images("test", **entry(saved)).origin
 
 

@@ -37,7 +37,7 @@ def test_ids_labels_and_pixels_are_those_of_torchvision(tmp_path: Path) -> None:
     assert dict(zip(view.ids, labels_of(view), strict=True)) == expected
     assert view.class_names == tuple(theirs.classes)
     for position, sample in enumerate(view.ids):
-        assert np.array_equal(np.asarray(view.image(position)), colour(FILES[sample]))
+        assert np.array_equal(np.asarray(view.read(position)), colour(FILES[sample]))
 
 
 def test_samples_are_sorted_by_class_and_path(tmp_path: Path) -> None:
@@ -68,20 +68,20 @@ def test_hidden_files_and_folders_are_no_images_and_no_classes(tmp_path: Path) -
 
 def test_one_image_of_one_class_is_a_data_set(tmp_path: Path) -> None:
     view = images(**folder_entry(write_images(tmp_path, {"only/one.png": 9})))
-    assert (view.ids, labels_of(view), shades([view.image(0)])) == (("only/one.png",), ["only"], [9])
+    assert (view.ids, labels_of(view), shades([view.read(0)])) == (("only/one.png",), ["only"], [9])
 
 
 def test_images_without_class_folders_have_no_labels(tmp_path: Path) -> None:
     view = images(**folder_entry(write_images(tmp_path, {"b.png": 2, "a.png": 1})))
     assert (view.ids, labels_of(view), view.class_names) == (("a.png", "b.png"), [None, None], None)
-    assert shades([view.image(0), view.image(1)]) == [1, 2]
+    assert shades([view.read(0), view.read(1)]) == [1, 2]
 
 
 def test_grey_images_become_rgb(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.fromarray(np.full((3, 3), 7, dtype=np.uint8)).save(tmp_path / "grey.png")
-    assert np.asarray(images(**folder_entry(tmp_path)).image(0)).tolist() == [[[7, 7, 7]] * 3] * 3
+    assert np.asarray(images(**folder_entry(tmp_path)).read(0)).tolist() == [[[7, 7, 7]] * 3] * 3
 
 
 def test_two_ways_to_one_folder_have_one_origin(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_damaged_image_is_refused_by_name_when_it_is_read_and_not_before(tmp_p
     (tmp_path / "a" / "cut.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "a" / "text.png").write_text("no image")
     view = images(**folder_entry(tmp_path))
-    assert shades([view.image(view.ids.index("a/good.png"))]) == [1]
+    assert shades([view.read(view.ids.index("a/good.png"))]) == [1]
     for name in ("a/cut.png", "a/text.png"):
         with pytest.raises(DataError, match=name) as caught:
-            view.image(view.ids.index(name))
+            view.read(view.ids.index(name))
         assert "Replace the file" in caught.value.hint
 
 

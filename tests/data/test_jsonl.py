@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from driftlens.data.sources import TextView
 from driftlens.errors import DataError
 from tests.data.sources import opened
 
@@ -22,16 +21,16 @@ def test_ids_are_line_numbers_and_blank_lines_count(tmp_path: Path) -> None:
     # U+2028 ends a line for str.splitlines but may stand in a JSON string.
     text = '{"input": "a\u2028b", "target": "x"}\n\n{"input": "ü", "target": "", "more": 1}\r\n'
     view = opened(**entry(tmp_path, text))
-    assert isinstance(view, TextView)
+    assert view.holds == "text"
     assert view.ids == ("1", "3")
-    assert [view.text(position) for position in range(2)] == [("a\u2028b", "x"), ("ü", "")]
+    assert [view.read(position) for position in range(2)] == [("a\u2028b", "x"), ("ü", "")]
     assert (view.class_names, view.label(0)) == (None, None)
 
 
 def test_the_keys_may_have_other_names(tmp_path: Path) -> None:
     view = opened(**entry(tmp_path, '{"q": "1+1", "a": "2"}', input="q", target="a"))
-    assert isinstance(view, TextView)
-    assert view.text(0) == ("1+1", "2")
+    assert view.holds == "text"
+    assert view.read(0) == ("1+1", "2")
 
 
 @pytest.mark.parametrize(

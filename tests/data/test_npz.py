@@ -41,7 +41,7 @@ def test_calibration_reads_train_and_everything_else_reads_test(tmp_path: Path) 
         pixels, numbers = values[f"x_{part}"], values[f"y_{part}"]
         assert view.ids == tuple(f"{part}/{row}" for row in range(len(pixels)))
         assert labels_of(view) == [values["class_names"][number] for number in numbers]
-        assert all(np.array_equal(view.image(row), pixels[row]) for row in range(len(pixels)))
+        assert all(np.array_equal(view.read(row), pixels[row]) for row in range(len(pixels)))
     assert images("test", **entry).origin == images("diagnosis", **entry).origin
     assert images("test", **entry).origin != images("calibration", **entry).origin
 
@@ -52,7 +52,7 @@ def test_real_files_open_with_their_own_names(real: Path) -> None:
     with np.load(file, allow_pickle=False) as raw:
         assert view.class_names == tuple(raw["class_names"].tolist())
         assert labels_of(view) == raw["class_names"][raw["y_test"]].tolist()
-        assert np.array_equal(view.image(371), raw["x_test"][371])
+        assert np.array_equal(view.read(371), raw["x_test"][371])
     assert (view.ids[0], view.ids[-1]) == ("test/0", "test/371")
 
 
@@ -89,7 +89,7 @@ def test_names_stored_as_bytes_are_read_as_utf8(tmp_path: Path) -> None:
 def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
     pixels = np.arange(48, dtype=np.uint8).reshape(3, 4, 4)
     view = images("test", **saved(tmp_path, x_test=pixels))
-    assert np.array_equal(view.image(2), pixels[2])
+    assert np.array_equal(view.read(2), pixels[2])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
         ),
         pytest.param({"x_test": None}, "no array x_test; there are x_train", "{x: KEY", id="no pixels"),
         pytest.param(
-            {"y_test": np.array([0, 3, 1])}, "label 3 of sample 1 is outside 0 to 2", "", id="label too high"
+            {"y_test": np.array([0, 3, 1])}, "sample 1: label 3 is outside 0 to 2", "", id="label too high"
         ),
-        pytest.param({"y_test": np.array([0, 1, -1])}, "label -1 of sample 2", "from 0", id="negative label"),
+        pytest.param({"y_test": np.array([0, 1, -1])}, "sample 2: label -1", "from 0", id="negative label"),
         pytest.param({"y_test": np.array([0, 1])}, "shape [2] for 3 images", "", id="label missing"),
         pytest.param({"y_test": np.array([[0], [1], [2]])}, "shape [3, 1]", "[n]", id="labels in a column"),
         pytest.param({"y_test": np.zeros(3)}, "labels are float64", "Cast", id="labels as floats"),
@@ -163,7 +163,7 @@ def test_flipped_pixels_are_noticed_when_they_are_read(tmp_path: Path) -> None:
     file.write_bytes(damaged)
     view = images("test", **entry)
     with pytest.raises(DataError, match="array x_test: can't be read"):
-        view.image(0)
+        view.read(0)
 
 
 def test_an_explicitly_named_label_array_must_exist(tmp_path: Path) -> None:

@@ -82,13 +82,13 @@ def test_labels_are_names_or_numbers_that_index_them(module: str) -> None:
     view = images(trust=True, **entry(module, "named"))
     assert view.ids == ("0", "1", "2")
     assert (labels_of(view), view.class_names) == (["花", "a", "花"], ("a", "花"))
-    assert shades([view.image(position) for position in range(3)]) == [1, 2, 3]
+    assert shades([view.read(position) for position in range(3)]) == [1, 2, 3]
 
 
 def test_the_function_is_told_which_split_is_wanted(module: str) -> None:
     for split in ("calibration", "test"):
         view = images(split, trust=True, **entry(module, "unnamed"))  # type: ignore[arg-type]
-        assert shades([view.image(0)]) == [len(split)]
+        assert shades([view.read(0)]) == [len(split)]
         assert labels_of(view) == ["10"]
 
 
@@ -120,7 +120,7 @@ def test_a_sample_of_another_form_is_refused_when_it_is_read(
 ) -> None:
     view = images(trust=True, **entry(module, function))
     with pytest.raises(DataError) as caught:
-        view.image(0)
+        view.read(0)
     assert message in caught.value.message
 
 

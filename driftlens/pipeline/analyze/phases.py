@@ -29,7 +29,7 @@ from driftlens.threads import settled_threads
 if TYPE_CHECKING:
     import pandas as pd
 
-    from driftlens.data.pictures import Picture
+    from driftlens.data.sources import Picture
     from driftlens.pipeline.study.study import TaskSamples
     from driftlens.records.writer import RunWriter
 

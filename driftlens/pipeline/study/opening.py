@@ -11,7 +11,7 @@ import torch
 
 from driftlens.access import Access
 from driftlens.calibration.calibrator import calibrators, over_preset
-from driftlens.data.drawing import unequal_counts
+from driftlens.data.samples import unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool

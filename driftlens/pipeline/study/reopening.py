@@ -141,7 +141,7 @@ def require_analyzed(folder: pathlib.Path) -> None:
 def _with_calibration_samples(spec: RunSpec, count: int | None) -> RunSpec:
     """The spec with `count` calibration samples for every task, where that is more than it draws now.
 
-    Fewer are a beginning of those drawn, so that nothing else is drawn differently; see `driftlens.data.drawing.draw`.
+    Fewer are a beginning of those drawn, so that nothing else is drawn differently; see `driftlens.data.samples.draw`.
     """
     if count is None:
         return spec

@@ -13,7 +13,7 @@ from driftlens.models.chain import Pool
 from driftlens.models.heads import ScoreMap
 
 if TYPE_CHECKING:
-    from driftlens.data.pictures import Picture
+    from driftlens.data.sources import Picture
 
 
 @dataclass(frozen=True)

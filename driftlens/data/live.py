@@ -222,10 +222,11 @@ def _parsed(batch: Any, where: str) -> _Part:
             f"{where}: a batch holds {found}, expected tensors whose first axis is the sample",
             hint="A batch is a tensor, a dict of tensors, or one of these with labels: (inputs, labels).",
         )
-    is_tensor = isinstance(labels, Tensor)
-    is_whole = is_tensor and not (labels.is_floating_point() or labels.is_complex())
+    is_whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
     if labels is not None and not (is_whole and labels.dim() == 1):
-        found = f"{labels.dtype} {list(labels.shape)}" if is_tensor else type(labels).__name__
+        found = type(labels).__name__
+        if isinstance(labels, Tensor):
+            found = f"{labels.dtype} {list(labels.shape)}"
         raise DataError(
             f"{where}: the second entry of a batch is {found}, expected labels: whole numbers [n]",
             hint="Several inputs go into a dict of tensors.",

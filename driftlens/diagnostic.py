@@ -40,6 +40,8 @@ class Column:
         meaning: one sentence for a reader who has only the table.
         worse: which direction is worse, where one is.
         range: lowest and highest value there can be, up to rounding; None where there is no limit.
+        option: key of the spec's `metrics` that asks for it, "jacobian.spectral" for one further inside; empty for what
+            is always measured.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Column:
     meaning: str
     worse: Worse = None
     range: Range = ANY
+    option: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,23 @@ NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
 COSINE: Range = (-1.0, 1.0)
 
+ANALYZE, EXPLAIN = "driftlens analyze RUN/spec.yaml --out NEW", "driftlens explain RUN"
+"""The commands that measure again, and that trace the drift of a measured run back to layers."""
+ATTRIBUTED = ("jacobian", "contributions", "prefix")
+"""Options that belong to the attribution and are on unless a spec says otherwise: `EXPLAIN` measures their columns."""
+
 
 @dataclass(frozen=True)
 class Table:
-    """One table: `key` columns come first, are never null and name a row; every other column may be null."""
+    """One table: `key` columns come first, are never null and name a row; every other column may be null.
+
+    `command` is what fills it in a run that lacks it.
+    """
 
     name: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
+    command: str = ANALYZE
 
     def __post_init__(self) -> None:
         names = self.names
@@ -56,6 +65,22 @@ class Table:
             KeyError: there is none of one name.
         """
         return tuple(self.column(name) for name in names)
+
+    def filled_by(self, names: Iterable[str], *, is_explained: bool = False) -> str:
+        """The command that fills columns of these names in a run that lacks them; others are what a diagnostic added.
+
+        Args:
+            names: of the columns.
+            is_explained: whether the drift was traced back to layers already: then it is not done again in place.
+        """
+        wanted = set(names)
+        options = dict.fromkeys(
+            entry.option for entry in self.columns if entry.name in wanted and entry.option
+        )
+        asked = [name for name in options if is_explained or name not in ATTRIBUTED]
+        if options and not asked:
+            return EXPLAIN
+        return self.command + "".join(f" --set metrics.{name}=true" for name in asked)
 
     def extended(self, columns: Iterable[Column]) -> Table:
         """The table with those of `columns` behind it that it does not have."""
@@ -87,14 +112,20 @@ def _gain(name: str, meaning: str) -> Column:
     return _score(name, meaning, unit="score/feature")
 
 
-def _ends(share: str) -> tuple[Column, ...]:
+def _asked(option: str, *columns: Column) -> tuple[Column, ...]:
+    return tuple(replace(column, option=option) for column in columns)
+
+
+def _shared(name: str, meaning: str, option: str) -> Column:
+    return Column(name, "float", "1", meaning, option=option)
+
+
+def _ends(share: str, option: str) -> tuple[Column, ...]:
     what = (
         f"end of the 95 % interval of {share} over the jacobian_samples, which were drawn again (bootstrap)."
     )
-    return tuple(
-        _pure(f"{share}_{end}", f"{words} {what}", None, ANY)
-        for end, words in (("low", "Lower"), ("high", "Upper"))
-    )
+    ends = (("low", "Lower"), ("high", "Upper"))
+    return tuple(_shared(f"{share}_{end}", f"{words} {what}", option) for end, words in ends)
 
 
 def _drift_family() -> tuple[Column, ...]:
@@ -151,25 +182,39 @@ LAYERS = Table(
             "mismatch_ratio_mean", "Mean of eta, the norm of m against that of the incoming drift.", "higher"
         ),
         _pure("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
-        _pure("final_share", "Signed share of the final drift that this layer's m ends up as.", None, ANY),
-        _pure(
-            "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", None, ANY
+        _shared(
+            "final_share", "Signed share of the final drift that this layer's m ends up as.", "contributions"
         ),
-        *_ends("final_share"),
-        *_ends("prefix_share"),
-        _pure(
-            "remainder_share", "Share of the final drift in no layer's final_share; head row only.", None, ANY
+        _shared(
+            "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", "prefix"
+        ),
+        *_ends("final_share", "contributions"),
+        *_ends("prefix_share", "prefix"),
+        _shared(
+            "remainder_share",
+            "Share of the final drift in no layer's final_share; head row only.",
+            "contributions",
         ),
         _pure(
             "closure_error", "|e - e_library| / |e| against ordinary forward passes of the models.", "higher"
         ),
-        _pure("jacobian_error", "|p - A e| / |p|, A being the path-averaged Jacobian.", "higher"),
-        _count("nodes", "nodes", "Quadrature nodes behind A."),
-        _count("jacobian_samples", "samples", "Samples behind the columns that need A."),
-        _pure("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
-        _pure("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
-        _pure("random_gain_mean", "Mean gain of A on random directions, for comparison."),
-        _pure("cka", "Linear CKA with the expert's features, debiased.", "lower", (None, 1.0)),
+        *_asked(
+            "jacobian",
+            _pure("jacobian_error", "|p - A e| / |p|, A being the path-averaged Jacobian.", "higher"),
+            _count("nodes", "nodes", "Quadrature nodes behind A."),
+            _count("jacobian_samples", "samples", "Samples behind the columns that need A."),
+        ),
+        *_asked(
+            "jacobian.spectral",
+            _pure("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
+            _pure("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
+        ),
+        *_asked(
+            "jacobian", _pure("random_gain_mean", "Mean gain of A on random directions, for comparison.")
+        ),
+        *_asked(
+            "cka", _pure("cka", "Linear CKA with the expert's features, debiased.", "lower", (None, 1.0))
+        ),
     ),
 )
 
@@ -187,7 +232,7 @@ SAMPLES = Table(
         _length("mismatch_l2", "Norm of the local mismatch."),
         _length("propagation_l2", "Norm of the drift that the layer passes on."),
         _pure("amplification", "Norm of the propagation against that of the incoming drift.", "higher"),
-        _pure("final_share", "Signed share of the sample's final drift.", None, ANY),
+        _shared("final_share", "Signed share of the sample's final drift.", "contributions"),
     ),
 )
 
@@ -231,9 +276,12 @@ ADJOINT = Table(
         _text("target", "What is explained: final_drift (share), loss (nat) or margin (score)."),
         LAYER,
         SAMPLE_ID,
-        Column("part", "float", "of the target", "What the layer's local mismatch adds to the change."),
-        Column("change", "float", "of the target", "Change of the target from expert to variant."),
-        Column("remainder", "float", "of the target", "Change no layer accounts for (head row only)."),
+        *_asked(
+            "adjoint",
+            Column("part", "float", "of the target", "What the layer's local mismatch adds to the change."),
+            Column("change", "float", "of the target", "Change of the target from expert to variant."),
+            Column("remainder", "float", "of the target", "Change no layer accounts for (head row only)."),
+        ),
     ),
 )
 
@@ -265,6 +313,7 @@ ACCURACY = Table(
         _pure("ci_high", "Upper end of the 95 % Wilson interval.", None, SHARE),
         Column("seed", "int", "", "Seed that drew the test samples."),
     ),
+    "driftlens evaluate RUN",
 )
 
 CALIBRATION = Table(
@@ -287,6 +336,7 @@ CALIBRATION = Table(
             "task_weight_share", "Share of a bias that the tasks decide; the anchor the rest.", None, SHARE
         ),
     ),
+    "driftlens calibrate RUN --name NAME",
 )
 
 SWEEPS = Table(
@@ -308,6 +358,7 @@ SWEEPS = Table(
         _count("n_test", "samples", "Test samples behind the accuracy."),
         Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
     ),
+    "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
 )
 
 RESOURCES = Table(

@@ -228,7 +228,7 @@ def _file_schema(table: Table) -> pa.Schema:
             column.name,
             _FILE_TYPES[column.dtype],
             metadata={"unit": column.unit, "meaning": column.meaning}
-            | ({} if column.name in known else {_ADDED: json.dumps(dataclasses.asdict(column))}),
+            | ({} if column.name in known else {_ADDED: json.dumps(_told(column))}),
         )
         for column in table.columns
     ]
@@ -237,6 +237,11 @@ def _file_schema(table: Table) -> pa.Schema:
         fields,
         metadata={_VERSION_KEY: SCHEMA_VERSION, "driftlens.table": table.name, "driftlens.units": units},
     )
+
+
+def _told(column: Column) -> dict[str, Any]:
+    # A reader of schema 1.0 knows no option.
+    return {name: value for name, value in dataclasses.asdict(column).items() if name != "option"}
 
 
 def _added(schema: pa.Schema) -> list[Column]:

@@ -143,7 +143,7 @@ def test_a_story_promises_shares_only_of_samples_that_have_them(
         "Contributions were measured on 8 of 24 samples; metrics.jacobian.samples in the spec raises it.",
     )
     monkeypatch.setattr(run, "samples", lambda task: few.assign(final_share=np.nan))
-    assert "metrics.contributions=true" in sample_curves(run, "cars", ids[0], ChartOptions()).notes[1]
+    assert "`driftlens explain RUN`" in sample_curves(run, "cars", ids[0], ChartOptions()).notes[1]
 
 
 def test_flipped_decisions_are_those_that_differ_from_the_experts(root: Path) -> None:

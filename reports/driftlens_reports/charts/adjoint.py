@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -13,7 +12,7 @@ from driftlens_reports.charts.axes import last_layer, layer_axis, whole
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, bar, hatched, scatter
 from driftlens_reports.charts.panels import panel_grid, reference_line
-from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants, not_of_these, ordered
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, ordered
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look, palette
 from driftlens_reports.charts.words import by_variant, counted, literal, overlap_notes, ranged, shown, themed
 from driftlens_reports.wording import number
@@ -28,14 +27,6 @@ def _samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
         chosen_variants(run, options)
     )
     return rows[is_chosen & rows["target"].isin(list(_TARGETS)) & rows["part"].notna()]
-
-
-def _missing(run: DriftRun, options: ChartOptions) -> str | None:
-    if len(_samples(run, options)):
-        return None
-    if len(_samples(run, replace(options, variants=None))):
-        return not_of_these(run, options, "adjoint", ["part"])
-    return absent("adjoint", ["part"])
 
 
 def _rows(samples: pd.DataFrame) -> pd.DataFrame:
@@ -60,7 +51,7 @@ def _means(rows: pd.DataFrame) -> pd.DataFrame:
     section="loss",
     rank=40,
     needs=("adjoint", ("part",)),
-    lacks=_missing,
+    rows=_samples,
     caption="Each layer's part of the change from expert to variant in loss and in margin, mean over the diagnosis "
     "samples of every task: bars for the mean of tasks, dots for the tasks, one panel per variant and target.",
     hint="Bars add up to the change, with the remainder that belongs to no layer. Positive parts of the loss are what "

@@ -8,7 +8,7 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.charts.axes import layer_axis, layer_title
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, named, scatter, whiskers
-from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants, ordered, unmeasured
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, ordered
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, apply_theme, look
 from driftlens_reports.charts.words import by_variant, counted, literal, shown, span, themed
 from driftlens_reports.wording import number
@@ -43,12 +43,6 @@ def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
 
 
-def _missing(run: DriftRun, options: ChartOptions) -> str | None:
-    if len(_params(run, options)):
-        return None
-    return unmeasured("params", ["cos"])(run, options) or absent("params", ["cos"])
-
-
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     """Mean, lowest and highest cosine of each variant at each value of `by`."""
     groups = rows.groupby(["variant", by], sort=False)["cos"]
@@ -78,7 +72,7 @@ def _by_group(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     section="parameters",
     rank=20,
     needs=("params", ("cos",)),
-    lacks=_missing,
+    rows=_params,
     caption="Mean cosine of each variant's task vector to the same task's expert's, left by layer and right by kind of "
     "module, with whiskers from the lowest to the highest task and module; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "

@@ -9,7 +9,7 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import named
 from driftlens_reports.charts.panels import panel_grid
-from driftlens_reports.charts.picking import needs_scores, scored_samples
+from driftlens_reports.charts.picking import scored_samples
 from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look
 from driftlens_reports.charts.words import by_variant, counted, shown, table_notes, themed
@@ -50,7 +50,8 @@ def _bounded(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=60,
     per_sample=True,
     needs=("outputs", ("score_drift_l2", "score_gain")),
-    lacks=needs_scores(_bounded, "score_drift_l2", "score_gain"),
+    rows=_bounded,
+    also="heads",
     caption="Norm of the score drift of all diagnosis samples against the gain of the score map times the norm of the "
     "final drift, on logarithmic axes with the line of equality, one panel per estimate of the gain.",
     hint="No point may lie above the line of the certified bound; how far below it points lie is how loose the bound "

@@ -13,7 +13,7 @@ from driftlens_reports.charts.alignment import block_of
 from driftlens_reports.charts.axes import layer_axis, layer_title, room_beside
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, cell_rows, cells, colour_bar, ink
-from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants
 from driftlens_reports.charts.theme import NUMBER, SIZE, SMALL, TICK_NUMBER, apply_theme, palette, scale
 from driftlens_reports.charts.words import counted, joined, label, literal, ranged, span, themed
 from driftlens_reports.wording import number
@@ -60,11 +60,9 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     return rows.assign(**{"objective ratio": ratio, "site in block": inside}).reset_index(drop=True)
 
 
-def _missing(run: DriftRun, options: ChartOptions) -> str | None:
+def _solved(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = _rows(run, options)
-    if rows[["objective ratio", "weight change"]].notna().any().any():
-        return None
-    return absent("calibration", ["objective_before", "weight_change"])
+    return rows[rows[["objective ratio", "weight change"]].notna().any(axis=1)]
 
 
 @chart(
@@ -74,7 +72,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     rank=10,
     presets=("standard", "calibration"),
     needs=("calibration", ("objective_before", "weight_change")),
-    lacks=_missing,
+    rows=_solved,
     caption="For all calibrated sites, layers across and modules down: the objective after calibration against before, "
     "and the norm of the weight change against that of the weights, one number per site over the calibration samples.",
     hint="A ratio near 1 means that the site could do little; a large weight change with a ratio near 1 is effort "

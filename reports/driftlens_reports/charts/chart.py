@@ -16,7 +16,7 @@ import pandas as pd
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
-from driftlens_reports.charts.picking import ChartOptions, Missing, unmeasured
+from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -97,7 +97,9 @@ class Chart:
         needs: a table of the run, and the columns of it that the chart can't do without.
         presets: the report presets that it belongs to besides `full`; `overview` is the dashboard's first page.
         per_sample: whether it has a mark for every sample: only a report that asks for raw data shows it.
-        lacks: what `missing` says where a number in every needed column is not the question.
+        rows: the rows that it draws, where a number in every needed column is not enough to have any.
+        also: what a spec must give besides for there to be rows.
+        lacks: what `missing` says where rows are not the question either.
         render: draws it; call `draw`.
     """
 
@@ -110,7 +112,9 @@ class Chart:
     needs: tuple[str, tuple[str, ...]]
     presets: tuple[str, ...] = ()
     per_sample: bool = False
-    lacks: Missing | None = None
+    rows: Callable[[DriftRun, ChartOptions], pd.DataFrame] | None = None
+    also: str = ""
+    lacks: Callable[[DriftRun, ChartOptions], str | None] | None = None
     render: Render
 
     def __post_init__(self) -> None:
@@ -123,7 +127,14 @@ class Chart:
 
     def missing(self, run: DriftRun, options: ChartOptions) -> str | None:
         """None, or one sentence that says what the run lacks and which command adds it."""
-        return (self.lacks or unmeasured(*self.needs))(run, options)
+        if self.lacks is not None:
+            return self.lacks(run, options)
+        if self.rows is None:
+            return lacking(run, options, *self.needs)
+        if len(self.rows(run, options)):
+            return None
+        reason = "" if self.also else lacking(run, options, *self.needs)
+        return reason or absent(*self.needs, also=self.also)
 
     def draw(self, run: DriftRun, options: ChartOptions | None = None) -> Drawn:
         """The chart of `run`.

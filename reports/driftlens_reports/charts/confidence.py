@@ -10,7 +10,7 @@ from driftlens.records.intervals import wilson
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, bar, gapped, hatched, named, scatter, whiskers
-from driftlens_reports.charts.picking import needs_scores, scored_samples
+from driftlens_reports.charts.picking import scored_samples
 from driftlens_reports.charts.points import identity_line
 from driftlens_reports.charts.theme import SHARE, TICK_SHARE, apply_theme, look, palette
 from driftlens_reports.charts.words import by_variant, counted, shown, table_notes, themed
@@ -80,7 +80,8 @@ def _rows(samples: pd.DataFrame) -> pd.DataFrame:
     rank=50,
     presets=("calibration",),
     needs=("outputs", ("label", "confidence")),
-    lacks=needs_scores(_samples, "label", "confidence", also="heads and labelled samples"),
+    rows=_samples,
+    also="heads and labelled samples",
     caption="Left, accuracy of predictions on the diagnosis samples of all chosen tasks against their confidence, the "
     "largest class probability, in ten bins with 95 % Wilson intervals; right, how many samples each bin holds.",
     hint="On the dotted line, predictions of 80 % confidence are right 80 % of the time; below it a network is surer "

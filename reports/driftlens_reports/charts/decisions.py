@@ -12,7 +12,7 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import bar, category_axis, named
 from driftlens_reports.charts.panels import Grid, panel_grid
-from driftlens_reports.charts.picking import needs_scores, scored_samples
+from driftlens_reports.charts.picking import scored_samples
 from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, palette
 from driftlens_reports.charts.words import (
     by_variant,
@@ -87,7 +87,8 @@ def _outcomes(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=30,
     presets=("standard", "calibration"),
     needs=("outputs", ("flipped", "certified")),
-    lacks=needs_scores(_outcomes, "flipped", "certified"),
+    rows=_outcomes,
+    also="heads",
     caption="Share of diagnosis samples whose expert decision is certified by its margin, kept without a certificate "
     "or flipped, for every task and one panel per variant.",
     hint="Certified: the largest change of a score is below half the expert's margin, so no flip is possible. A wide "
@@ -138,7 +139,8 @@ def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=40,
     presets=("calibration",),
     needs=("outputs", ("flipped", "margin")),
-    lacks=needs_scores(_decided, "flipped", "margin", also="heads of two classes or more"),
+    rows=_decided,
+    also="heads of two classes or more",
     caption="Diagnosis samples of all chosen tasks by the expert's margin, its best score minus its second best: how "
     "many decisions the variant keeps and how many it flips, one panel per variant.",
     hint="Flips at small margins are decisions that were close anyway; flips at large margins mean that drift carried "

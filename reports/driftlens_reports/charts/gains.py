@@ -20,7 +20,6 @@ from driftlens_reports.charts.picking import (
     chosen_tasks,
     chosen_variants,
     layer_name,
-    needs_at,
     ordered,
     rows_at,
 )
@@ -94,8 +93,9 @@ def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 
 def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
-    lacking = needs_at("samples", "cos")(run, options)
-    return lacking or (None if len(_paired(run, options)) else _no_rival(run, options))
+    if rows_at(run, options, "samples")["cos"].isna().all():
+        return absent("samples", ["cos"])
+    return None if len(_paired(run, options)) else _no_rival(run, options)
 
 
 @chart(
@@ -210,9 +210,8 @@ def _accuracy_gains(scored: pd.DataFrame) -> pd.DataFrame:
 
 
 def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
-    lacking = needs_at("samples", "cos")(run, options)
-    if lacking:
-        return lacking
+    if rows_at(run, options, "samples")["cos"].isna().all():
+        return absent("samples", ["cos"])
     if not run.accuracy()["value"].notna().any():
         return absent("accuracy", ["value"])
     return None if len(_rows(run, options)) else _no_rival(run, options)

@@ -9,12 +9,13 @@ import pandas as pd
 from driftlens.errors import DataError
 from driftlens.records.compare import Comparison
 from driftlens.records.run import DriftRun
+from driftlens.records.schema import SAMPLES
 from driftlens.variants import calibrated
 from driftlens_reports.charts.axes import titled
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import curve, layer_grid, parts
 from driftlens_reports.charts.panels import reference_line
-from driftlens_reports.charts.picking import ANALYZE, chosen_variants, ordered
+from driftlens_reports.charts.picking import chosen_variants, ordered
 from driftlens_reports.charts.theme import TICK_NUMBER, look
 from driftlens_reports.charts.words import by_variant, counted
 from driftlens_reports.wording import number
@@ -152,7 +153,7 @@ def _sample_notes(samples: pd.DataFrame, *, has_shares: bool) -> tuple[str, ...]
         "Drift of this sample alone, in feature units.",
         f"Contributions were measured on {of_all}; metrics.jacobian.samples in the spec raises it."
         if explained
-        else f"Contributions were not measured here; {ANALYZE} --set metrics.contributions=true adds them.",
+        else f"Contributions were not measured here; `{SAMPLES.filled_by(['final_share'])}` adds them.",
     )
 
 

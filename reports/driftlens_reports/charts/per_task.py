@@ -25,14 +25,11 @@ from driftlens_reports.charts.marks import (
     whiskers,
 )
 from driftlens_reports.charts.picking import (
-    absent,
     chosen_tasks,
     chosen_variants,
     layer_name,
-    needs_at,
     ordered,
     rows_at,
-    unmeasured,
 )
 from driftlens_reports.charts.theme import (
     NUMBER,
@@ -175,8 +172,9 @@ def _accuracies(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     return ordered(rows[rows["metric"] == "accuracy"], chosen_tasks(run, options), variants)
 
 
-def _no_accuracy(run: DriftRun, options: ChartOptions) -> str | None:
-    return None if _accuracies(run, options)["value"].notna().any() else absent("accuracy", ["value"])
+def _scored(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    rows = _accuracies(run, options)
+    return rows[rows["value"].notna()]
 
 
 @chart(
@@ -186,7 +184,7 @@ def _no_accuracy(run: DriftRun, options: ChartOptions) -> str | None:
     rank=10,
     presets=("standard", "calibration"),
     needs=("accuracy", ("value",)),
-    lacks=_no_accuracy,
+    rows=_scored,
     caption="Accuracy on the test samples of every task with 95 % Wilson intervals, from base to expert, and the mean "
     "over tasks at the end.",
     hint="Where intervals overlap widely there may be no difference. The anchor-only control shows what rescaling the "
@@ -232,6 +230,11 @@ def spread(samples: pd.DataFrame, column: str, by: Sequence[str], options: Chart
     return pd.DataFrame({"low": low, "high": high}).reset_index()
 
 
+def _cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    rows = rows_at(run, options, "layers")
+    return rows[rows["cos_mean"].notna()]
+
+
 @chart(
     "task-cosine",
     title="Cosine to the expert, by task",
@@ -239,7 +242,7 @@ def spread(samples: pd.DataFrame, column: str, by: Sequence[str], options: Chart
     rank=10,
     presets=("standard", "calibration"),
     needs=("layers", ("cos_mean",)),
-    lacks=needs_at("layers", "cos_mean"),
+    rows=_cosines,
     caption="Mean cosine of each variant's feature to the same task's expert's over the diagnosis samples of every "
     "task, with the whiskers over samples that the notes name, and the mean over tasks at the end.",
     hint="Higher is closer to the expert; 1 is the same direction. From merged to the anchor-only control is "
@@ -276,10 +279,9 @@ def _backbones(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
 
 
-def _no_vectors(run: DriftRun, options: ChartOptions) -> str | None:
-    if _backbones(run, options)["cos"].notna().any():
-        return None
-    return unmeasured("params", ["cos"])(run, options) or absent("params", ["cos"])
+def _vectors(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    rows = _backbones(run, options)
+    return rows[rows["cos"].notna()]
 
 
 @chart(
@@ -289,7 +291,7 @@ def _no_vectors(run: DriftRun, options: ChartOptions) -> str | None:
     rank=10,
     presets=("standard", "calibration"),
     needs=("params", ("cos",)),
-    lacks=_no_vectors,
+    rows=_vectors,
     caption="Cosine of each variant's task vector to the same task's expert's over all parameters of the backbone at "
     "once, one number per task and variant without samples, and the mean over tasks at the end.",
     hint="A task vector is a model's weights minus the base's. Read it beside the feature cosine: features can come "

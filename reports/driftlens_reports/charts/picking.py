@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import pandas as pd
 
-from driftlens.errors import DataError
+from driftlens.errors import DataError, did_you_mean
 from driftlens.records.run import DriftRun
+from driftlens.records.schema import ANALYZE, TABLES
 from driftlens.variants import control_of, part_of
-
-ANALYZE = "driftlens analyze RUN/spec.yaml --out NEW"
-"""The command that measures again; a `--set` behind it asks for more."""
-
-_OPTIONS = {
-    "final_share": "metrics.contributions",
-    "prefix_share": "metrics.prefix",
-    "cka": "metrics.cka",
-    "spectral_norm_mean": "metrics.jacobian.spectral",
-    "part": "metrics.adjoint",
-}
-"""What a spec must ask for, by the column that it fills."""
-_OWN_COMMANDS = {
-    "accuracy": "driftlens evaluate RUN",
-    "calibration": "driftlens calibrate RUN --name NAME",
-    "sweeps": "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
-}
-"""What fills a table that no analysis does."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +49,6 @@ class ChartOptions:
     highlight: Sequence[str] = ()
     max_points: int = 20_000
     dark: bool = False
-
-
-Missing = Callable[[DriftRun, ChartOptions], str | None]
 
 
 def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
@@ -168,84 +147,49 @@ def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.Da
     return ordered(known, chosen_tasks(run, options), chosen_variants(run, options))
 
 
-def unmeasured(table: str, columns: Sequence[str]) -> Missing:
-    """A chart's `missing`: None where every column has a number among the chosen tasks and variants.
+def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str]) -> str | None:
+    """None where every column of a table has a number among the chosen tasks and variants, else what adds some."""
+    rows = getattr(run, table)()
+    if "task" in rows:
+        rows = rows[rows["task"].isin(chosen_tasks(run, options))]
+    of_all, chosen = rows, chosen_variants(run, options)
+    if "variant" in rows:
+        rows = rows[rows["variant"].isin(chosen)]
+    empty = _without_numbers(rows, columns)
+    if not empty:
+        return None
+    nowhere = _without_numbers(of_all, columns)
+    layers = run.layers()
+    unexplained = {*layers.loc[layers["jacobian_samples"].isna(), "variant"]} - {"base"}
+    is_explained = unexplained.isdisjoint(run.variants if nowhere else chosen)
+    command = TABLES[table].filled_by(columns, is_explained=is_explained)
+    if nowhere or not command.startswith(ANALYZE):
+        return absent(table, nowhere or empty, command)
+    # No command adds them: an analysis with the same settings leaves these variants out again.
+    what, has = ("column", "is") if len(empty) == 1 else ("columns", "are")
+    return (
+        f"{what} {', '.join(empty)} of table {table} {has} not measured for {', '.join(chosen)}; "
+        "choose another variant."
+    )
+
+
+def absent(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
+    """The sentence that says which columns have no numbers, and which command adds them.
 
     Args:
         table: table of the run, as in the schema.
-        columns: columns the chart can't do without.
-    """
-
-    def missing(run: DriftRun, options: ChartOptions) -> str | None:
-        rows = getattr(run, table)()
-        if "task" in rows:
-            rows = rows[rows["task"].isin(chosen_tasks(run, options))]
-        of_all = rows
-        if "variant" in rows:
-            rows = rows[rows["variant"].isin(chosen_variants(run, options))]
-        lacking = [name for name in columns if name not in rows or not rows[name].notna().any()]
-        if not lacking:
-            return None
-        nowhere = [name for name in lacking if name not in of_all or not of_all[name].notna().any()]
-        if nowhere:
-            return absent(table, nowhere, command_for(table, columns))
-        return not_of_these(run, options, table, lacking)
-
-    return missing
-
-
-def needs_at(table: Literal["layers", "samples"], column: str) -> Missing:
-    """A chart's `missing`: None where the column has a number at the options' layer."""
-
-    def missing(run: DriftRun, options: ChartOptions) -> str | None:
-        is_there = rows_at(run, options, table)[column].notna().any()
-        return None if is_there else absent(table, [column])
-
-    return missing
-
-
-def needs_scores(
-    rows_of: Callable[[DriftRun, ChartOptions], pd.DataFrame], *columns: str, also: str = "heads"
-) -> Missing:
-    """A chart's `missing`: None where it finds rows to draw in the output table.
-
-    Args:
-        rows_of: the rows that it draws.
-        columns: of the output table, named where there are none.
+        columns: without numbers.
+        command: what adds them, if not what does so in a run where nothing was asked for.
         also: what the spec must give besides.
     """
-
-    def missing(run: DriftRun, options: ChartOptions) -> str | None:
-        if len(rows_of(run, options)):
-            return None
-        return f"needs {', '.join(columns)} of table outputs; with {also} in the spec, `{ANALYZE}` adds them."
-
-    return missing
-
-
-def command_for(table: str, columns: Sequence[str]) -> str:
-    """The command that fills these columns of a table."""
-    asked = (f" --set {_OPTIONS[name]}=true" for name in columns if name in _OPTIONS)
-    return _OWN_COMMANDS.get(table, f"{ANALYZE}{''.join(asked)}")
-
-
-def absent(table: str, columns: Sequence[str], command: str = "") -> str:
-    """The sentence that says which columns have no numbers, and which command adds them."""
     what, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
-    command = command or command_for(table, columns)
-    return f"needs {what} {', '.join(columns)} of table {table}; `{command}` adds {these}."
+    besides = f"with {also} in the spec, " if also else ""
+    command = command or TABLES[table].filled_by(columns)
+    return f"needs {what} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
 
 
-def not_of_these(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str]) -> str:
-    """The sentence that says which columns have numbers for other variants of the run, and none for those chosen.
-
-    No command adds them: an analysis with the same settings leaves these variants out again.
-    """
-    what, has = ("column", "is") if len(columns) == 1 else ("columns", "are")
-    whom = ", ".join(chosen_variants(run, options))
-    return (
-        f"{what} {', '.join(columns)} of table {table} {has} not measured for {whom}; choose another variant."
-    )
+def _without_numbers(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    return [name for name in columns if name not in rows or not rows[name].notna().any()]
 
 
 def _chosen(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> list[str]:
@@ -253,8 +197,7 @@ def _chosen(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> lis
         return list(there)
     for name in named:
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, there)
             raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(there)}", hint=hint)
     if not named:
         raise DataError(f"no {kind} is chosen; the run has {', '.join(there)}")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from driftlens.records.run import DriftRun
+from driftlens.records.schema import SWEEPS
 from driftlens_reports.charts.axes import titled
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, gapped, scatter
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, command_for
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants
 from driftlens_reports.charts.theme import NUMBER, SHARE, TICK_NUMBER, TICK_SHARE, apply_theme, palette
 from driftlens_reports.charts.words import counted, joined, label, literal, ranged, span, themed
 from driftlens_reports.wording import number
@@ -59,7 +60,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     rows = _swept(run, options)
     if len(rows) and _measures(rows, options):
         return None
-    return f"needs a sweep of one setting; `{command_for('sweeps', ())}` adds one."
+    return f"needs a sweep of one setting; `{SWEEPS.command}` adds one."
 
 
 @chart(

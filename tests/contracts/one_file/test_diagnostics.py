@@ -19,7 +19,7 @@ from driftlens.records.run import DriftRun
 from driftlens.records.schema import LAYERS
 from driftlens.records.tables import append_rows, read_table, stored_table
 from driftlens.spec import load_spec
-from driftlens_reports.charts.picking import ChartOptions, absent, unmeasured
+from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 from tests.pipeline.fixtures import finished, light, world
 from tests.pipeline.world import World
 
@@ -133,6 +133,6 @@ def test_rows_that_are_added_without_it_leave_its_values(tmp_path: pathlib.Path)
 
 def test_a_chart_of_it_says_which_command_measures_it(light: DriftRun) -> None:
     command = "driftlens analyze RUN/spec.yaml --out NEW --set metrics.toy=true"
-    said = unmeasured("layers", ["toy_gap"])(light, ChartOptions())
+    said = lacking(light, ChartOptions(), "layers", ["toy_gap"])
     assert said is not None and "toy_gap" in said and "driftlens analyze" in said
     assert command in absent("layers", ["toy_gap"], command)

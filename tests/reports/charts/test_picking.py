@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from driftlens.errors import DataError
-from driftlens.records.run import DriftRun
+from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.charts.axes import layer_axis, layer_title, titled
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows, unmeasured
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
 from driftlens_reports.charts.words import counted, label, literal, ranged, short
+
+CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 
 
 def test_all_tasks_and_all_variants_but_the_base_are_drawn(full: DriftRun) -> None:
@@ -45,10 +47,8 @@ def test_rows_come_by_task_variant_and_layer(full: DriftRun) -> None:
 
 
 def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) -> None:
-    missing = unmeasured("layers", ["final_share"])
-    assert missing(full, ChartOptions()) is None
-    missing = unmeasured("accuracy", ["value", "ci_low"])
-    assert missing(full, ChartOptions(tasks=["cars"])) is None
+    assert lacking(full, ChartOptions(), "layers", ["final_share"]) is None
+    assert lacking(full, ChartOptions(tasks=["cars"]), "accuracy", ["value", "ci_low"]) is None
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,34 @@ def test_what_other_variants_have_is_not_measured_again(name: str, full: DriftRu
 def test_the_sentence_names_every_column_without_numbers_and_the_command_that_fills_them(
     request: pytest.FixtureRequest,
 ) -> None:
-    missing = unmeasured("layers", ["drift_rel", "n", "cka"])
-    assert missing(request.getfixturevalue("unmeasured"), ChartOptions()) == (
+    run = request.getfixturevalue("unmeasured")
+    assert lacking(run, ChartOptions(), "layers", ["drift_rel", "n", "cka"]) == (
         "needs columns drift_rel, cka of table layers; "
         "`driftlens analyze RUN/spec.yaml --out NEW --set metrics.cka=true` adds them."
     )
+
+
+@pytest.mark.parametrize(
+    ("shares", "explained", "chosen", "said"),
+    [
+        ("", "", None, "needs column final_share of table layers; `driftlens explain RUN` adds it."),
+        ("merged", "merged", [CALIBRATED], "`driftlens explain RUN` adds it."),
+        ("merged", "merged", ["merged"], ""),
+        ("merged", "merged", ["base"], "not measured for base; choose another variant."),
+        ("", f"merged {CONTROL} {CALIBRATED}", None, "--set metrics.contributions=true` adds it."),
+    ],
+    ids=["all left out", "one left out", "of others", "of the base", "a part switched off"],
+)
+def test_attribution_that_was_left_out_is_added_to_the_run_itself(
+    shares: str, explained: str, chosen: list[str] | None, said: str, full: DriftRun
+) -> None:
+    """`driftlens explain` passes over variants that have rows with Jacobians, whatever was left out of these."""
+    run, rows = open_run(full.path), full.layers()
+    rows["final_share"] = rows["final_share"].where(rows["variant"].isin(shares.split()))
+    rows["jacobian_samples"] = rows["n"].where(rows["variant"].isin(explained.split()))
+    run._frames["layers"] = rows
+    reason = lacking(run, ChartOptions(variants=chosen), "layers", ["final_share"])
+    assert str(reason or "").endswith(said) and bool(reason) == bool(said)
 
 
 def test_the_layer_axis_always_labels_stem_and_head(full: DriftRun) -> None:

@@ -108,7 +108,7 @@ def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.M
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("driftlens.pipeline.preflight.models.open_checkpoint", fail)
+    monkeypatch.setattr("driftlens.pipeline.study.opening.open_checkpoint", fail)
     with pytest.raises(ZeroDivisionError):
         check(world.spec())
 

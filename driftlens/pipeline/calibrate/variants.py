@@ -24,7 +24,7 @@ from driftlens.pipeline.study.study import Study
 from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.writer import RunWriter
-from driftlens.variants import expert_of, task_of
+from driftlens.variants import expert_of
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def save_variants(
         source = with_parameters(pool.chain, merged, like, parameters)
         with writer.file(relative) as path:
             save_model(
-                models.architecture, _own_form(models), source, path, metadata=weights_metadata(variant, info)
+                models.architecture, models.own_form, source, path, metadata=weights_metadata(variant, info)
             )
 
     if solution.attachments:
@@ -86,7 +86,7 @@ def export_variant(
         SpecError: the base can't be saved in this form.
     """
     model = models.architecture.align(open_checkpoint(saved))
-    save_model(models.architecture, _own_form(models), model, target, metadata=metadata, card=card)
+    save_model(models.architecture, models.own_form, model, target, metadata=metadata, card=card)
 
 
 def require_target(models: OpenModels, target: PathLike) -> None:
@@ -108,13 +108,6 @@ def require_target(models: OpenModels, target: PathLike) -> None:
         )
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise RunError(f"{place} exists already", hint="Choose another path, or remove it first.")
-
-
-def _own_form(models: OpenModels) -> StateSource:
-    """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
-    if models.base is not None:
-        return models.base
-    return models.sources[min(name for name in models.sources if task_of(name) is not None)]
 
 
 def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:

@@ -6,7 +6,7 @@ Rough on purpose: what is counted is what grows with the model and the samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,19 +14,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from driftlens.data.samples import SampleSet
-from driftlens.data.task_data import TaskData
 from driftlens.diagnostic import chosen
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, Pool, pooled
 from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
-from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.study.study import Settings
-from driftlens.records.thumbs import MOST, SIDE
-from driftlens.spec import RunSpec
+from driftlens.records.thumbs import SIDE
 
 FIXED_DISK = 80_000
 """Bytes of a run whatever its size: manifest, layer, parameter and accuracy tables, events (measured)."""
@@ -94,33 +90,10 @@ class Workload:
     batch_size: int
     merged_bytes: int = 0
 
-
-def workload(
-    spec: RunSpec,
-    layers: tuple[LayerCost, ...],
-    data: Mapping[str, TaskData],
-    settings: Settings,
-    *,
-    merged_bytes: int,
-) -> Workload:
-    """The workload of a spec whose data is open; arguments as the attributes of `Workload`."""
-    tasks = {}
-    for task, opened in data.items():
-        splits = opened.calibration(), opened.diagnosis(), opened.test()
-        is_scored = task in spec.heads and opened.test().labels is not None
-        thumbs = min(len(splits[1]), MOST) if opened.has_pictures else 0
-        tested = len(splits[2]) if is_scored else 0
-        tasks[task] = TaskLoad(len(splits[1]), tested, sum(map(len, splits)), thumbs)
-    explained = 1 + len(spec.baselines)
-    return Workload(
-        layers=layers,
-        tasks=tasks,
-        variants=explained + (spec.base is not None),
-        explained=explained,
-        settings=settings,
-        batch_size=spec.data.defaults.batch_size,
-        merged_bytes=merged_bytes,
-    )
+    @property
+    def stored_widths(self) -> list[int]:
+        """Lengths of the pooled vectors that are kept."""
+        return [self.layers[index - 1].width for index in self.settings.stored_layers]
 
 
 @torch.no_grad()
@@ -165,10 +138,7 @@ def _on_meta(layer: Layer, weights: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 def disk_bytes(work: Workload) -> int:
     """Size of the run directory: features in float16, tables, the manifest's sample ids, the merged model."""
-    models, stored = (
-        work.variants + 1,
-        [work.layers[index - 1].width for index in work.settings.stored_layers],
-    )
+    models, stored = work.variants + 1, work.stored_widths
     total = FIXED_DISK + work.merged_bytes
     for task in work.tasks.values():
         rows = work.variants * task.diagnosis
@@ -216,9 +186,8 @@ def operations(work: Workload) -> int:
         total += forward * task.diagnosis * (1 + 2 * work.variants)
         total += forward * min(task.diagnosis, work.batch_size) * (1 + work.variants)
         total += forward * task.test * (1 + work.variants)
-        stored = [work.layers[index - 1].width for index in work.settings.stored_layers]
         for entry in chosen(work.settings.options):
-            total += work.variants * sum(entry.cost(task.diagnosis, width) for width in stored)
+            total += work.variants * sum(entry.cost(task.diagnosis, width) for width in work.stored_widths)
         if work.settings.jacobian is not None:
             samples = min(work.settings.jacobian.samples, task.diagnosis)
             total += (
@@ -344,62 +313,3 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-FORWARDS = 3
-"""Passes through a block per sample: the expert's, the merged one that is listened to, the calibrated one."""
-
-
-def calibration_operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost]) -> int:
-    """Floating-point operations of the solving walk, two per multiply-add.
-
-    Args:
-        plan: of the calibration.
-        pool: for the shapes of the sites.
-        layers: what each layer of the chain costs on one sample.
-    """
-    samples, total = sum(plan.counts.values()), 0
-    for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False):
-        total += FORWARDS * samples * cost.operations
-        shapes = list(_shapes(plan, pool, layer))
-        tokens = _tokens(shapes, cost, pool) * samples
-        for out, width in shapes:
-            through_outputs = 2 * tokens * out * width
-            through_moments = 2 * width * width * (tokens + len(plan.samples) * out)
-            total += tokens * width * width + min(through_outputs, through_moments)
-            total += width**3 // 3 + 2 * out * width * width
-    return total
-
-
-def calibration_memory(
-    plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost], budget: int, batch_size: int
-) -> int:
-    """Peak bytes of the solving walk: solutions, one layer of each model, its moments, the waiting features."""
-    solved, moments, weights = 0, 0, 0
-    for layer, cost in zip(pool.chain.layers, layers, strict=True):
-        shapes = list(_shapes(plan, pool, layer))
-        solved += sum(out * width for out, width in shapes) * pool.dtype.itemsize
-        moments = max(moments, sum(width * width + out * width for out, width in shapes) * 8)
-        weights = max(weights, cost.parameter_bytes)
-    state = max(cost.state_bytes for cost in layers)
-    waiting = min(2 * state * sum(plan.counts.values()), budget)
-    # The saved model is put together from the solutions, which takes them once more.
-    return max(2 * solved, solved + 2 * moments + 4 * weights + waiting + batch_size * state * LIVE_COPIES)
-
-
-def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> Iterator[tuple[int, int]]:
-    """[out, in] of every linear site of the layer that is solved for."""
-    wanted = plan.sites.get(layer.index, ())
-    for site in layer.sites:
-        if site.kind == "linear" and site.name in wanted:
-            slot = layer.parameters[f"{site.name}.weight"]
-            shape = pool.source("merged").headers[slot.key].shape
-            rows = shape[0] if slot.rows is None else slot.rows[1] - slot.rows[0]
-            yield (shape[1], rows) if slot.transposed else (rows, shape[1])
-
-
-def _tokens(shapes: Sequence[tuple[int, int]], cost: LayerCost, pool: ModelPool) -> int:
-    """Rows per sample that a site reads: the narrowest site is as wide as the features."""
-    if not shapes:
-        return 0
-    return max(1, cost.state_bytes // pool.dtype.itemsize // min(width for _, width in shapes))

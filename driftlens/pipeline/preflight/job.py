@@ -14,7 +14,15 @@ from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.chain import Layer
 from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.analyze.phases import suitable_threads
-from driftlens.pipeline.preflight.costs import Cost, LayerCost, estimate, layer_costs, size_text, workload
+from driftlens.pipeline.preflight.costs import (
+    Cost,
+    LayerCost,
+    TaskLoad,
+    Workload,
+    estimate,
+    layer_costs,
+    size_text,
+)
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.tasks import check_data, check_heads, check_ties, score_experts
@@ -27,17 +35,13 @@ from driftlens.pipeline.study.opening import (
     settings_of,
 )
 from driftlens.pipeline.study.suspicion import Finding, suspicions
+from driftlens.records.thumbs import MOST
 from driftlens.spec import RunSpec
 
 __all__ = ["Finding", "Preflight", "preflight"]
 
 
-def preflight(
-    spec: RunSpec,
-    *,
-    deep: bool = False,
-    access: Access = Access(),
-) -> Preflight:
+def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -> Preflight:
     """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
 
     Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read.
@@ -100,11 +104,9 @@ def _quick_gelu_hint(architecture: Architecture) -> str:
     import open_clip
 
     twin = f"{architecture.source.replace('/', '-')}-quickgelu"
-    return (
-        f"OpenAI's weights, and what was fine-tuned from them, need {twin}."
-        if twin in open_clip.list_models()
-        else ""
-    )
+    if twin not in open_clip.list_models():
+        return ""
+    return f"OpenAI's weights, and what was fine-tuned from them, need {twin}."
 
 
 def _check_merge(
@@ -183,11 +185,27 @@ def _cost(
     layers: tuple[LayerCost, ...],
     device: torch.device,
 ) -> Cost:
-    paths = [layer.path for layer in models.architecture.chain.layers]
-    settings = settings_of(spec, select_layers(paths, spec.layers.select))
-    shape = models.base if models.base is not None else next(iter(models.sources.values()))
-    saved = 0 if spec.merge is None else sum(header.nbytes for header in shape.headers.values())
-    work = workload(spec, layers, data, settings, merged_bytes=saved)
+    tasks = {}
+    for task, opened in data.items():
+        diagnosis, test = opened.diagnosis(), opened.test()
+        is_scored = task in spec.heads and test.labels is not None
+        tasks[task] = TaskLoad(
+            diagnosis=len(diagnosis),
+            test=len(test) if is_scored else 0,
+            ids=len(opened.calibration()) + len(diagnosis) + len(test),
+            thumbs=min(len(diagnosis), MOST) if opened.has_pictures else 0,
+        )
+    saved = 0 if spec.merge is None else sum(header.nbytes for header in models.own_form.headers.values())
+    explained = 1 + len(spec.baselines)
+    work = Workload(
+        layers=layers,
+        tasks=tasks,
+        variants=explained + (spec.base is not None),
+        explained=explained,
+        settings=settings_of(spec, models.architecture.chain),
+        batch_size=spec.data.defaults.batch_size,
+        merged_bytes=saved,
+    )
     sample = next(iter(data.values())).diagnosis()
     return estimate(work, sample, device, getattr(torch, spec.compute.dtype))
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator, Sequence
 
 from driftlens.access import Access
+from driftlens.engine.pool import ModelPool
 from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
+from driftlens.models.chain import Layer
 from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibration
-from driftlens.pipeline.calibrate.plan import untouched_but_moved
+from driftlens.pipeline.calibrate.plan import CalibrationPlan, untouched_but_moved
 from driftlens.pipeline.calibrate.request import CalibrationRequest
 from driftlens.pipeline.calibrate.variants import require_target
 from driftlens.pipeline.preflight.costs import (
+    LIVE_COPIES,
     Cost,
     LayerCost,
     TaskLoad,
     Workload,
-    calibration_memory,
-    calibration_operations,
     estimate,
     layer_costs,
     memory_bytes,
@@ -26,6 +28,9 @@ from driftlens.pipeline.preflight.costs import (
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.reopening import require_same_samples
 from driftlens.records.lock import require_unlocked
+
+FORWARDS = 3
+"""Passes through a block per sample: the expert's, the merged one that is listened to, the calibrated one."""
 
 
 def rehearse(
@@ -81,32 +86,12 @@ def _shown(value: object) -> str:
 
 
 def _cost(opened: OpenCalibration) -> Cost:
-    study, plan = opened.study, opened.plan
+    """Of the solving walk, and of the analysis behind it: of its variants alone, as the run has the base's drift."""
+    study, plan, pool = opened.study, opened.plan, opened.study.pool
     first = next(iter(study.tasks.values())).diagnosis
-    layers = layer_costs(opened.models.architecture, first.load([0]), study.pool.dtype, study.settings.pool)
-    work = _analysis(opened, layers, first.batch_size)
-    found = estimate(
-        work,
-        first,
-        study.pool.device,
-        study.pool.dtype,
-        more_operations=calibration_operations(plan, study.pool, layers),
-        more_samples=sum(plan.counts.values()),
-    )
-    budget = study.settings.feature_budget
-    solving = calibration_memory(plan, study.pool, layers, budget, first.batch_size)
-    return dataclasses.replace(
-        found,
-        memory_bytes=found.memory_bytes + max(0, solving - memory_bytes(work)),
-    )
-
-
-def _analysis(opened: OpenCalibration, layers: tuple[LayerCost, ...], batch_size: int) -> Workload:
-    """The analysis behind the calibration: of its variants alone, as the run has the base's drift."""
-    study, plan = opened.study, opened.plan
-    source = study.pool.source("merged") if opened.models.base is None else opened.models.base
-    size = sum(header.nbytes for header in source.headers.values())
-    return Workload(
+    layers = layer_costs(opened.models.architecture, first.load([0]), pool.dtype, study.settings.pool)
+    source = pool.source("merged") if opened.models.base is None else opened.models.base
+    work = Workload(
         layers=layers,
         tasks={
             task: TaskLoad(len(at.diagnosis), 0 if at.test is None or at.head is None else len(at.test), 0)
@@ -115,9 +100,61 @@ def _analysis(opened: OpenCalibration, layers: tuple[LayerCost, ...], batch_size
         variants=len(plan.variants),
         explained=len(plan.variants),
         settings=study.settings,
-        batch_size=batch_size,
-        merged_bytes=size * len(plan.variants),
+        batch_size=first.batch_size,
+        merged_bytes=len(plan.variants) * sum(header.nbytes for header in source.headers.values()),
     )
+    more = {"more_operations": _operations(plan, pool, layers), "more_samples": sum(plan.counts.values())}
+    found = estimate(work, first, pool.device, pool.dtype, **more)
+    solving = _memory_bytes(plan, pool, work)
+    return dataclasses.replace(found, memory_bytes=found.memory_bytes + max(0, solving - memory_bytes(work)))
+
+
+def _operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost]) -> int:
+    """Floating-point operations of the solving walk, two per multiply-add."""
+    samples, total = sum(plan.counts.values()), 0
+    for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False):
+        total += FORWARDS * samples * cost.operations
+        shapes = list(_shapes(plan, pool, layer))
+        tokens = _tokens(shapes, cost, pool) * samples
+        for out, width in shapes:
+            through_outputs = 2 * tokens * out * width
+            through_moments = 2 * width * width * (tokens + len(plan.samples) * out)
+            total += tokens * width * width + min(through_outputs, through_moments)
+            total += width**3 // 3 + 2 * out * width * width
+    return total
+
+
+def _memory_bytes(plan: CalibrationPlan, pool: ModelPool, work: Workload) -> int:
+    """Peak bytes of the solving walk: solutions, one layer of each model, its moments, the waiting features."""
+    solved, moments, weights = 0, 0, 0
+    for layer, cost in zip(pool.chain.layers, work.layers, strict=True):
+        shapes = list(_shapes(plan, pool, layer))
+        solved += sum(out * width for out, width in shapes) * pool.dtype.itemsize
+        moments = max(moments, sum(width * width + out * width for out, width in shapes) * 8)
+        weights = max(weights, cost.parameter_bytes)
+    state = max(cost.state_bytes for cost in work.layers)
+    waiting = min(2 * state * sum(plan.counts.values()), work.settings.feature_budget)
+    # The saved model is put together from the solutions, which takes them once more.
+    active = work.batch_size * state * LIVE_COPIES
+    return max(2 * solved, solved + 2 * moments + 4 * weights + waiting + active)
+
+
+def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> Iterator[tuple[int, int]]:
+    """[out, in] of every linear site of the layer that is solved for."""
+    wanted = plan.sites.get(layer.index, ())
+    for site in layer.sites:
+        if site.kind == "linear" and site.name in wanted:
+            slot = layer.parameters[f"{site.name}.weight"]
+            shape = pool.source("merged").headers[slot.key].shape
+            rows = shape[0] if slot.rows is None else slot.rows[1] - slot.rows[0]
+            yield (shape[1], rows) if slot.transposed else (rows, shape[1])
+
+
+def _tokens(shapes: Sequence[tuple[int, int]], cost: LayerCost, pool: ModelPool) -> int:
+    """Rows per sample that a site reads: the narrowest site is as wide as the features."""
+    if not shapes:
+        return 0
+    return max(1, cost.state_bytes // pool.dtype.itemsize // min(width for _, width in shapes))
 
 
 def _require_room(folder: pathlib.Path, cost: Cost) -> None:

@@ -15,18 +15,13 @@ from driftlens.models.chain import LayerChain
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.opening import OpenModels, classes_of, open_data, open_heads
-from driftlens.pipeline.study.study import Study, TaskSamples
-from driftlens.pipeline.study.suspicion import Finding, problem
+from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
-from driftlens.spec import FileHead, RunSpec, TextHead
+from driftlens.spec import RunSpec, TextHead
 
 
 def check_data(
-    spec: RunSpec,
-    preprocess: Callable[[list[Any]], Any] | None,
-    checks: Preflight,
-    *,
-    access: Access,
+    spec: RunSpec, preprocess: Callable[[list[Any]], Any] | None, checks: Preflight, *, access: Access
 ) -> dict[str, TaskData]:
     """The data of every task that can be opened; the others become findings.
 
@@ -49,11 +44,26 @@ def check_data(
         if data is not None:
             opened[task] = data
             _describe(data, checks)
-    for split, counts in _counts(opened).items():
+    splits = {  # test sets differ in size by nature
+        "calibration": {task: len(data.calibration()) for task, data in opened.items()},
+        "diagnosis": {task: len(data.diagnosis()) for task, data in opened.items()},
+    }
+    for split, counts in splits.items():
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{task} {count}" for task, count in counts.items())
             checks.notice("data", f"tasks have different numbers of {split} samples: {listed}")
     return opened
+
+
+def _describe(data: TaskData, checks: Preflight) -> None:
+    subject = f"data of {data.task}"
+    counts = (
+        f"{len(data.calibration())} calibration, {len(data.diagnosis())} diagnosis, {len(data.test())} test"
+    )
+    classes = f", {len(data.class_names)} classes" if data.class_names is not None else ", no labels"
+    checks.ok(subject, f"{counts} samples{classes}")
+    for text in data.notices:
+        checks.notice(subject, text)
 
 
 def check_heads(
@@ -68,9 +78,9 @@ def check_heads(
         width: of the final features, if known.
         checks: where findings go.
     """
-    prompted = [task for task, entry in spec.heads.items() if isinstance(entry, TextHead)]
+    named = {task: opened.class_names for task, opened in data.items()}
     base = models.base
-    if prompted and base is not None:
+    if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
         checks.attempt("text tower", lambda: models.architecture.text_tower(base))
     for task in spec.tasks:
         entry, subject = spec.heads.get(task), f"head of {task}"
@@ -78,77 +88,27 @@ def check_heads(
             checks.ok(subject, "none, so there will be no scores and no accuracy")
         elif entry.classes is None and task not in data:
             continue  # what the data would have named is unknown, and its own problem is filed
-        elif isinstance(entry, FileHead):
-            _check_file_head(spec, task, models, data, width, checks)
+        elif isinstance(entry, TextHead) and spec.base is not None:  # to read the prompts would take long
+            names = checks.attempt(subject, partial(classes_of, task, entry, named.get(task)))
+            if names is not None:
+                checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
         else:
-            _check_text_head(spec, task, entry, models, data, checks)
+            alone = spec.model_copy(update={"heads": {task: entry}})
+            heads = checks.attempt(subject, partial(open_heads, alone, models, named))
+            if heads is not None:
+                _check_width(task, heads[task], width, checks)
 
 
-def _check_file_head(
-    spec: RunSpec,
-    task: str,
-    models: OpenModels,
-    data: Mapping[str, TaskData],
-    width: int | None,
-    checks: Preflight,
-) -> None:
-    subject = f"head of {task}"
-    head = checks.attempt(subject, lambda: _open_head(spec, task, models, data))
-    if head is None:
-        return
+def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
     rows, columns = head.embeddings.shape
-    if width is not None and columns != width:
-        error = DataError(
-            f"the class embeddings of {task} have {columns} entries, the models' features have {width}",
-            hint=f"heads.{task}.file was made with another CLIP; make it with this base's text tower.",
-        )
-        checks.problem(subject, error)
-    else:
-        checks.ok(subject, f"{rows} class embeddings of {columns} entries")
-
-
-def _check_text_head(
-    spec: RunSpec,
-    task: str,
-    entry: TextHead,
-    models: OpenModels,
-    data: Mapping[str, TaskData],
-    checks: Preflight,
-) -> None:
-    subject = f"head of {task}"
-    if spec.base is None:
-        checks.attempt(
-            subject, lambda: _open_head(spec, task, models, data)
-        )  # says what to do without a base
+    if width is None or columns == width:
+        checks.ok(f"head of {task}", f"{rows} class embeddings of {columns} entries")
         return
-    named = data[task].class_names if task in data else None
-    names = checks.attempt(subject, lambda: classes_of(task, entry, named))
-    if names is not None:
-        checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
-
-
-def _open_head(spec: RunSpec, task: str, models: OpenModels, data: Mapping[str, TaskData]) -> Any:
-    alone = spec.model_copy(update={"heads": {task: spec.heads[task]}})
-    return open_heads(alone, models, {name: opened.class_names for name, opened in data.items()})[task]
-
-
-def _describe(data: TaskData, checks: Preflight) -> None:
-    subject = f"data of {data.task}"
-    counts = (
-        f"{len(data.calibration())} calibration, {len(data.diagnosis())} diagnosis, {len(data.test())} test"
+    error = DataError(
+        f"the class embeddings of {task} have {columns} entries, the models' features have {width}",
+        hint=f"heads.{task}.file was made with another CLIP; make it with this base's text tower.",
     )
-    classes = f", {len(data.class_names)} classes" if data.class_names is not None else ", no labels"
-    checks.ok(subject, f"{counts} samples{classes}")
-    for text in data.notices:
-        checks.notice(subject, text)
-
-
-def _counts(opened: Mapping[str, TaskData]) -> dict[str, dict[str, int]]:
-    """Samples per split and task; test sets differ in size by nature."""
-    return {
-        "calibration": {task: len(data.calibration()) for task, data in opened.items()},
-        "diagnosis": {task: len(data.diagnosis()) for task, data in opened.items()},
-    }
+    checks.problem(f"head of {task}", error)
 
 
 Row = Mapping[str, object]
@@ -161,7 +121,11 @@ def score_experts(study: Study, checks: Preflight) -> None:
         study: opened; the merged model need not be there yet.
         checks: where findings go.
     """
-    scored = {task: _on_diagnosis(samples) for task, samples in study.tasks.items()}
+    # In place of the test set, which may be large.
+    scored = {
+        task: dataclasses.replace(at, test=at.diagnosis if at.diagnosis.labels is not None else None)
+        for task, at in study.tasks.items()
+    }
     study = dataclasses.replace(study, tasks=scored)
     variants = ["expert", *(["base"] if study.has_base else [])]
     for task in study.tasks:
@@ -174,18 +138,10 @@ def score_experts(study: Study, checks: Preflight) -> None:
             continue
         head = study.tasks[task].head
         assert head is not None  # there are no rows without
-        checks.findings.append(
-            _judged(subject, {str(row["variant"]): row for row in rows}, len(head.classes))
-        )
+        _judge(checks, subject, {str(row["variant"]): row for row in rows}, len(head.classes))
 
 
-def _on_diagnosis(samples: TaskSamples) -> TaskSamples:
-    """The same with the diagnosis samples in place of the test set, which may be large."""
-    labelled = samples.diagnosis if samples.diagnosis.labels is not None else None
-    return dataclasses.replace(samples, test=labelled)
-
-
-def _judged(subject: str, rows: Mapping[str, Row], num_classes: int) -> Finding:
+def _judge(checks: Preflight, subject: str, rows: Mapping[str, Row], num_classes: int) -> None:
     expert, chance = rows["expert"], 1 / num_classes
     text = f"the {subject} scores {_score(expert)} on {expert['n']} samples of its own task"
     if num_classes > 1 and cast(float, expert["ci_low"]) <= chance:
@@ -193,13 +149,14 @@ def _judged(subject: str, rows: Mapping[str, Row], num_classes: int) -> Finding:
             f"{text}, which can't be told from guessing among {num_classes} classes ({chance:.1%})",
             hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
         )
-        return problem(subject, error)
-    if "base" not in rows:
-        return Finding("ok", subject, text)
-    text += f", the base {_score(rows['base'])}"
-    if cast(float, expert["value"]) > cast(float, rows["base"]["value"]):
-        return Finding("ok", subject, text)
-    return Finding("notice", subject, f"{text}: no better", "Was it fine-tuned on this task?")
+        checks.problem(subject, error)
+    elif "base" not in rows:
+        checks.ok(subject, text)
+    elif cast(float, expert["value"]) > cast(float, rows["base"]["value"]):
+        checks.ok(subject, f"{text}, the base {_score(rows['base'])}")
+    else:
+        text += f", the base {_score(rows['base'])}: no better"
+        checks.notice(subject, text, "Was it fine-tuned on this task?")
 
 
 def _score(row: Row) -> str:

@@ -287,9 +287,8 @@ def save_merge(
     entry = merge_methods[method]
     record = entry.record(entry.resolve(parameters))
     record["parameters"] = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
-    shape = models.base if models.base is not None else next(iter(models.sources.values()))
     metadata = {f"merge_{name}": value for name, value in record.items()}
-    save_model(models.architecture, shape, source, path, metadata=metadata)
+    save_model(models.architecture, models.own_form, source, path, metadata=metadata)
 
 
 def merge_of(

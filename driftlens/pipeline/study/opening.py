@@ -18,12 +18,13 @@ from driftlens.engine.pool import ModelPool
 from driftlens.errors import SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
+from driftlens.models.chain import LayerChain
 from driftlens.models.heads import ScoreMap, class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve
 from driftlens.spec import FileHead, RunSpec, TextHead
-from driftlens.variants import baseline, expert_of
+from driftlens.variants import baseline, expert_of, task_of
 
 
 @dataclass(frozen=True)
@@ -42,35 +43,64 @@ class OpenModels:
     sources: Mapping[str, StateSource]
     origins: Mapping[str, str]
 
+    @property
+    def own_form(self) -> StateSource:
+        """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
+        if self.base is not None:
+            return self.base
+        return self.sources[min(name for name in self.sources if task_of(name) is not None)]
 
-def open_models(spec: RunSpec, access: Access = Access()) -> OpenModels:
+
+Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
+"""(name in the pool, opens the model) -> the model, or None where it is to be left out."""
+
+
+def open_models(
+    spec: RunSpec,
+    access: Access = Access(),
+    *,
+    architecture: Architecture | None = None,
+    attempt: Attempt = lambda name, opened: opened(),
+) -> OpenModels:
     """All checkpoints that the spec names; the merged model only if it is a file.
+
+    Args:
+        spec: the run.
+        access: what may be used.
+        architecture: of all of them, where it is loaded already.
+        attempt: opens one after the other, the base first; may do without one that is broken.
 
     Raises:
         CheckpointError: a file is missing, damaged or unsafe to read.
         IncompatibleModelsError: a checkpoint is of another architecture.
         SpecError: the loader is not there yet.
     """
-    architecture = load_architecture(
+    known = architecture or load_architecture(
         spec.architecture.loader, spec.architecture.source or "", offline=access.offline
     )
     origins = origins_of(spec)
-    base = None if spec.base is None else open_checkpoint(spec.base.weights, offline=access.offline)
-    canonical = None if base is None else architecture.align(base)
-    sources = {} if canonical is None else {"base": canonical}
-    for name in (name for name in origins if name != "base"):
-        opened = open_checkpoint(origins[name], base=base, offline=access.offline)
-        sources[name] = architecture.align(opened, fallback=canonical)
-    return OpenModels(architecture, base, sources, origins)
+    base: StateSource | None = None
+    sources: dict[str, StateSource] = {}
+    for name, place in origins.items():
+
+        def opened(name: str = name, place: str = place) -> StateSource:
+            nonlocal base
+            stored = open_checkpoint(place, base=base, offline=access.offline)
+            if name == "base":
+                base = stored
+            return known.align(stored, fallback=sources.get("base"))
+
+        if (source := attempt(name, opened)) is not None:
+            sources[name] = source
+    return OpenModels(known, base, sources, {name: origins[name] for name in sources})
 
 
 def origins_of(spec: RunSpec) -> dict[str, str]:
     """Where the weights of every model of a spec lie, by name in the pool, the base first."""
-    entries = {"base": spec.base} if spec.base is not None else {}
-    entries |= {expert_of(task): entry for task, entry in spec.experts.items()}
+    entries = {expert_of(task): entry for task, entry in spec.experts.items()}
     entries |= {baseline(name): entry for name, entry in spec.baselines.items()}
-    entries |= {"merged": spec.merged} if spec.merged is not None else {}
-    return {name: entry.weights for name, entry in entries.items()}
+    named = {"base": spec.base, **entries, "merged": spec.merged}
+    return {name: entry.weights for name, entry in named.items() if entry is not None}
 
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
@@ -130,9 +160,14 @@ def open_heads(
         classes = classes_of(task, entry, data.get(task))
         if isinstance(entry, FileHead):
             heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
-        else:
-            tower = tower or _text_tower(models, task)
-            heads[task] = text_head(tower, classes, entry.templates)
+            continue
+        if models.base is None:
+            raise SpecError(
+                f"heads.{task}: templates are read by the base's text tower, and there is no base",
+                hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
+            )
+        tower = tower or models.architecture.text_tower(models.base)
+        heads[task] = text_head(tower, classes, entry.templates)
     return heads
 
 
@@ -152,15 +187,6 @@ def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | N
     return class_names(names)
 
 
-def _text_tower(models: OpenModels, task: str) -> TextTower:
-    if models.base is None:
-        raise SpecError(
-            f"heads.{task}: templates are read by the base's text tower, and there is no base",
-            hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
-        )
-    return models.architecture.text_tower(models.base)
-
-
 def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
     """Everything the spec names, opened and compared; the merged model is still missing if the spec asks for a merge.
 
@@ -177,43 +203,30 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     """
     models = open_models(spec, access)
     pool = open_pool(spec, models, device=access.device)
-    stored = select_layers([layer.path for layer in pool.chain.layers], spec.layers.select)
-    data = _open_data(spec, models, access=access)
+    settings = settings_of(spec, pool.chain)
+    preprocess = models.architecture.preprocess
+    assert preprocess is not None  # every loader that a spec can name brings one
+    data = {task: open_data(spec, task, preprocess, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
-    tasks = {task: _task_samples(data[task], heads.get(task)) for task in spec.tasks}
-    variants = (
-        *(["base"] if spec.base is not None else []),
-        "merged",
-        *map(baseline, spec.baselines),
-    )
+    calibration = {task: opened.calibration().ids for task, opened in data.items()}
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
     notices += dtype_notices(models)
-    notices += unequal_counts(
-        {task: len(opened.calibration()) for task, opened in data.items()}, "calibration"
-    )
+    notices += unequal_counts({task: len(ids) for task, ids in calibration.items()}, "calibration")
     notices += unequal_counts({task: len(opened.diagnosis()) for task, opened in data.items()}, "diagnosis")
     study = Study(
         name=spec.name,
         pool=pool,
-        variants=variants,
-        tasks=tasks,
-        settings=settings_of(spec, stored),
+        variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
+        tasks={task: _task_samples(opened, heads.get(task)) for task, opened in data.items()},
+        settings=settings,
         seed=spec.data.defaults.seed,
         notices=tuple(dict.fromkeys(notices)),
         provenance=models.origins,
-        calibration={task: opened.calibration().ids for task, opened in data.items()},
+        calibration=calibration,
         architecture={"loader": models.architecture.loader, "source": models.architecture.source},
-        preprocessing=""
-        if models.architecture.preprocess is None
-        else models.architecture.preprocess.backend,
+        preprocessing=preprocess.backend,
     )
     return study, models
-
-
-def _open_data(spec: RunSpec, models: OpenModels, *, access: Access) -> dict[str, TaskData]:
-    preprocess = models.architecture.preprocess
-    assert preprocess is not None  # every loader that a spec can name brings one
-    return {task: open_data(spec, task, preprocess, access=access) for task in spec.tasks}
 
 
 def open_data(
@@ -234,12 +247,8 @@ def open_data(
     entry, head = spec.data.tasks.get(task), spec.heads.get(task)
     if entry is None:
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
-    named = _named_classes(head) if head is not None else None
+    named = None if head is None or head.classes is None else class_names(head.classes)
     return open_task_data(task, entry, spec.data.defaults, preprocess, head_classes=named, access=access)
-
-
-def _named_classes(head: FileHead | TextHead) -> tuple[str, ...] | None:
-    return None if head.classes is None else class_names(head.classes)
 
 
 def _task_samples(data: TaskData, head: ScoreMap | None) -> TaskSamples:
@@ -253,25 +262,25 @@ def _task_samples(data: TaskData, head: ScoreMap | None) -> TaskSamples:
     )
 
 
-def settings_of(spec: RunSpec, stored: list[int]) -> Settings:
-    """What a spec asks to be computed; `stored` are indices of the layers to keep."""
-    jacobian = spec.metrics.jacobian
+def settings_of(spec: RunSpec, chain: LayerChain) -> Settings:
+    """What a spec asks to be computed.
+
+    Raises:
+        LayerNotFoundError: `layers.select` matches nothing.
+    """
+    metrics, jacobian = spec.metrics, None
+    if metrics.jacobian is not False:
+        jacobian = JacobianSettings(
+            **metrics.jacobian.model_dump(),
+            contributions=metrics.contributions,
+            prefix=metrics.prefix,
+            seed=spec.data.defaults.seed,
+        )
     return Settings(
         pool=spec.layers.pool,
-        stored_layers=frozenset(stored),
-        options=spec.metrics.options,
-        jacobian=None
-        if jacobian is False
-        else JacobianSettings(
-            nodes=jacobian.nodes,
-            max_nodes=jacobian.max_nodes,
-            tolerance=jacobian.tolerance,
-            samples=jacobian.samples,
-            spectral=jacobian.spectral,
-            contributions=spec.metrics.contributions,
-            prefix=spec.metrics.prefix,
-            seed=spec.data.defaults.seed,
-        ),
+        stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
+        options=metrics.options,
+        jacobian=jacobian,
         feature_budget=spec.compute.feature_budget,
         deterministic=spec.compute.deterministic,
     )
@@ -294,10 +303,9 @@ def dtype_notices(models: OpenModels) -> list[str]:
     """That the checkpoints are stored in different dtypes, if they are."""
     found: dict[str, list[str]] = {}
     for name, source in models.sources.items():
-        for key in models.architecture.chain.parameter_keys():
-            dtype = str(source.headers[key].dtype).removeprefix("torch.")
-            if name not in found.setdefault(dtype, []):
-                found[dtype].append(name)
+        keys = models.architecture.chain.parameter_keys()
+        for dtype in {str(source.headers[key].dtype).removeprefix("torch.") for key in keys}:
+            found.setdefault(dtype, []).append(name)
     if len(found) < 2:
         return []
     listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(found.items()))

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.site_rows import rows_and_output
-from driftlens.errors import CheckpointError, DriftLensError, NumericsError, RunError, ShapeError, SpecError
+from driftlens.errors import (
+    Cancelled,
+    CheckpointError,
+    DriftLensError,
+    NumericsError,
+    RunError,
+    ShapeError,
+    SpecError,
+)
 from driftlens.merging.method import Reads, merge_methods
 from driftlens.models.sources import TensorsSource
 from driftlens.pipeline.study import merging
 from driftlens.pipeline.study.merging import merged_source, site_moments
+from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.registry import Registry
 from driftlens.variants import expert_of
 from tests.merging.applying import Tensors, open_models, random_model, study_of
@@ -143,6 +152,31 @@ def test_the_file_that_holds_nan_is_named_whatever_is_read(reads: Reads) -> None
     study = study_of(models) if reads == "moments" else None
     with pytest.raises(NumericsError, match=r"^b: tensor 'blocks\.1\.up\.weight'"):
         merged_source(models, filed(toy, reads), {}, study)
+
+
+@pytest.mark.parametrize("reads", ["entry", "site", "model"])
+def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
+    reads: Reads, tmp_path: pathlib.Path
+) -> None:
+    def toy(base: Tensors, experts: dict[str, Tensors]) -> Any:
+        found = {name: experts["b"][name] for name in base}
+        return found.items() if reads == "model" else found
+
+    models, events, token = open_models(BASE, EXPERTS), [], CancelToken()
+    method = filed(toy, reads)
+    merged_source(models, method, {}, reporter=Reporter(events.append))
+    done = [event.done for event in events]
+    assert done == sorted(done) and set(done) == set(range(len(BASE) + 1))
+    assert {event.total for event in events} == {len(BASE)}
+
+    def stop(event: ProgressEvent) -> None:
+        if event.done == 5:
+            token.cancel()
+
+    reporter = Reporter(stop, token)
+    with pytest.raises(Cancelled):
+        merged_source(models, method, {}, beside=tmp_path / "merged.safetensors", reporter=reporter)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(

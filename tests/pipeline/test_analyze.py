@@ -11,7 +11,11 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.errors import Cancelled
+from driftlens.pipeline.analyze.job import analyze
+from driftlens.progress import CancelToken, ProgressEvent
 from driftlens.records.intervals import share_intervals
+from driftlens.records.listing import find_runs
 from driftlens.records.run import DriftRun
 from tests.pipeline.library import Library, norms, stacked
 from tests.pipeline.world import CLASSES, DEPTH, NUM_TEST, TASKS, World
@@ -306,3 +310,19 @@ def test_an_analysis_leaves_torchs_own_settings_alone(world: World, tmp_path: pa
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+def test_a_merge_that_was_cancelled_on_its_way_goes_on(
+    world: World, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    spec, out, token = world.spec(metrics={"jacobian": False}), tmp_path / "run", CancelToken()
+
+    def stop(event: ProgressEvent) -> None:
+        if event.phase == "merge" and event.done == 3:
+            token.cancel()
+
+    with pytest.raises(Cancelled):
+        analyze(spec, out=out, on_progress=stop, cancel=token)
+    assert find_runs(out)[0].state == "cancelled" and not list(out.rglob("*.safetensors"))
+    run = analyze(spec, out=out, resume=True)
+    pd.testing.assert_frame_equal(run.layers(), light.layers())

@@ -88,7 +88,7 @@ def analyze(
             if finding.level == "notice":
                 writer.notice(finding.text)
         if resolved.merge is not None:
-            _merge(writer, resolved, study, models)
+            _merge(writer, resolved, study, models, reporter)
         run_phases(writer, study, reporter, attribution=attribution)
     return open_run(out)
 
@@ -115,7 +115,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     require_same_models(manifest, study, reporter)
 
 
-def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -> None:
+def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: Reporter) -> None:
     assert spec.merge is not None
     merge = spec.merge
     method, settings = merge_of(spec, merge.method, merge.parameters)
@@ -123,7 +123,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels) -
 
     def save() -> None:
         with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
-            save_merge(models, merge.method, merge.parameters, path, study)
+            save_merge(models, merge.method, merge.parameters, path, study, reporter)
 
     run_phase(writer, "merge", save)
     saved = open_checkpoint(writer.folder / MERGED_FILE)

@@ -90,9 +90,8 @@ class CalibrationPlan:
             SpecError: it chose what can't be.
             Cancelled: somebody asked to stop.
         """
-        calibrator, selection = choose.choose(
-            _with_samples(study, self.samples), self.calibrator, self.sites, reporter
-        )
+        shown = study.blinded(self.samples)
+        calibrator, selection = choose.choose(shown, self.calibrator, self.sites, reporter)
         calibrator.check(has_base=study.has_base)
         selection = {**selection, "preset": self.preset}
         if selection.get("is_merged_kept"):
@@ -247,20 +246,6 @@ def _beginning(samples: SampleSet | None, count: int | None, task: str) -> Sampl
         return samples
     labels = None if samples.labels is None else samples.labels[:count]
     return dataclasses.replace(samples, ids=samples.ids[:count], labels=labels)
-
-
-def _with_samples(study: Study, samples: Mapping[str, SampleSet]) -> Study:
-    """The study as a chooser may see it: calibration samples, without labels and test samples."""
-    tasks = {
-        task: dataclasses.replace(
-            at_hand,
-            test=None,
-            diagnosis=dataclasses.replace(samples[task], labels=None),
-            calibration=dataclasses.replace(samples[task], labels=None),
-        )
-        for task, at_hand in study.tasks.items()
-    }
-    return dataclasses.replace(study, tasks=tasks)
 
 
 def _top_layers(run: DriftRun, count: int) -> list[int]:

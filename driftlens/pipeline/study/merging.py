@@ -29,9 +29,11 @@ from driftlens.models.export import save_model
 from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool, open_study
 from driftlens.pipeline.study.study import Study
+from driftlens.progress import Reporter
 from driftlens.spec import RunSpec
 from driftlens.variants import expert_of, task_of
 
+PHASE = "merge"
 PIECE = 2**22
 """Entries that an `entry` method gets at a time: of twenty experts' largest tensors there may be no room for one."""
 
@@ -95,6 +97,7 @@ def merged_source(
     study: Study | None = None,
     *,
     beside: PathLike | None = None,
+    reporter: Reporter | None = None,
 ) -> StateSource:
     """The experts of a spec, merged by what the method reads at a time; the result waits on disk to be read.
 
@@ -104,8 +107,10 @@ def merged_source(
         parameters: of the method; what is left out is as the method says.
         study: the same, opened with its samples; only methods that run models need it.
         beside: on whose disk the result waits, in files without a name; left out, where temporary files are.
+        reporter: told of every part of a tensor; may cancel.
 
     Raises:
+        Cancelled: somebody asked to stop.
         SpecError: no such method, or as for `MergeMethod.resolve`.
         NumericsError: a tensor of the base or of an expert is NaN or infinite; names the file.
         CheckpointError: the method gave a tensor that the models don't have.
@@ -125,6 +130,8 @@ def merged_source(
     name = f"{entry.title} of {', '.join(sorted(experts))}"
     tensors = _on_disk(start, beside)
     missing = {key: tensors[key].numel() for key in at_hand.base}
+    total, reporter = len(missing), reporter or Reporter()
+    reporter.step(PHASE, 0, total)
     with torch.set_grad_enabled(entry.reads == "samples"):
         for slot, value in _parts(entry, settings, at_hand, models.architecture.chain, study):
             require_key(start, slot.key)
@@ -134,6 +141,7 @@ def merged_source(
                 raise ShapeError(f"{name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
             place.copy_(value.detach())
             missing[slot.key] -= value.numel()
+            reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
     for key, count in missing.items():
         if count:
             raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
@@ -172,7 +180,10 @@ def _parts(
     elif entry.reads_sites:
         yield from _sites(entry, settings, models, chain, study)
     else:
-        more = () if study is None or entry.reads == "model" else (_unlabelled(study),)
+        more: tuple[Study, ...] = ()
+        if study is not None and entry.reads == "samples":
+            given = {task: at.calibration for task, at in study.tasks.items() if at.calibration is not None}
+            more = (study.blinded(given),)
         for key, value in entry.function(models.base, models.experts, *more, **settings):
             yield Slot(key), value
 
@@ -258,16 +269,6 @@ def site_moments(study: Study) -> Iterator[tuple[Layer, dict[str, dict[str, Tens
         yield layer, found
 
 
-def _unlabelled(study: Study) -> Study:
-    """The study with no samples but those for calibration, and no labels."""
-    tasks = {}
-    for task, at in study.tasks.items():
-        assert at.calibration is not None  # `MergeMethod.resolve` has looked
-        samples = dataclasses.replace(at.calibration, labels=None)
-        tasks[task] = dataclasses.replace(at, diagnosis=samples, calibration=samples, test=None, picture=None)
-    return dataclasses.replace(study, tasks=tasks)
-
-
 @exact_products()
 def save_merge(
     models: OpenModels,
@@ -275,6 +276,7 @@ def save_merge(
     parameters: Mapping[str, object],
     path: PathLike,
     study: Study | None = None,
+    reporter: Reporter | None = None,
 ) -> None:
     """Merge and write the result in the format of the base.
 
@@ -283,7 +285,7 @@ def save_merge(
         RunError: the path can't be written to.
         DriftLensError: as for `merged_source`.
     """
-    source = merged_source(models, method, parameters, study, beside=path)
+    source = merged_source(models, method, parameters, study, beside=path, reporter=reporter)
     entry = merge_methods[method]
     record = entry.record(entry.resolve(parameters))
     record["parameters"] = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())

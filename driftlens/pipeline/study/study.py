@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from driftlens.data.samples import SampleSet
@@ -100,3 +100,11 @@ class Study:
     def explained_variants(self) -> tuple[str, ...]:
         """Variants whose drift is traced back to layers: all but the base, which nobody wants to repair."""
         return tuple(variant for variant in self.variants if variant != "base")
+
+    def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
+        """The study with these calibration samples and no others, and without labels: as it is shown to methods."""
+        tasks = {}
+        for task, at in self.tasks.items():
+            shown = replace(samples[task], labels=None)
+            tasks[task] = replace(at, diagnosis=shown, calibration=shown, test=None, picture=None)
+        return replace(self, tasks=tasks)

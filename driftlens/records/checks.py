@@ -11,15 +11,17 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.errors import ChecksFailedError
-from driftlens.records.check_rows import Absent, Selection, select
+from driftlens.errors import ChecksFailedError, LayerNotFoundError
+from driftlens.records.compare import drift_changes
 from driftlens.records.run import DriftRun
+from driftlens.records.schema import TABLES
+from driftlens.variants import calibrated
 
 Relation = Literal[">=", "<=", ">", "<"]
 Severity = Literal["error", "warn"]
@@ -28,6 +30,11 @@ Aggregate = Literal["worst", "mean", "max", "min", "median"]
 
 Array = NDArray[np.float64]
 Number = TypeVar("Number", float, Array)
+
+CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")
+
+_GAPS_BY = {"layers": "layer", "calibration": "kind"}
+"""A column that is empty for a whole layer (amplification at the stem) or kind of solve does not exist there."""
 
 _AVERAGES: Mapping[str, Callable[[Array], float]] = {
     "mean": lambda values: float(np.mean(values)),
@@ -152,61 +159,62 @@ def run_self_checks(run: DriftRun) -> CheckReport:
     Raises:
         RunError: a table can't be read.
     """
-    return CheckReport(run, tuple(_of_self_check(check) for check in self_checks(run)))
-
-
-def _of_self_check(check: SelfCheck) -> CheckResult:
-    is_measured = not math.isnan(check.largest)
-    reason = "" if check.holds else "not measured"
-    if is_measured and not check.holds:
-        reason = f"{check.largest:.2g} at {check.where}, wanted <= {check.limit:g}"
-    return CheckResult(
-        name=f"{check.name}: {check.claim}",
-        metric=check.name,
-        group={},
-        status="pass" if check.holds else "fail" if is_measured else "skip",
-        value=check.largest,
-        relation="<=",
-        threshold=check.limit,
-        margin=check.limit - check.largest,
-        n=check.n,
-        where=check.where,
-        reason=reason,
-    )
+    return CheckReport(run, tuple(check.result for check in self_checks(run)))
 
 
 def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
-    found = select(run, check.table, check.metric, check.where, check.per, check.change)
-    if isinstance(found, Absent):
-        return [_skipped(check, {}, found.reason)]
-    return [_judge_group(check, selection) for selection in found]
+    found = _select(run, check)
+    if isinstance(found, str):
+        return [_skipped(check, {}, found)]
+    rows, shown, tasks = found
+    absent = [task for task in tasks if not (rows["task"] == task).any()]
+    is_by_task = "task" in check.per
+    results = []
+    for values, part in rows.groupby(list(check.per), sort=False) if check.per else [((), rows)]:
+        plain = [
+            value if isinstance(value, str) else int(value)  # type: ignore[call-overload]
+            for value in values
+        ]
+        group = dict(zip(check.per, plain, strict=True))
+        results.append(_judge_group(check, group, part, shown, [] if is_by_task else absent))
+    alone = absent if is_by_task else []
+    return results + [_skipped(check, {"task": task}, "not measured on this task") for task in alone]
 
 
-def _judge_group(check: Check, selection: Selection) -> CheckResult:
-    measured = np.flatnonzero(selection.rows["value"].notna())
-    values = selection.rows["value"].to_numpy(dtype=float)[measured]
+def _judge_group(
+    check: Check,
+    group: Mapping[str, str | int],
+    rows: pd.DataFrame,
+    shown: Sequence[str],
+    absent_tasks: Sequence[str],
+) -> CheckResult:
+    """The verdict on one group of rows; `shown` are the columns that tell them apart."""
+    lacking = _lacking(rows, shown, absent_tasks)
+    measured = np.flatnonzero(rows["value"].notna())
+    values = rows["value"].to_numpy(dtype=float)[measured]
     if not len(values):
-        return _skipped(check, selection.group, selection.lacking)
+        return _skipped(check, group, lacking)
     at = _judged_row(check, values)
     with np.errstate(invalid="ignore"):
         value = _AVERAGES[check.aggregate](values) if at is None else float(values[at])
     if math.isnan(value):
-        return _skipped(check, selection.group, f"the {check.aggregate} of infinite values is no number")
+        return _skipped(check, group, f"the {check.aggregate} of infinite values is no number")
     margin, relation = min(
         (_margin(relation, bound, value), relation) for relation, bound in check.bounds.items()
     )
     holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
-    if holds and selection.lacking:
-        return _skipped(check, selection.group, selection.lacking)
-    place = "" if at is None else selection.row_name(int(measured[at]))
-    low, high = math.nan, math.nan
-    if at is not None and "low" in selection.rows:
-        low, high = selection.rows[["low", "high"]].to_numpy(dtype=float)[measured[at]]
+    if holds and lacking:
+        return _skipped(check, group, lacking)
+    place, low, high = "", math.nan, math.nan
+    if at is not None:
+        place = _row_name(rows.iloc[measured[at]], shown)
+        if "low" in rows:
+            low, high = rows[["low", "high"]].to_numpy(dtype=float)[measured[at]]
     reason = f"{value:.6g}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
     return CheckResult(
         check.name,
         check.metric,
-        selection.group,
+        group,
         status="pass" if holds else "warn" if check.severity == "warn" else "fail",
         value=value,
         relation=relation,
@@ -242,6 +250,87 @@ def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> Check
     )
 
 
+def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]] | str:
+    """The rows that a check is about, the columns that tell them apart, the tasks it is about; or why there are none.
+
+    The metric stands in the column `value`, NaN where it was not measured; of a change of mean drift, `low` and `high`
+    are the ends of its 95 % interval.
+    """
+    table, metric, change = check.table, check.metric, check.change
+    rows: pd.DataFrame = getattr(run, table)()  # a run's tables are its methods
+    if rows.empty:
+        return f"the run has no rows in its table {table!r}"
+    if table == "calibration":
+        rows = rows.assign(variant=rows["name"].map(calibrated))
+    rows = rows.assign(value=rows[metric].astype("Float64").astype("float64"))
+    if rows["value"].isna().all():
+        return f"{metric} was not measured"
+    if table in _GAPS_BY:
+        rows = rows[rows["value"].groupby(rows[_GAPS_BY[table]]).transform("count") > 0]
+    wanted = dict(check.where)
+    if table == "params" and not {"scope", "path"} & set(wanted):
+        wanted["scope"] = "backbone"  # modules, layers and the whole would otherwise be one heap
+    try:
+        if "layer" in wanted:
+            wanted["layer"] = run.layer_index(wanted["layer"])
+    except LayerNotFoundError as error:
+        return error.message
+    for column, value in wanted.items():
+        rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
+        if rows.empty:
+            return _no_row(run, check, column, value)
+    key = [column for column in TABLES[table].key if column in rows]
+    if change is not None:
+        for variant in change:
+            if not (rows["variant"] == variant).any():
+                return _no_row(run, check, "variant", variant)
+        key = [column for column in key if column not in ("variant", "name")]
+        rows = _changes(rows, key, *change)
+        if table == "layers" and metric == "drift_l2_mean":
+            rows = _with_intervals(rows, run, change)
+    shown = [column for column in key if column not in wanted and column not in check.per]
+    tasks = [task for task in run.tasks if wanted.get("task", task) == task] if "task" in key else []
+    return rows, shown, tasks
+
+
+def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
+    known = {"task": run.tasks, "variant": run.variants}.get(column, ())
+    if known and value not in known and value != "expert":
+        return f"the run has no {column} {value!r}; it has {', '.join(known)}"
+    return f"{check.metric} was not measured where {column} is {value}"
+
+
+def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str) -> pd.DataFrame:
+    """Relative change of each row from one variant to another; NaN where one lacks the row, or starts from 0."""
+    sides = [rows[rows["variant"] == variant].set_index(key)["value"] for variant in (start, end)]
+    both = pd.concat(sides, axis=1, keys=["start", "end"])
+    size = both["start"].abs()
+    change = (both["end"] - both["start"]) / size.where(size > 0)
+    return change.rename("value").reset_index()
+
+
+def _with_intervals(rows: pd.DataFrame, run: DriftRun, change: tuple[str, str]) -> pd.DataFrame:
+    found = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
+    changes = [found[task].get(layer) for task, layer in zip(rows["task"], rows["layer"], strict=True)]
+    ends = [(at.relative.low, at.relative.high) if at else (np.nan, np.nan) for at in changes]
+    return rows.assign(low=[low for low, _ in ends], high=[high for _, high in ends])
+
+
+def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[str]) -> str:
+    if absent_tasks:
+        return f"not measured on {', '.join(absent_tasks)}"
+    missing = rows[rows["value"].isna()]
+    if missing.empty:
+        return ""
+    first = _row_name(missing.iloc[0], shown)
+    return f"{len(missing)} of {len(rows)} rows were not measured" + (f", first {first}" if first else "")
+
+
+def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
+    """A row in words, by what tells it apart."""
+    return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
+
+
 @dataclass(frozen=True)
 class SelfCheck:
     """The largest error of one exact claim over all rows; NaN when it was not measured.
@@ -267,6 +356,37 @@ class SelfCheck:
         """Whether the claim was checked and holds."""
         return self.largest <= self.limit  # false for NaN
 
+    @property
+    def result(self) -> CheckResult:
+        """The same as the result of a check."""
+        reason = "" if self.holds else "not measured"
+        if self.n and not self.holds:
+            reason = f"{self.largest:.2g} at {self.where}, wanted <= {self.limit:g}"
+        return CheckResult(
+            name=f"{self.name}: {self.claim}",
+            metric=self.name,
+            group={},
+            status="pass" if self.holds else "fail" if self.n else "skip",
+            value=self.largest,
+            relation="<=",
+            threshold=self.limit,
+            margin=self.limit - self.largest,
+            n=self.n,
+            where=self.where,
+            reason=reason,
+        )
+
+
+# Shares by prefix swaps are not among them: they telescope to the very drift that they are divided by.
+_CLAIMS = (
+    ("closure", "drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
+    ("Jacobian", "propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
+    ("contributions", "shares of the final drift sum to 1", "layers", "remainder_share", 1e-2),
+    ("softmax", "its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
+    ("cross-entropy", "its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
+)
+"""Name, claim, table and column of its error, and up to which error it counts as holding."""
+
 
 def self_checks(run: DriftRun) -> list[SelfCheck]:
     """The largest error of each claim that a run checks about itself.
@@ -274,40 +394,22 @@ def self_checks(run: DriftRun) -> list[SelfCheck]:
     Raises:
         RunError: a table can't be read.
     """
-    layers, outputs = run.layers(), run.outputs()
-    sums = _share_sums(layers)
+    tables = {"layers": run.layers(), "outputs": run.outputs()}
     return [
-        _largest(layers, "closure_error", 1e-4, "closure", "drift equals that of ordinary forward passes"),
-        _largest(
-            layers, "jacobian_error", 1e-2, "Jacobian", "propagation equals Jacobian times incoming drift"
-        ),
-        _largest(sums, "remainder", 1e-2, "contributions", "shares of the final drift sum to 1"),
-        _largest(
-            outputs, "softmax_integral_error", 1e-9, "softmax", "its change is the integral of its Jacobian"
-        ),
-        _largest(
-            outputs, "ce_integral_error", 1e-6, "cross-entropy", "its change is the integral of its gradient"
-        ),
+        _self_check(tables[table], column, name, claim, limit)
+        for name, claim, table, column, limit in _CLAIMS
     ]
 
 
-def _share_sums(layers: pd.DataFrame) -> pd.DataFrame:
-    """How far the shares of each task and variant are from their exact sum, at the head's row.
-
-    Those by prefix swaps telescope to the very drift that they are divided by, whatever a layer does: no check.
-    """
-    last = layers.groupby(["task", "variant"], sort=False).tail(1)
-    return last.assign(remainder=last["remainder_share"].astype(float).abs())
-
-
-def _largest(rows: pd.DataFrame, column: str, limit: float, name: str, claim: str) -> SelfCheck:
+def _self_check(rows: pd.DataFrame, column: str, name: str, claim: str, limit: float) -> SelfCheck:
     measured = rows[rows[column].notna()]
-    if measured.empty:
+    errors = measured[column].abs().to_numpy(dtype=float)
+    if not len(errors):
         return SelfCheck(name, claim, math.nan, limit, "")
-    worst = measured.iloc[int(measured[column].to_numpy(dtype=float).argmax())]
-    place = f"layer {worst['layer']}" if "layer" in measured else f"sample {worst['sample_id']}"
+    worst = measured.iloc[int(errors.argmax())]
+    place = f"layer {worst['layer']}" if "layer" in rows else f"sample {worst['sample_id']}"
     where = f"task {worst['task']}, {worst['variant']}, {place}"
-    return SelfCheck(name, claim, float(worst[column]), limit, where, len(measured))
+    return SelfCheck(name, claim, float(errors.max()), limit, where, len(errors))
 
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -7,11 +7,12 @@ import math
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from driftlens.diagnostic import Column
@@ -20,9 +21,9 @@ from driftlens.files import atomic_path, write_json_atomic
 from driftlens.records import layout
 from driftlens.records.lock import RunLock
 from driftlens.records.manifest import Manifest, ids_digest, read_manifest, write_manifest
-from driftlens.records.schema import TABLES, Table
+from driftlens.records.schema import TABLES
 from driftlens.records.status import append_event
-from driftlens.records.tables import append_rows, drop_rows, fill_rows
+from driftlens.records.tables import appended, filled, without, write_rows
 from driftlens.records.verify import describe_file, settled
 from driftlens.variants import calibrated, control_of
 
@@ -76,7 +77,7 @@ class RunContents:
             RunError: the table can't be read or written.
         """
         path = self.folder / layout.table_file(table)
-        append_rows(path, TABLES[table].extended(columns), frame, replace=replace, landing=self._landing)
+        self._write(table, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
     def fill(self, table: str, frame: pd.DataFrame) -> None:
         """Put values into columns of rows that are there; everything else keeps its exact values.
@@ -89,7 +90,7 @@ class RunContents:
             ValueError: a row is not there, or does not fit the table.
             RunError: the table can't be read or written.
         """
-        fill_rows(self.folder / layout.table_file(table), TABLES[table], frame, landing=self._landing)
+        self._write(table, filled(self.folder / layout.table_file(table), TABLES[table], frame))
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
         """Store features [n, d] as float16, rows in the order of the task's diagnosis samples.
@@ -121,14 +122,11 @@ class RunContents:
         Raises:
             RunError: the file can't be written.
         """
-        manifest = self.manifest
-        kept, digests = manifest.sample_ids.get(split, {}), manifest.sample_id_digests.get(split, {})
-        origins = self.manifest.sample_origins.get(split, {})
-        self.describe(
-            sample_ids={split: {**kept, task: list(ids)}},
-            sample_id_digests={split: {**digests, task: ids_digest(ids)}},
-            **({"sample_origins": {split: {**origins, task: origin}}} if origin else {}),
-        )
+        found: dict[str, Any] = {"sample_ids": list(ids), "sample_id_digests": ids_digest(ids)}
+        if origin:
+            found["sample_origins"] = origin
+        before = {name: getattr(self.manifest, name).get(split, {}) for name in found}
+        self.describe(**{name: {split: {**before[name], task: value}} for name, value in found.items()})
         if split == "diagnosis":
             with self.file(layout.sample_ids_file(task)) as path:
                 write_json_atomic(path, list(ids))
@@ -189,13 +187,21 @@ class RunContents:
             warnings=[text for text in self.manifest.warnings if not _mentions(text, gone)],
             notices=[text for text in self.manifest.notices if not _mentions(text, gone)],
         )
-        for table in TABLES.values():
-            if "variant" in table.names:
-                self._drop_rows(table, "variant", gone)
-        self._drop_rows(TABLES["calibration"], "name", [name])
-        self._drop_rows(TABLES["resources"], "phase", phases)
+        by_variant = [(table, "variant", gone) for table in TABLES.values() if "variant" in table.names]
+        others = [(TABLES["calibration"], "name", [name]), (TABLES["resources"], "phase", phases)]
+        for table, column, values in (*by_variant, *others):
+            kept = without(self.folder / layout.table_file(table.name), table, column, values)
+            if kept is not None:
+                self._write(table.name, kept)
         folders = [layout.feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
-        self._remove_folders([*folders, layout.calibration_folder(name)])
+        folders.append(layout.calibration_folder(name))
+        # Unlisted first: whenever this is stopped, nothing is listed that is not there any more.
+        starts = tuple(f"{folder}/" for folder in folders)
+        self._save(
+            files={path: at for path, at in self.manifest.files.items() if not path.startswith(starts)}
+        )
+        for folder in folders:
+            remove_tree(self.folder / folder)
         # Last, because they also say which rows of the resources are meant.
         self._save(
             unfinished=[variant for variant in self.manifest.unfinished if variant not in gone],
@@ -207,19 +213,9 @@ class RunContents:
         self._lock.require_own()
         append_event(self.folder, event, **{name: _finite(value) for name, value in details.items()})
 
-    def _drop_rows(self, table: Table, column: str, values: Sequence[str]) -> None:
-        path = self.folder / layout.table_file(table.name)
-        drop_rows(path, table, column, values, landing=self._landing)
-
-    def _remove_folders(self, folders: Sequence[str]) -> None:
-        # Unlisted first: whenever this is stopped, nothing is listed that is not there any more.
-        starts = tuple(f"{folder}/" for folder in folders)
-        self._save(files={name: i for name, i in self.manifest.files.items() if not name.startswith(starts)})
-        for folder in folders:
-            remove_tree(self.folder / folder)
-
-    def _landing(self, path: pathlib.Path) -> AbstractContextManager[pathlib.Path]:
-        return self.file(path.relative_to(self.folder).as_posix())
+    def _write(self, table: str, rows: pa.Table) -> None:
+        with self.file(layout.table_file(table)) as path:
+            write_rows(rows, path)
 
     def _save(self, **changes: Any) -> None:
         self._lock.require_own()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens.records.schema import TABLES, Column, Table
+from driftlens.records.schema import TABLES, Column
 
 TOLERANCE = 1e-5
 """What the same computation may differ by on another processor, in float32."""
@@ -23,7 +22,7 @@ _AROUND_ONE = ("1", "nat", "of the target")
 """Units in which a tiny number is rounding: 1e-9 against 2e-9 is no difference of a half."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Equality:
     """How far the tables of two runs are from one another.
 
@@ -37,12 +36,12 @@ class Equality:
         unequal: what no tolerance covers: rows only one run has, values only one has, texts and counts that differ.
     """
 
-    tables: tuple[str, ...]
-    num_values: int
-    bit_equal: bool
-    largest: float
-    where: str
-    unequal: tuple[str, ...]
+    tables: list[str] = field(default_factory=list)
+    num_values: int = 0
+    bit_equal: bool = True
+    largest: float = 0.0
+    where: str = ""
+    unequal: list[str] = field(default_factory=list)
 
     def within(self, tolerance: float = TOLERANCE) -> bool:
         """Whether the runs are equal, numbers up to `tolerance`."""
@@ -55,85 +54,55 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
     Raises:
         RunError: a table can't be read.
     """
-    findings = [_compared(table, a, b) for table in TABLES.values() if table.name not in _SKIPPED_TABLES]
-    findings = [finding for finding in findings if finding.num_values or finding.unequal]
-    worst = max(findings, key=lambda finding: finding.largest, default=_Finding(""))
-    unequal = tuple(text for finding in findings for text in finding.unequal)
-    return Equality(
-        tables=tuple(finding.table for finding in findings),
-        num_values=sum(finding.num_values for finding in findings),
-        bit_equal=not unequal and all(finding.bit_equal for finding in findings),
-        largest=worst.largest,
-        where=worst.where,
-        unequal=unequal,
-    )
+    found = Equality()
+    for table in TABLES.values():
+        if table.name in _SKIPPED_TABLES:
+            continue
+        # A run's tables are its methods.
+        first, second = (getattr(run, table.name)().set_index(list(table.key)) for run in (a, b))
+        if first.empty and second.empty:
+            continue
+        found.tables.append(table.name)
+        if not first.index.equals(second.index):  # otherwise spare large tables the matching
+            for frame, other, which in ((first, second, "first"), (second, first, "second")):
+                alone = frame.index.difference(other.index)
+                if len(alone):
+                    what = f"{len(alone)} rows only in the {which} run ({_row(alone[0])})"
+                    found.unequal.append(f"{table.name}: {what}")
+            shared = first.index.intersection(second.index)
+            first, second = first.reindex(shared), second.reindex(shared)
+        for column in table.columns:
+            if column.name not in (*table.key, *_SKIPPED_COLUMNS):
+                label = f"{table.name}.{column.name}"
+                _compare(found, label, column, first[column.name], second[column.name])
+    found.bit_equal = found.bit_equal and not found.unequal
+    return found
 
 
-@dataclass
-class _Finding:
-    """What comparing one table showed."""
-
-    table: str
-    num_values: int = 0
-    bit_equal: bool = True
-    largest: float = 0.0
-    where: str = ""
-    unequal: list[str] = field(default_factory=list)
-
-
-def _compared(table: Table, a: DriftRun, b: DriftRun) -> _Finding:
-    finding = _Finding(table.name)
-    # A run's tables are its methods.
-    first, second = (getattr(run, table.name)().set_index(list(table.key)) for run in (a, b))
-    if not first.index.equals(second.index):  # otherwise spare large tables the matching
-        for frame, other, which in ((first, second, "first"), (second, first, "second")):
-            alone = frame.index.difference(other.index)
-            if len(alone):
-                found = f"{len(alone)} rows only in the {which} run ({_row(alone[0])})"
-                finding.unequal.append(f"{table.name}: {found}")
-        shared = first.index.intersection(second.index)
-        first, second = first.reindex(shared), second.reindex(shared)
-    for column in _compared_columns(table):
-        _compare_column(finding, column, first[column.name], second[column.name])
-    return finding
-
-
-def _compared_columns(table: Table) -> Iterator[Column]:
-    for column in table.columns:
-        if column.name not in table.key and column.name not in _SKIPPED_COLUMNS:
-            yield column
-
-
-def _compare_column(finding: _Finding, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:
-    finding.num_values += len(a)
-    one_sided = (a.isna() != b.isna()).to_numpy(dtype=bool)
+def _compare(found: Equality, label: str, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:
+    """Add to `found` how equal one column is, in rows of the same keys."""
+    found.num_values += len(a)
+    unequal = (a.isna() != b.isna()).to_numpy(dtype=bool, copy=True)
     both = (a.notna() & b.notna()).to_numpy(dtype=bool)
-    unequal = one_sided.copy()
-    if column.dtype == "float":
-        _compare_numbers(finding, column, a[both], b[both])
-    else:
+    if column.dtype != "float":
         unequal[both] = (a[both] != b[both]).to_numpy(dtype=bool)
     if unequal.any():
         place = _row(a.index[int(unequal.argmax())])
-        finding.unequal.append(f"{finding.table}.{column.name}: {int(unequal.sum())} rows differ ({place})")
-
-
-def _compare_numbers(finding: _Finding, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:
-    first, second = a.to_numpy(dtype=float), b.to_numpy(dtype=float)
+        found.unequal.append(f"{label}: {int(unequal.sum())} rows differ ({place})")
+    if column.dtype != "float":
+        return
+    first, second = a[both].to_numpy(dtype=float), b[both].to_numpy(dtype=float)
     differing = first != second
     if not differing.any():
         return
-    finding.bit_equal = False
+    found.bit_equal = False
     magnitudes = np.abs(np.concatenate([first, second]))
     scale = magnitudes[np.isfinite(magnitudes)].max(initial=1.0 if column.unit in _AROUND_ONE else 0.0)
     with np.errstate(invalid="ignore"):  # nothing finite in the column: any difference is infinite
         distance = np.where(differing, np.abs(first - second) / scale if scale else math.inf, 0.0)
     at = int(distance.argmax())
-    if distance[at] > finding.largest:
-        finding.largest, finding.where = (
-            float(distance[at]),
-            f"{finding.table}.{column.name}, {_row(a.index[at])}",
-        )
+    if distance[at] > found.largest:
+        found.largest, found.where = float(distance[at]), f"{label}, {_row(a.index[both][at])}"
 
 
 def _row(key: object) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
+import os
 import pathlib
+import platform
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -14,7 +17,6 @@ from typing import Any, Literal, TypeVar
 
 from driftlens.errors import RunError
 from driftlens.files import write_json_atomic
-from driftlens.records import environment
 from driftlens.records.layout import MANIFEST
 from driftlens.records.lock import utc_now
 from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
@@ -184,17 +186,50 @@ _ENTRIES = {
 """Attributes of the manifest that hold records by name."""
 
 
+_PACKAGES = (
+    *(
+        "driftlens",
+        "torch",
+        "torchvision",
+        "numpy",
+        "scipy",
+        "pandas",
+        "pyarrow",
+        "safetensors",
+        "scikit-learn",
+    ),
+    *("transformers", "open_clip_torch", "peft", "datasets", "pillow", "plotly", "matplotlib", "umap-learn"),
+)
+_VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "HF_HUB_OFFLINE"),
+)
+"""What numbers or thread counts may depend on besides a run's inputs."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that compute or write; nothing is imported."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def new_manifest(name: str, spec_digest: str) -> Manifest:
     """The manifest of a run that begins now on this machine."""
+    machine = {"system": platform.system(), "release": platform.release(), "machine": platform.machine()}
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
     return Manifest(
         id=f"{slug}-{secrets.token_hex(4)}",
         name=name,
         created=utc_now(),
         spec_digest=spec_digest,
-        versions=environment.versions(),
-        platform=environment.machine(),
-        environment=environment.variables(),
+        versions=versions(),
+        platform={**machine, "processors": os.cpu_count() or 0},
+        environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
     )
 
 

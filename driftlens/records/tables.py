@@ -7,7 +7,6 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,6 @@ from driftlens.diagnostic import Column, Kind
 from driftlens.errors import RunError
 from driftlens.files import atomic_path
 from driftlens.records.schema import SCHEMA_VERSION, TABLES, Table, refuse_newer
-
-Landing = Callable[[pathlib.Path], AbstractContextManager[pathlib.Path]]
-"""Where the new content of a file is written to, such that it lands whole or not at all."""
 
 _FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
     "str": pd.StringDtype(),
@@ -94,55 +90,50 @@ def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
     return frame.astype(_frame_types(table.extended(_added(stored.schema))))
 
 
-def append_rows(
-    path: pathlib.Path,
-    table: Table,
-    frame: pd.DataFrame,
-    *,
-    replace: bool = False,
-    landing: Landing = atomic_path,
-) -> None:
-    """Add rows to a Parquet file, which is replaced whole or not at all; earlier rows keep their bits.
+def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> None:
+    """Write what `appended` gives to a Parquet file, which is replaced whole or not at all. Errors as there."""
+    rows = appended(path, table, frame, replace=replace)
+    with atomic_path(path) as written:
+        write_rows(rows, written)
+
+
+def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> pa.Table:
+    """The rows of a Parquet file, which need not be there yet, and those of a frame; earlier rows keep their bits.
 
     Args:
-        path: the file; made when it is not there yet.
+        path: the file.
         table: its declaration.
         frame: the new rows; see `conform`.
         replace: whether a new row takes the place of an earlier one with the same key.
-        landing: gives the path to write to.
 
     Raises:
         ValueError: see `conform`; also a key that the file has already, unless `replace`.
-        RunError: the file can't be read or written.
+        RunError: the file can't be read.
     """
     table = stored_table(path, table)
     rows = _as_stored(frame, table)
-    if path.exists():
-        # Earlier rows never become a frame on their way, so nothing can round or retype them.
-        earlier = _read(path, table)
-        clash = _keys(earlier, table).isin(_keys(rows, table))
-        if clash.any() and not replace:
-            key = _first_key(earlier.filter(clash).to_pandas(), table)
-            raise ValueError(f"table {table.name!r} already has the row {key}")
-        rows = pa.concat_tables([earlier.filter(~clash), rows])
-    with landing(path) as written:
-        pq.write_table(rows, written, compression="zstd")
+    if not path.exists():
+        return rows
+    # Earlier rows never become a frame on their way, so nothing can round or retype them.
+    earlier = _read(path, table)
+    clash = _keys(earlier, table).isin(_keys(rows, table))
+    if clash.any() and not replace:
+        key = _first_key(earlier.filter(clash).to_pandas(), table)
+        raise ValueError(f"table {table.name!r} already has the row {key}")
+    return pa.concat_tables([earlier.filter(~clash), rows])
 
 
-def fill_rows(
-    path: pathlib.Path, table: Table, frame: pd.DataFrame, *, landing: Landing = atomic_path
-) -> None:
-    """Put values into columns of rows that a Parquet file has; all other columns and rows keep their bits.
+def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
+    """The rows of a Parquet file with values put into columns of some; all other columns and rows keep their bits.
 
     Args:
-        path: the file, which is replaced whole or not at all.
+        path: the file.
         table: its declaration.
         frame: the key and the columns to fill; a value that is missing leaves what is there.
-        landing: gives the path to write to.
 
     Raises:
         ValueError: see `conform`; also a key that the file does not have.
-        RunError: the file can't be read or written.
+        RunError: the file can't be read.
     """
     table = stored_table(path, table)
     rows, earlier = _as_stored(frame, table), _read(path, table)
@@ -152,40 +143,27 @@ def fill_rows(
     there = pa.array(places, mask=places < 0)
     for name in (name for name in frame.columns if name not in table.key):
         at = earlier.schema.get_field_index(name)
-        filled = pc.coalesce(rows[name].combine_chunks().take(there), earlier[name].combine_chunks())
-        earlier = earlier.set_column(at, earlier.schema.field(at), filled)
-    with landing(path) as written:
-        pq.write_table(earlier, written, compression="zstd")
+        values = pc.coalesce(rows[name].combine_chunks().take(there), earlier[name].combine_chunks())
+        earlier = earlier.set_column(at, earlier.schema.field(at), values)
+    return earlier
 
 
-def drop_rows(
-    path: pathlib.Path,
-    table: Table,
-    column: str,
-    values: Collection[str],
-    *,
-    landing: Landing = atomic_path,
-) -> None:
-    """Take the rows out of a Parquet file whose `column` holds one of `values`; the others keep their bits.
-
-    Args:
-        path: the file, which is replaced whole or not at all; nothing happens without it.
-        table: its declaration.
-        column: one of its text columns.
-        values: the texts to look for.
-        landing: gives the path to write to.
+def without(path: pathlib.Path, table: Table, column: str, values: Collection[str]) -> pa.Table | None:
+    """The rows of a Parquet file whose text `column` holds none of `values`; None where that is all of them.
 
     Raises:
-        RunError: the file can't be read or written.
+        RunError: the file can't be read.
     """
     if not path.exists():
-        return
+        return None
     rows = _read(path, table)
     kept = rows.filter(pc.invert(pc.is_in(rows[column], pa.array(list(values), pa.string()))))
-    if kept.num_rows == rows.num_rows:
-        return
-    with landing(path) as written:
-        pq.write_table(kept, written, compression="zstd")
+    return kept if kept.num_rows < rows.num_rows else None
+
+
+def write_rows(rows: pa.Table, path: pathlib.Path) -> None:
+    """Write rows as a Parquet file."""
+    pq.write_table(rows, path, compression="zstd")
 
 
 def _as_stored(frame: pd.DataFrame, table: Table) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +20,8 @@ from driftlens.files import PathLike, write_text_atomic
 from driftlens.progress import ProgressEvent
 from driftlens.records import layout
 from driftlens.records.contents import RunContents, remove_tree
-from driftlens.records.environment import peak_rss_bytes, versions
 from driftlens.records.lock import Owner, RunLock, utc_now
-from driftlens.records.manifest import Manifest, PhaseInfo, new_manifest, read_manifest
+from driftlens.records.manifest import Manifest, PhaseInfo, new_manifest, read_manifest, versions
 from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
 from driftlens.records.status import Failure, State, Status, append_event, final_state, write_status
 from driftlens.records.verify import describe_file, run_files, settled
@@ -149,7 +149,7 @@ class RunWriter(RunContents):
                 self._set_phase(name, PhaseInfo(final_state(error), self._clock() - clock, started))
             raise
         seconds = self._clock() - clock
-        row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes()}
+        row = {"phase": name, "seconds": seconds, "peak_rss_bytes": _peak_rss_bytes()}
         self.append("resources", pd.DataFrame([row | dataclasses.asdict(usage)]), replace=True)
         self._set_phase(name, PhaseInfo("done", seconds, started))
 
@@ -217,6 +217,16 @@ class RunWriter(RunContents):
     def _set_phase(self, name: str, phase: PhaseInfo) -> None:
         self.describe(phases={name: phase})
         append_event(self.folder, "phase", name=name, state=phase.state, seconds=phase.seconds)
+
+
+def _peak_rss_bytes() -> int | None:
+    """Largest resident memory that this process has had; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
 
 
 def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:

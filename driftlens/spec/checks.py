@@ -17,8 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from driftlens.errors import did_you_mean
 from driftlens.files import PathLike
-from driftlens.records.check_rows import CHECKED_TABLES
-from driftlens.records.checks import Check, Relation
+from driftlens.records.checks import CHECKED_TABLES, Check, Relation
 from driftlens.records.schema import TABLES
 from driftlens.spec.problems import spec_error
 from driftlens.spec.types import Name, Number, Part, Text, problem

@@ -141,7 +141,7 @@ def test_removing_what_is_not_there_changes_nothing(without: pathlib.Path, tmp_p
     assert verify(folder).ok
 
 
-STOPS = ("write_manifest", "drop_rows", "remove_tree")
+STOPS = ("write_manifest", "without", "remove_tree")
 
 
 @pytest.mark.parametrize(

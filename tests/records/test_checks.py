@@ -10,8 +10,7 @@ import pytest
 
 import driftlens as dl
 from driftlens.errors import ChecksFailedError
-from driftlens.records.check_rows import CHECKED_TABLES
-from driftlens.records.checks import CheckReport, junit_xml, self_checks
+from driftlens.records.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
 from driftlens.records.compare import drift_changes
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES

@@ -23,8 +23,7 @@ from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records import layout
-from driftlens.records.environment import versions
-from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.manifest import CalibrationInfo, versions
 from driftlens.records.schema import CALIBRATION
 from driftlens.records.writer import RunWriter
 

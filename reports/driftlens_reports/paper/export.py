@@ -15,7 +15,7 @@ import pandas as pd
 
 from driftlens.errors import SpecError
 from driftlens.files import PathLike, atomic_path
-from driftlens.records.environment import versions
+from driftlens.records.manifest import versions
 from driftlens.records.run import DriftRun
 from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Kind, Panel, exhibits
 from driftlens_reports.paper.published import source

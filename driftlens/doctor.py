@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -28,12 +27,13 @@ def examine() -> dict[str, str]:
     import psutil
 
     import driftlens
+    from driftlens.records.manifest import version_of
 
     memory = psutil.virtual_memory()
     found = {
         "driftlens": driftlens.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) or "not installed" for name in _PACKAGES},
         "cpu": f"{os.cpu_count()} cores",
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
         "gpu": _gpu(),
@@ -41,13 +41,6 @@ def examine() -> dict[str, str]:
         "offline": "yes (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no",
     }
     return found | {"transformers with torchvision": _imports("transformers.models.clip.modeling_clip")}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _gpu() -> str:

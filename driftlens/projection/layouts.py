@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from driftlens.projection.settings import PARAMETERS, Method
+from driftlens.projection.store import PARAMETERS, Method
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -94,39 +94,28 @@ def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array
 
 def _by_neighbours(distinct: Array, fits: Mask, method: Method, seed: int) -> Layout:
     parameters = dict(PARAMETERS[method])
-    reduced, _ = _components(distinct[fits], distinct, parameters["pca_dims"], seed)
-    parameters["pca_dims"] = reduced.shape[1]
-    if reduced.shape[1] < 2:  # both libraries start from two columns
+    reduced, _ = _components(distinct[fits], distinct, parameters.pop("pca_dims"), seed)
+    num_dims, num_fitted = reduced.shape[1], int(fits.sum())
+    if num_dims < 2:  # both libraries start from two columns
         reduced = np.hstack([reduced, np.zeros_like(reduced)])
+    plane = np.empty((len(reduced), 2))
     with _silenced() as warned:
-        place = _umap if method == "umap" else _tsne
-        plane = place(reduced, fits, parameters, seed)
+        if method == "umap":
+            from umap import UMAP
+
+            parameters["n_neighbors"] = min(parameters["n_neighbors"], num_fitted - 1)
+            # One thread: with more, a seed does not give the same layout twice.
+            model = UMAP(n_components=2, random_state=seed, transform_seed=seed, n_jobs=1, **parameters)
+        else:
+            from sklearn.manifold import TSNE
+
+            parameters["perplexity"] = min(parameters["perplexity"], (num_fitted - 1) / 3)
+            model = TSNE(n_components=2, random_state=seed, n_jobs=1, **parameters)
+        plane[fits] = model.fit_transform(reduced[fits])
+        if not fits.all():
+            plane[~fits] = model.transform(reduced[~fits])
     notes = tuple(f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(warned()))
-    return Layout(plane, method, parameters, None, notes)
-
-
-def _umap(rows: Array, fits: Mask, parameters: dict[str, Any], seed: int) -> Array:
-    from umap import UMAP
-
-    parameters["n_neighbors"] = min(parameters["n_neighbors"], int(fits.sum()) - 1)
-    chosen = {name: value for name, value in parameters.items() if name != "pca_dims"}
-    # One thread: with more, a seed does not give the same layout twice.
-    model = UMAP(n_components=2, random_state=seed, transform_seed=seed, n_jobs=1, **chosen)
-    plane = np.empty((len(rows), 2))
-    plane[fits] = model.fit_transform(rows[fits])
-    if not fits.all():
-        plane[~fits] = model.transform(rows[~fits])
-    return plane
-
-
-def _tsne(rows: Array, fits: Mask, parameters: dict[str, Any], seed: int) -> Array:
-    from sklearn.manifold import TSNE
-
-    assert fits.all()
-    parameters["perplexity"] = min(parameters["perplexity"], (len(rows) - 1) / 3)
-    chosen = {name: value for name, value in parameters.items() if name != "pca_dims"}
-    plane: Array = TSNE(n_components=2, random_state=seed, n_jobs=1, **chosen).fit_transform(rows)
-    return plane.astype(np.float64)
+    return Layout(plane, method, {"pca_dims": num_dims, **parameters}, None, notes)
 
 
 @contextmanager

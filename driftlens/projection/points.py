@@ -12,7 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.errors import NumericsError, RunError
-from driftlens.projection.settings import Settings
+from driftlens.projection.store import Settings
 from driftlens.records.run import DriftRun
 
 Array = NDArray[np.float64]
@@ -147,10 +147,10 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
             yield f"{num_zero} features of {role} are zero and have no direction; they are drawn where zero is"
 
 
-def quality(points: Points, coordinates: dict[str, Array]) -> pd.DataFrame:
+def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
     """One row per role; columns as in `Projection.quality`."""
     k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
-    expert = _nearest(points.directions["expert"], k)
+    kept = {role: _kept_neighbours(points, role, coordinates[role], k) for role in points.directions}
     rows = [
         {
             "variant": role,
@@ -159,36 +159,25 @@ def quality(points: Points, coordinates: dict[str, Array]) -> pd.DataFrame:
             "mean_cosine": points.cosine[role],
             "mean_drift": points.drift[role],
             "neighbours": k,
-            "knn_overlap": _overlap(expert, _nearest(directions, k)),
-            "trustworthiness": _trustworthiness(directions, coordinates[role], k),
+            "knn_overlap": overlap,
+            "trustworthiness": trusted,
         }
-        for role, directions in points.directions.items()
+        for role, (overlap, trusted) in kept.items()
     ]
     return pd.DataFrame(rows)
 
 
-def _nearest(directions: Array, k: int) -> NDArray[np.intp]:
-    """Positions of each row's `k` nearest others, [n, k]."""
+def _kept_neighbours(points: Points, role: str, coordinates: Array, k: int) -> tuple[float, float]:
+    """Overlap of the `k` nearest with those of the expert, and trustworthiness of the plane; NaN without neighbours."""
     if k < 1:
-        return np.empty((len(directions), 0), dtype=np.intp)
+        return math.nan, math.nan
+    from sklearn.manifold import trustworthiness
     from sklearn.neighbors import NearestNeighbors
 
-    found: NDArray[np.intp] = (
-        NearestNeighbors(n_neighbors=k).fit(directions).kneighbors(return_distance=False)
+    wanted, own = (
+        NearestNeighbors(n_neighbors=k).fit(points.directions[each]).kneighbors(return_distance=False)
+        for each in ("expert", role)
     )
-    return found
-
-
-def _overlap(one: NDArray[np.intp], other: NDArray[np.intp]) -> float:
-    if not one.size:
-        return math.nan
-    shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(one, other, strict=True)]
-    return float(np.mean(shared))
-
-
-def _trustworthiness(directions: Array, coordinates: Array, k: int) -> float:
-    if k < 1:
-        return math.nan
-    from sklearn.manifold import trustworthiness
-
-    return float(trustworthiness(directions, coordinates, n_neighbors=k))
+    shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(wanted, own, strict=True)]
+    trusted = trustworthiness(points.directions[role], coordinates, n_neighbors=k)
+    return float(np.mean(shared)), float(trusted)

@@ -209,13 +209,16 @@ _VARIABLES = (
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that compute or write; nothing is imported."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: version for package in _PACKAGES if (version := version_of(package))}
+    return {"python": platform.python_version(), **found}
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, which is not imported; None where there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def new_manifest(name: str, spec_digest: str) -> Manifest:

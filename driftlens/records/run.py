@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import pathlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +22,6 @@ from driftlens.variants import calibrated
 
 if TYPE_CHECKING:
     from driftlens.projection import Projection
-    from driftlens.projection.settings import Choices
 
 
 def open_run(path: PathLike) -> DriftRun:
@@ -207,7 +206,7 @@ class DriftRun:
             )
         return tuple(self.manifest.sample_ids[split][task])
 
-    def project(self, task: str, **choices: Unpack[Choices]) -> Projection:
+    def project(self, task: str, **choices: Any) -> Projection:
         """One layout of the expert's and the variants' features on a plane, stored in the run once computed.
 
         Options and errors as for `driftlens.projection.project`: layer, method, seed, variants, fit_on, max_points.

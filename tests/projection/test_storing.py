@@ -29,7 +29,7 @@ def test_asking_again_reads_what_is_stored(
     def refuse(*_: object) -> None:
         pytest.fail("computed again")
 
-    monkeypatch.setattr("driftlens.projection.projecting.lay_out", refuse)
+    monkeypatch.setattr("driftlens.projection.lay_out", refuse)
     again = open_run(run.path).project("cars", method=method)
     stored = stored_projection(run.path, "cars", method=method)
     assert stored is not None
@@ -68,7 +68,7 @@ def test_a_layout_made_by_other_libraries_is_still_shown(
 ) -> None:
     """Viewers show the stored coordinates; computing anew makes a layout of its own."""
     first = run.project("cars")
-    monkeypatch.setattr("driftlens.projection.settings._version", lambda package: "99")
+    monkeypatch.setattr("driftlens.projection.store.version_of", lambda package: "99")
     shown = stored_projection(run, "cars")
     assert shown is not None and shown.digest == first.digest
     assert stored_projection(run, "cars", seed=5) is None

@@ -19,7 +19,7 @@ _HOMES = {
     "analyze": "driftlens.api",
     "capture": "driftlens.engine.capture",
     "CancelToken": "driftlens.progress",
-    "check": "driftlens.checking",
+    "check": "driftlens.records.checks",
     "compare": "driftlens.records.compare",
     "Contributions": "driftlens.diagnostics.attribution",
     "DriftRun": "driftlens.records.run",

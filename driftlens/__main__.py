@@ -1,6 +1,6 @@
 """`python -m driftlens`: the command line, for an interpreter whose scripts are not on the path."""
 
-from driftlens.cli.main import main
+from driftlens.cli import main
 
 if __name__ == "__main__":
     main()

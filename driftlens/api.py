@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from driftlens.access import Access
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
-from driftlens.progress import CancelToken, ProgressSink
-from driftlens.progress_sinks import sink_for
+from driftlens.progress import CancelToken, ProgressSink, sink_for
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 

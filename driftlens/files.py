@@ -46,15 +46,12 @@ def atomic_path(path: PathLike, *, need: int | None = None) -> Iterator[pathlib.
 
 
 @contextlib.contextmanager
-def atomic_folder(
-    path: PathLike, *, replace: bool = False, need: int | None = None
-) -> Iterator[pathlib.Path]:
+def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.Path]:
     """An empty folder to fill; on success it becomes `path`, on any failure nothing does.
 
     Args:
         path: where the folder goes. Missing parent folders are made.
         replace: whether a folder that is there already, with anything in it, may be replaced.
-        need: bytes about to be written, for the message when the disk fills up.
 
     Yields:
         An empty folder called like `path`, on the same file system.
@@ -66,7 +63,7 @@ def atomic_folder(
     occupied = target.exists() and not (target.is_dir() and not any(target.iterdir()))
     if occupied and not (replace and target.is_dir()):
         raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
-    with scratch_beside(target, need) as scratch:
+    with scratch_beside(target, None) as scratch:
         filled = scratch / target.name
         filled.mkdir()
         yield filled

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from driftlens.errors import Cancelled, SpecError
-from driftlens.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.progress_sinks import duration, sink_for
+from driftlens.progress import CancelToken, ProgressEvent, Reporter, duration, sink_for
 
 
 class Clock:

@@ -8,8 +8,7 @@ from pathlib import Path
 import streamlit as st
 
 from driftlens.errors import RunError
-from driftlens.progress import ProgressEvent
-from driftlens.progress_sinks import duration
+from driftlens.progress import ProgressEvent, duration
 from driftlens_app.jobs import Job, View, cancel, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import dismiss, jobs_beside

@@ -10,7 +10,7 @@ import streamlit as st
 
 from driftlens.errors import DriftLensError, RunError
 from driftlens.files import free_bytes
-from driftlens.progress_sinks import duration
+from driftlens.progress import duration
 from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import SPEC
 from driftlens.records.listing import is_analyzed, unanalyzed

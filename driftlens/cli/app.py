@@ -112,7 +112,7 @@ class Job:
     @contextmanager
     def watched(self) -> Iterator[tuple[ProgressSink, CancelToken]]:
         """A sink that shows progress as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
-        from driftlens.progress_sinks import sink_for
+        from driftlens.progress import sink_for
 
         mode: Any = "none" if manner.quiet else self.progress
         if manner.log_json and mode == "auto":

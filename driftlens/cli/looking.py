@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from driftlens.records.compare import Comparison
     from driftlens.records.equality import Equality
     from driftlens.records.run import DriftRun
+
+_PACKAGES = (
+    *("torch", "torchvision", "open_clip_torch", "transformers", "safetensors"),
+    *("pandas", "pyarrow", "streamlit"),
+)
 
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
@@ -85,14 +92,44 @@ def verify(run: RunFolder, as_json: JsonFlag = False) -> None:
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
     """Report the environment: versions, devices, cache, and what is missing."""
-    from driftlens.doctor import examine
-
-    found = examine()
+    found = environment()
     if as_json:
         say_json(found)
     else:
         width = max(map(len, found))
         say("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+
+
+def environment() -> dict[str, str]:
+    """What a bug report needs to know about the machine, and anything that will not work, one line each."""
+    import platformdirs
+    import psutil
+    import torch
+
+    import driftlens
+    from driftlens.files import free_bytes
+    from driftlens.records.manifest import version_of
+
+    memory, gpu, cache = psutil.virtual_memory(), "none (CPU only)", platformdirs.user_cache_path("driftlens")
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+    clip = "imports"
+    try:
+        importlib.import_module("transformers.models.clip.modeling_clip")
+    except Exception as error:
+        # The usual cause is a torchvision that was built for another torch.
+        clip = f"broken: {type(error).__name__}: {error}; install torch and torchvision together"
+    return {
+        "driftlens": driftlens.__version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        **{name: version_of(name) or "not installed" for name in _PACKAGES},
+        "cpu": f"{os.cpu_count()} cores",
+        "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
+        "gpu": gpu,
+        "cache": f"{cache}, {free_bytes(cache) / 2**30:.1f} GiB free",
+        "offline": "yes (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no",
+        "transformers with torchvision": clip,
+    }
 
 
 @app.command()
@@ -119,8 +156,8 @@ def check(
     as_json: JsonFlag = False,
 ) -> None:
     """Hold a run's numbers against bounds; exit code 3 if one fails. What was not measured is skipped."""
-    from driftlens.checking import check as judge
     from driftlens.files import write_text_atomic
+    from driftlens.records.checks import check as judge
     from driftlens.records.checks import junit_xml
     from driftlens_reports.verdicts import checks_text
 

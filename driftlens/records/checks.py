@@ -18,8 +18,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.errors import ChecksFailedError, LayerNotFoundError
+from driftlens.files import PathLike
 from driftlens.records.compare import drift_changes
-from driftlens.records.run import DriftRun
+from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens.variants import calibrated
 
@@ -448,3 +449,21 @@ def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
 
 def _safe(text: str) -> str:
     return _NOT_XML.sub("\ufffd", text)
+
+
+def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None = None) -> CheckReport:
+    """The verdicts on a run; `check(...).raise_if_failed()` stops a script on the first bad one.
+
+    Args:
+        run: a run, or its folder.
+        tests: a YAML file of checks, or the mapping in it; None runs the built-in self-checks.
+
+    Raises:
+        SpecError: the checks make no sense; path, value and remedy are named.
+        RunError: the run, or one of its tables, can't be read.
+    """
+    from driftlens.spec.checks import load_checks
+
+    checks = None if tests is None else load_checks(tests)
+    opened = run if isinstance(run, DriftRun) else open_run(run)
+    return run_self_checks(opened) if checks is None else run_checks(opened, checks)

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from driftlens.errors import SpecError
-from driftlens.files import atomic_folder, sha256_of
+from driftlens.files import atomic_folder, sha256_of, write_json_atomic
 from driftlens.progress import Reporter
-
-if TYPE_CHECKING:
-    from driftlens.suites.recipe import Recipe
+from driftlens.suites.drawing import PURPOSES, Purpose, tasks
+from driftlens.suites.recipe import Recipe, stream
+from driftlens.suites.training import (
+    Pictures,
+    accuracy,
+    build_clip,
+    class_embeddings,
+    tokenizer,
+    train_base,
+    train_expert,
+)
+from driftlens.suites.workers import Worker, work_together
 
 CONFIG, BASE, RECORD = "open_clip_config.json", "base.safetensors", "suite.json"
 FORMAT = 1
@@ -24,6 +40,8 @@ SCALING = 0.3
 _NAME_LENGTH = 12
 """Characters of the digest in the folder's name."""
 _POLL_SECONDS = 1.0
+_DRAWN = "drawn"
+"""Folder for pictures as they come, until all is built."""
 
 
 @dataclass(frozen=True)
@@ -89,28 +107,21 @@ def embedded_suite(
         RunError: the cache can't be written to, or the disk is full.
         Cancelled: somebody asked to stop; no half of a suite is left behind.
     """
-    from driftlens.suites.build import build
-    from driftlens.suites.recipe import Recipe
+    import platformdirs
 
     if seed < 0:
         raise SpecError(f"the seed is {seed}", hint="Give a whole number from 0 upwards.")
     recipe, reporter = recipe or Recipe(), reporter or Reporter()
     digest = recipe.digest(seed)
-    folder = (cache or _user_cache()) / f"embedded-{digest[:_NAME_LENGTH]}"
+    folder = (cache or platformdirs.user_cache_path("driftlens")) / f"embedded-{digest[:_NAME_LENGTH]}"
     if rebuild or not is_whole(folder, digest):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _building(folder, reporter):
             # Asked again: another process may have built it while this one waited.
             if rebuild or not is_whole(folder, digest):
                 with atomic_folder(folder, replace=True) as partial:
-                    build(partial, recipe, seed, reporter)
+                    _build(partial, recipe, seed, reporter)
     return Suite(folder, tuple(sorted(read_record(folder)["heads"])), digest)
-
-
-def _user_cache() -> pathlib.Path:
-    import platformdirs
-
-    return platformdirs.user_cache_path("driftlens")
 
 
 @contextmanager
@@ -140,15 +151,6 @@ def data_file(task: str) -> str:
     return f"data/{task}.npz"
 
 
-def file_digests(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file in the folder, by relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in files
-    }
-
-
 def read_record(folder: pathlib.Path) -> dict[str, Any]:
     """What `suite.json` says.
 
@@ -174,3 +176,160 @@ def is_whole(folder: pathlib.Path, digest: str) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -> None:
+    """Fill the empty `folder` with models and pictures, then with a record that vouches for every file."""
+    reporter.step("draw", 0, None, "starting two processes")
+    for name in (_DRAWN, "data", "experts"):
+        (folder / name).mkdir()
+    untrained = build_clip(recipe.model_config(), stream(seed, "weights"))
+    heard = _Heard(recipe, reporter)
+    num_values = sum(parameter.numel() for parameter in untrained.parameters())
+    work_together(_work, (folder, recipe, seed), heard, num_values)
+    shutil.rmtree(folder / _DRAWN)
+    _describe(folder, recipe, seed, heard)
+
+
+class _Heard:
+    """What the workers have told: progress, which is passed on, and what they have measured.
+
+    Attributes:
+        measured: by name of a task, or "logit_scale".
+        seconds: by phase.
+    """
+
+    def __init__(self, recipe: Recipe, reporter: Reporter) -> None:
+        self.measured: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self._reporter = reporter
+        # By phase: how many things are made in it, and the steps that each takes.
+        self._sizes = {
+            "draw": (len(tasks) * len(PURPOSES), 1),
+            "train base": (1, recipe.base.steps),
+            "train experts": (len(tasks), recipe.expert.steps),
+        }
+        self._done: dict[str, dict[str, int]] = {phase: {} for phase in self._sizes}
+        self._began = time.monotonic()
+
+    def __call__(self, phase: str, name: str, step: int, value: Any = None) -> None:
+        """So many steps of the thing called `name` are done; `value` is the loss, or in no phase what was measured."""
+        if not phase:
+            self.measured[name] = value
+            return
+        things, steps = self._sizes[phase]
+        done = self._done[phase]
+        if not done:
+            self._reporter.step(phase, 0, things * steps)
+        done[name] = step
+        finished = sum(each == steps for each in done.values())
+        label = f"{name} ({finished} of {things} done)" if things > 1 and steps > 1 else name
+        metrics = {} if value is None else {"loss": value}
+        self._reporter.step(phase, sum(done.values()), things * steps, label, **metrics)
+        if finished == things:
+            self.seconds[phase] = round(time.monotonic() - self._began, 1)
+            self._began = time.monotonic()
+
+
+def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
+    """In every worker: its share of all the work."""
+    counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
+    for name, purpose in worker.jobs(list(itertools.product(tasks, PURPOSES))):
+        images, labels = tasks[name].pictures(purpose, counts[purpose], seed)
+        np.savez(_drawn_file(folder, name, purpose), images=images, labels=labels)
+        worker.tell("draw", f"{name}, {purpose}", 1)
+    worker.meet()
+    _train_base(worker, folder, recipe, seed)
+    worker.meet()
+    for name in worker.jobs(list(tasks)):
+        _train_expert(worker, folder, recipe, seed, name)
+
+
+def _drawn_file(folder: pathlib.Path, name: str, purpose: Purpose) -> pathlib.Path:
+    return folder / _DRAWN / f"{name}-{purpose}.npz"
+
+
+def _drawn(folder: pathlib.Path, name: str, purpose: Purpose) -> Pictures:
+    with np.load(_drawn_file(folder, name, purpose)) as file:
+        return Pictures(tasks[name], **file)
+
+
+def _train_base(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
+    """Train the base together with the others; all end with the same weights, and the first one saves them."""
+
+    def report(done: int, loss: float) -> None:
+        if worker.rank == 0:
+            worker.tell("train base", "", done, loss)
+
+    clip = build_clip(recipe.model_config(), stream(seed, "weights"))
+    pictures = [_drawn(folder, name, "base") for name in tasks]
+    train_base(clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), report, worker)
+    if worker.rank == 0:
+        _save(clip.state_dict(), folder / BASE)
+        worker.tell("", "logit_scale", 0, clip.logit_scale.exp().item())
+
+
+def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int, name: str) -> None:
+    """Train and save one expert, and save the pictures of its task; tell accuracies of base and expert."""
+    from safetensors.torch import load_file
+
+    train, test = _drawn(folder, name, "train"), _drawn(folder, name, "test")
+    np.savez_compressed(
+        folder / data_file(name),
+        x_train=train.images,
+        y_train=train.labels,
+        x_test=test.images,
+        y_test=test.labels,
+        class_names=np.array(train.task.class_names),
+    )
+    clip = build_clip(recipe.model_config(), 0)
+    clip.load_state_dict(load_file(folder / BASE))
+    clip.eval()
+    embeddings = class_embeddings(clip, tokenizer(recipe.context_length), train.task)
+    of_base = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
+    train_expert(
+        clip.visual,
+        train,
+        clip.logit_scale.exp().item() * embeddings,
+        recipe.expert,
+        stream(seed, f"expert/{name}"),
+        lambda step, loss: worker.tell("train experts", name, step, loss),
+    )
+    tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
+    _save(tower, folder / expert_file(name))
+    of_expert = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
+    worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
+
+
+def _save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, path)
+
+
+def _describe(folder: pathlib.Path, recipe: Recipe, seed: int, heard: _Heard) -> None:
+    """Write what open_clip needs to open the base, and at last the record."""
+    from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
+
+    preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
+    config = {"model_cfg": recipe.model_config(), "preprocess_cfg": preprocess}
+    write_json_atomic(folder / CONFIG, config)
+    record = {
+        "format": FORMAT,
+        "digest": recipe.digest(seed),
+        "seed": seed,
+        "recipe": asdict(recipe),
+        "logit_scale": heard.measured["logit_scale"],
+        "heads": {
+            name: {"classes": list(task.class_names), "templates": list(task.templates)}
+            for name, task in tasks.items()
+        },
+        "test_accuracy": {name: heard.measured[name] for name in tasks},
+        "seconds": heard.seconds,
+        "files": {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        },
+    }
+    write_json_atomic(folder / RECORD, record)

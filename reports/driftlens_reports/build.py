@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from driftlens.checking import check
 from driftlens.errors import SpecError
 from driftlens.files import PathLike, atomic_path
-from driftlens.records.checks import CheckReport
+from driftlens.records.checks import CheckReport, check
 from driftlens.records.contents import attach
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.content import ReportContent

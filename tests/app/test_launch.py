@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from driftlens.cli.main import main
+from driftlens.cli import main
 from driftlens_app import launch
 from driftlens_app.pages import pages
 from driftlens_app.settings import Settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from driftlens.cli.main import main
+from driftlens.cli import main
 from tests.pipeline.fixtures import finished, light, spec_file, world
 
 __all__ = ["Result", "finished", "light", "run_cli", "spec_file", "world"]

@@ -128,7 +128,7 @@ def test_an_error_nobody_foresaw_is_code_one_and_says_so(
     def broken() -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("driftlens.doctor.examine", broken)
+    monkeypatch.setattr("driftlens.cli.looking.environment", broken)
     result = run_cli("doctor")
     assert result.code == 1 and result.message == "ZeroDivisionError: by nothing" and "--debug" in result.hint
 

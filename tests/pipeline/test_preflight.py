@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.cli.main import main
+from driftlens.cli import main
 from driftlens.pipeline.preflight.costs import Cost
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.suspicion import Finding

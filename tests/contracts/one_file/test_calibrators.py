@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.presets import PRESETS
-from driftlens.cli.main import app
+from driftlens.cli import app
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
 from driftlens.errors import SpecError

@@ -95,7 +95,8 @@ def export(
     ] = None,
     method: Annotated[str, typer.Option(help="Projection of features: pca, umap or tsne.")] = "pca",
     paper: Annotated[
-        bool, typer.Option("--paper", help="Figures also show the paper's printed numbers, set apart.")
+        bool,
+        typer.Option("--paper", help="Also show the paper's printed numbers, told apart from measured ones."),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 if a part is missing.")] = False,
     as_json: JsonFlag = False,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from driftlens.records import layout
 from driftlens_reports.content import Cell, Column, ReportContent, Table
 from driftlens_reports.paper import grid
-from driftlens_reports.paper.latex import Setting, to_latex
+from driftlens_reports.paper.latex import to_latex
 
 _LEFT_OUT = {"glossary", "environment", "layers"}
 """Tables that no paper prints."""
@@ -35,10 +35,10 @@ def _fragment(content: ReportContent, table: Table) -> str:
     notes = [f"Run {content.run.name} ({content.run.id}).", table.note, *content.stamps]
     if table.has_gaps:
         notes.append("A dash: not measured.")
-    setting = Setting(table.name, f"{table.title}.", [note for note in notes if note])
     parts = _parts(_grid(_without_empty(table)))
+    below = {len(parts): [note for note in notes if note]}
     return "".join(
-        to_latex([part], replace(setting, part=at, notes=setting.notes if at == len(parts) else ()))
+        to_latex([part], table.name, f"{table.title}.", notes=below.get(at, ()), part=at)
         for at, part in enumerate(parts, start=1)
     )
 

@@ -10,46 +10,34 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.columns import printable
 from driftlens_reports.facts import stamps
-from driftlens_reports.paper.exhibit import Panel
+from driftlens_reports.paper.exhibit import Gap
 
 ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
 
 
 def origin(runs: Sequence[DriftRun]) -> Iterator[str]:
     """Which runs the numbers come from, and what a reader must know about each before any number."""
-    names = ", ".join(f"{run.name} ({run.id})" for run in runs)
-    yield f"{'Run' if len(runs) == 1 else 'Runs'}: {names}."
+    if runs:
+        names = ", ".join(f"{run.name} ({run.id})" for run in runs)
+        yield f"{'Run' if len(runs) == 1 else 'Runs'}: {names}."
     for run in runs:
         yield from stamps(run)
         yield from overlap_notes(run)
 
 
-def samples(rows: pd.DataFrame, split: str = "diagnosis") -> str:
+def samples(rows: pd.DataFrame) -> str:
     """How many samples are behind the rows: "n = 24 samples of the diagnosis split per task."."""
     counts = rows["n"].dropna().astype(int)
     if counts.empty:
         return ""
     each = " per task" if rows["task"].nunique() > 1 else ""
-    return f"n = {span(counts)} samples of the {split} split{each}."
+    return f"n = {span(counts)} samples of the diagnosis split{each}."
 
 
-def jacobian_samples(rows: pd.DataFrame) -> str:
-    """How many of the samples are behind quantities that need a Jacobian; empty where it is all of them."""
-    rows = rows[rows["jacobian_samples"].notna() & (rows["jacobian_samples"] != rows["n"])]
-    if rows.empty:
-        return ""
-    return f"Quantities that need a Jacobian: n = {span(rows['jacobian_samples'].astype(int))} of them."
-
-
-def gaps(missing: Iterable[Panel]) -> Iterator[str]:
-    """What the figure lacks, a sentence each."""
-    for panel in missing:
-        yield f"Not shown: {panel.name} ({panel.missing})."
-
-
-def together(sentences: Iterable[str]) -> list[str]:
-    """The sentences that say something, once each, without control characters of names in them."""
-    return [printable(sentence) for sentence in dict.fromkeys(sentences) if sentence]
+def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> list[str]:
+    """The sentences that say something, once each, and what is missing, without control characters of names in them."""
+    lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in gaps]
+    return [printable(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence]
 
 
 def signed(value: float, digits: int) -> str:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+from matplotlib.figure import SubFigure
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.paper import captions, choice
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
+from driftlens_reports.paper.captions import origin, span
+from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.plate import Plate
-from driftlens_reports.paper.static import add_legend, draw_panels, height_of
-from driftlens_reports.paper.style import figure, venue_of
+from driftlens_reports.paper.static import draw_panels, height_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import SubFigure
+# Numbers of charts, by what the run's tables call them.
+DRIFT = {"mean drift": "drift_l2_mean", "10 % quantile": "drift_l2_q10", "90 % quantile": "drift_l2_q90"}
+SPLIT = {"mismatch": "mismatch_l2_mean", "propagation": "propagation_l2_mean", "cross term": "cross_term"}
+GROWTH = {
+    **{"amplification": "amplification", "Jacobian error": "jacobian_error"},
+    **{"random gain": "random_gain_mean"},
+}
+SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}
+DECISIONS = {name: f"share {name}" for name in ("certified", "kept without certificate", "flipped")}
+SAMPLES = {"cosine": "cos", "baseline cosine": "cos of the baseline", "mean gain": "mean gain of cos"}
+GAINS = {"cosine gain": "gain of cos_mean", "accuracy gain (points)": "gain of accuracy, points"}
+ACCURACY = {"accuracy": "accuracy", "low": "ci_low", "high": "ci_high"}
 
 _KEYS = ("task", "variant", "layer", "sample_id")
 
@@ -44,109 +54,62 @@ class View:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class Picture:
     """A view of a run: the drawn chart, or in words what the run lacks for it.
 
-    Attributes:
-        view: what was to be drawn.
-        drawn: the chart.
-        lacking: what the run lacks.
-        task: the only one that it is about; empty where it shows all.
-    """
-
-    view: View
-    drawn: Drawn | None
-    lacking: str
-    task: str = ""
-
-    def height(self, width: float) -> float:
-        """Height in inches of a figure of this width."""
-        return height_of(self.drawn.figure, width) if self.drawn else 0.25 * width
-
-
-def chart_figure(
-    name: str, *, title: str, lead: str, rows: Sequence[Sequence[View]], paper: str = ""
-) -> None:
-    """File a figure of charts, row by row; in a narrow column each has a row of its own.
-
     Args:
-        name: id of the figure.
-        title: what it shows, in a few words.
-        lead: the caption's first sentence.
-        rows: the charts.
-        paper: where the paper has its like.
-    """
-
-    @figure(name, title=title, paper=paper)
-    def draw(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-        run, width = runs[0], options.width
-        is_narrow = venue_of(width) == "icml-column"
-        lines = [[view] for row in rows for view in row] if is_narrow else rows
-        pictures = [[picture_of(run, options, view) for view in row] for row in lines]
-        heights = [max(picture.height(width / len(row)) for picture in row) for row in pictures]
-        plate = Plate(width, sum(heights))
-        bands = plate.figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
-        letters, sentences = iter("abcdefgh"), [lead, *captions.origin([run])]
-        for band, row in zip(bands, pictures, strict=True):
-            for part, picture in zip(band.subfigures(1, len(row), squeeze=False)[0], row, strict=True):
-                letter = next(letters) if len(lines) * len(row) > 1 else ""
-                place(plate, part, run, letter, picture)
-                sentences += caption_of(picture, letter)
-        if choice.calibrated_of(run, options) is None:
-            plate.lack("the calibrated model", f"`{choice.CALIBRATE}` adds it")
-        add_legend(plate.figure, [entry.drawn.figure for row in pictures for entry in row if entry.drawn])
-        sentences.append(captions.jacobian_samples(run.layers()))
-        return plate.exhibited(captions.together([*sentences, *captions.gaps(plate.missing)]))
-
-
-def picture_of(run: DriftRun, options: ExhibitOptions, view: View) -> Picture:
-    """The chart of a run, of the tasks and variants that the writer chose.
+        view: what is to be drawn.
+        run: the run.
+        options: the writer's choice of tasks and variants.
 
     Raises:
         DataError: the run lacks a task or variant that was asked for.
         RunError: a table can't be read.
     """
-    chart, calibrated = charts[view.chart], choice.calibrated_of(run, options)
-    task = choice.task_of(run, options) if view.is_about_one else ""
-    chosen = ChartOptions(
-        tasks=(task,) if task else choice.tasks_of(run, options),
-        variants=(calibrated or "merged",) if view.is_about_calibrated else choice.compared(run, options),
-        baseline=choice.baseline_of(run, options),
-        **view.options,
-    )
-    try:
-        lacking = chart.missing(run, chosen)
-        return Picture(view, chart.render(run, chosen) if lacking is None else None, lacking or "", task)
-    except DataError as error:
-        return Picture(view, None, f"{error.message}.")
 
-
-def place(plate: Plate, part: SubFigure, run: DriftRun, letter: str, picture: Picture) -> list[Panel]:
-    """Draw a picture into a part of a figure and record its numbers, or put a framed note there."""
-    title = f"({letter}) {charts[picture.view.chart].title}" if letter else charts[picture.view.chart].title
-    if picture.drawn is None:
-        plate.note(part.subplots(), title, picture.lacking.removesuffix("."))
-        return []
-    if letter:
-        part.suptitle(title, x=0.01, ha="left", fontsize="medium")
-    for key in _tidy(run, picture.drawn.data, picture.view.quantities):
-        plate.record(letter or "a", run, **key)
-    panels = draw_panels(picture.drawn.figure, part)
-    plate.panels += panels
-    return panels
-
-
-def caption_of(picture: Picture, letter: str) -> Iterator[str]:
-    """What the chart says of itself, after the letter of its panel."""
-    if picture.drawn is not None:
-        yield (
-            f"({letter}) {charts[picture.view.chart].caption}"
-            if letter
-            else charts[picture.view.chart].caption
+    def __init__(self, view: View, run: DriftRun, options: ExhibitOptions) -> None:
+        self.view, self.run, self.chart = view, run, charts[view.chart]
+        self.task = options.task_of(run) if view.is_about_one else ""
+        self.drawn: Drawn | None = None
+        calibrated = options.calibrated_of(run) or "merged"
+        chosen = ChartOptions(
+            tasks=(self.task,) if self.task else options.tasks_of(run),
+            variants=(calibrated,) if view.is_about_calibrated else options.compared(run),
+            baseline=options.baseline_of(run),
+            **view.options,
         )
-        yield f"Task: {picture.task}." if picture.task else ""
-        yield from picture.drawn.notes
+        try:
+            self.lacking = self.chart.missing(run, chosen) or ""
+            if not self.lacking:
+                self.drawn = self.chart.render(run, chosen)
+        except DataError as error:
+            self.lacking = f"{error.message}."
+
+    def height(self, width: float) -> float:
+        """Height in inches of a figure of this width."""
+        return height_of(self.drawn.figure, width) if self.drawn else 0.25 * width
+
+    def place(self, plate: Plate, part: SubFigure, letter: str = "") -> list[Panel]:
+        """Draw it into a part of a figure and record its numbers, or put a framed note there."""
+        title = f"({letter}) {self.chart.title}" if letter else self.chart.title
+        if self.drawn is None:
+            plate.note(part.subplots(), title, self.lacking.removesuffix("."))
+            return []
+        if letter:
+            part.suptitle(title, x=0.01, ha="left", fontsize="medium")
+        for key in _tidy(self.run, self.drawn.data, self.view.quantities):
+            plate.record(letter or "a", self.run, **key)
+        panels = draw_panels(self.drawn.figure, part)
+        plate.panels += panels
+        plate.charts.append(self.drawn.figure)
+        return panels
+
+    def caption(self, letter: str = "") -> Iterator[str]:
+        """What the chart says of itself, after the letter of its panel."""
+        if self.drawn is not None:
+            yield f"({letter}) {self.chart.caption}" if letter else self.chart.caption
+            yield f"Task: {self.task}." if self.task else ""
+            yield from self.drawn.notes
 
 
 def _tidy(run: DriftRun, data: pd.DataFrame, quantities: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -167,3 +130,101 @@ def _tidy(run: DriftRun, data: pd.DataFrame, quantities: Mapping[str, str]) -> I
             rows = rows.drop(columns="sample_id").drop_duplicates()
         for name, part in rows.groupby("quantity", sort=False):
             yield {"quantity": name, **part.drop(columns="quantity").to_dict("list")}
+
+
+def _chart_figure(
+    name: str, title: str, lead: str, rows: Sequence[Sequence[View]], *, paper: str = ""
+) -> None:
+    """File a figure of charts, row by row; in a narrow column each has a row of its own.
+
+    Args:
+        name: id of the figure.
+        title: what it shows, in a few words.
+        lead: the caption's first sentence.
+        rows: the charts.
+        paper: where the paper has its like.
+    """
+
+    @figure(name, title=title, paper=paper)
+    def draw(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+        run, width = runs[0], options.width
+        lines = [[view] for row in rows for view in row] if options.is_narrow else rows
+        pictures = [[Picture(view, run, options) for view in row] for row in lines]
+        heights = [max(picture.height(width / len(row)) for picture in row) for row in pictures]
+        plate = Plate(width, sum(heights))
+        bands = plate.figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
+        is_alone = len(lines) * len(lines[0]) == 1
+        letters, sentences = iter("abcdefgh"), [lead, *origin([run])]
+        for band, row in zip(bands, pictures, strict=True):
+            for part, picture in zip(band.subfigures(1, len(row), squeeze=False)[0], row, strict=True):
+                letter = "" if is_alone else next(letters)
+                picture.place(plate, part, letter)
+                sentences += picture.caption(letter)
+        if options.calibrated_of(run) is None:
+            plate.lack("the calibrated model", f"`{CALIBRATE}` adds it")
+        return plate.exhibited([*sentences, _jacobian_samples(run.layers())])
+
+
+def _jacobian_samples(rows: pd.DataFrame) -> str:
+    """How many of the samples are behind quantities that need a Jacobian; empty where it is all of them."""
+    rows = rows[rows["jacobian_samples"].notna() & (rows["jacobian_samples"] != rows["n"])]
+    if rows.empty:
+        return ""
+    return f"Quantities that need a Jacobian: n = {span(rows['jacobian_samples'].astype(int))} of them."
+
+
+_chart_figure(
+    "heatmap",
+    "Relative drift by task and layer",
+    "Drift against the expert's feature norm, by task and layer, ratios of sums over samples.",
+    [[View("heatmap", {"relative drift": "drift_rel"}, options={"relative": True})]],
+)
+_chart_figure(
+    "amplification",
+    "Growth of incoming drift by layer",
+    "Above 1 a layer lets drift grow; the stem has no incoming drift.",
+    [[View("amplification", GROWTH, is_about_one=True)]],
+)
+_chart_figure(
+    "decomposition",
+    "Local mismatch and propagation by layer",
+    "Drift by layer, split exactly into e = m + p; norms alone do not add up.",
+    [
+        [View("layer-drift", DRIFT, is_about_one=True)],
+        [View("decomposition", SPLIT, is_about_one=True)],
+    ],
+)
+_chart_figure(
+    "contributions",
+    "Layers that the final drift comes from",
+    "Signed shares of the final drift by the layer whose local mismatch they come from; they sum to 1.",
+    [
+        [View("contributions", {"share of final drift": "final_share"}, is_about_one=True)],
+        [View("splits", SHARES, is_about_one=True)],
+    ],
+)
+_chart_figure(
+    "output-drift",
+    "Margins, score drift and flipped decisions",
+    "What drift does to decisions: how many the margins protect, and how many flip.",
+    [
+        [View("margins", DECISIONS)],
+        [View("flips", {"kept": "kept decisions", "flipped": "flipped decisions"}, is_about_one=True)],
+    ],
+)
+_chart_figure(
+    "diagnostics",
+    "Calibration against a baseline, in features and parameters",
+    "What calibration changes, compared with a baseline; cosine is a diagnostic, not an explanation of accuracy.",
+    [
+        [
+            View("task-cosine", {"mean cosine": "cos_mean"}),
+            View("sample-cosine", SAMPLES, is_about_one=True, is_about_calibrated=True),
+        ],
+        [
+            View("gains", GAINS, is_about_calibrated=True),
+            View("backbone-alignment", {"cosine of task vectors": "cos"}),
+        ],
+    ],
+    paper="Figures 2 and 7",
+)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
+from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
+from driftlens.variants import control_of, part_of
+from driftlens_reports.paper.style import sheet, venue_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Kind = Literal["figure", "table"]
 
+CALIBRATE = "driftlens calibrate RUN --name featcal"
+"""The command that adds a calibrated variant, as notes name it."""
+
 
 @dataclass(frozen=True)
 class ExhibitOptions:
-    """What a writer may choose.
+    """What a writer may choose, and what that means for a run.
 
     Attributes:
         tasks: only these; None is all.
@@ -30,7 +37,7 @@ class ExhibitOptions:
         width: of the venue's text or column, in inches.
         digits: decimals of percentages in tables.
         method: projection of matched features: pca, umap or tsne.
-        paper: whether figures show the paper's printed numbers beside measured ones, in a style of their own.
+        paper: whether exhibits also hold the paper's printed numbers, told apart from measured ones.
     """
 
     tasks: Sequence[str] | None = None
@@ -43,9 +50,71 @@ class ExhibitOptions:
     method: str = "pca"
     paper: bool = False
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether figures fill a column, where panels stand below one another."""
+        return venue_of(self.width) == "icml-column"
+
+    def tasks_of(self, run: DriftRun) -> tuple[str, ...]:
+        """The tasks to show, in the order of the run.
+
+        Raises:
+            DataError: the run lacks one that was asked for; says which it has.
+        """
+        for task in self.tasks or ():
+            _check("task", task, run.tasks)
+        return tuple(task for task in run.tasks if self.tasks is None or task in self.tasks)
+
+    def task_of(self, run: DriftRun) -> str:
+        """The task of an exhibit about one: the one asked for, or that with the merged model's largest final drift.
+
+        Raises:
+            DataError: the run lacks the task that was asked for, or has no tasks.
+        """
+        if self.task is not None:
+            return _check("task", self.task, run.tasks)
+        tasks = self.tasks_of(run)
+        if not tasks:
+            raise DataError(f"run {run.id} has no task to show")
+        rows = run.layers(layer="final") if run.manifest.layers else run.layers()
+        rows = rows[rows["task"].isin(tasks) & (rows["variant"] == "merged") & rows["drift_l2_mean"].notna()]
+        return str(rows.loc[rows["drift_l2_mean"].idxmax(), "task"]) if len(rows) else tasks[0]
+
+    def calibrated_of(self, run: DriftRun) -> str | None:
+        """The variant called "calibrated": the one asked for, or the run's last one; None where there is none.
+
+        Raises:
+            DataError: the run lacks the variant that was asked for.
+        """
+        if self.calibrated is not None:
+            return _check("variant", self.calibrated, run.variants)
+        return next((name for name in reversed(run.variants) if part_of(name) == "calibrated"), None)
+
+    def baseline_of(self, run: DriftRun) -> str:
+        """The variant that gains are counted from: the one asked for, or the anchor-only control, or `merged`.
+
+        Raises:
+            DataError: the run lacks the variant that was asked for.
+        """
+        if self.baseline is not None:
+            return _check("variant", self.baseline, run.variants)
+        control = control_of((self.calibrated_of(run) or "").partition(":")[2])
+        return control if control in run.variants else "merged"
+
+    def compared(self, run: DriftRun) -> tuple[str, ...]:
+        """The variants of a comparison in reading order: merged, baseline, calibrated; those that the run has."""
+        wanted = dict.fromkeys(("merged", self.baseline_of(run), self.calibrated_of(run)))
+        return tuple(variant for variant in wanted if variant in run.variants)
+
+
+def _check(kind: str, name: str, known: tuple[str, ...]) -> str:
+    if name not in known:
+        raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(known) or 'none'}")
+    return name
+
 
 @dataclass(frozen=True)
-class Panel:
+class Gap:
     """A part of an exhibit that the runs can't fill: what is missing, and the command that adds it."""
 
     name: str
@@ -68,7 +137,7 @@ class Exhibited:
     caption: str
     figure: Figure | None = None
     latex: str | None = None
-    missing: tuple[Panel, ...] = ()
+    missing: tuple[Gap, ...] = ()
 
 
 Draw = Callable[[Sequence[DriftRun], ExhibitOptions], Exhibited]
@@ -96,11 +165,18 @@ class Exhibit:
 exhibits: Registry[Exhibit] = Registry("exhibit", "driftlens_reports.paper")
 
 
-def exhibit(name: str, *, kind: Kind, title: str, paper: str = "") -> Callable[[Draw], Draw]:
-    """Decorator that files a drawing function as the exhibit `name`."""
+def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
+    """Decorator that files a drawing function as the figure `name`; it runs in the sheet of the width asked for."""
 
     def file(draw: Draw) -> Draw:
-        exhibits.register(name)(Exhibit(name, kind, title, paper, draw))
-        return draw
+        @functools.wraps(draw)
+        def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+            if not runs:
+                raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
+            with sheet(venue_of(options.width)):
+                return draw(runs, options)
+
+        exhibits.register(name)(Exhibit(name, "figure", title, paper, drawn))
+        return drawn
 
     return file

@@ -17,7 +17,7 @@ from driftlens.errors import SpecError
 from driftlens.files import PathLike, atomic_path
 from driftlens.records.manifest import versions
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Kind, Panel, exhibits
+from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, Kind, exhibits
 from driftlens_reports.paper.published import source
 from driftlens_reports.paper.style import WIDTHS, encode, venue_of
 
@@ -119,7 +119,7 @@ class Artifact:
             "options": dataclasses.asdict(self.options),
             "runs": [_run(run) for run in self.runs],
             "versions": {name: number for name, number in versions().items() if name in _VERSIONS},
-            "missing": [dataclasses.asdict(panel) for panel in self.exhibited.missing],
+            "missing": [dataclasses.asdict(gap) for gap in self.exhibited.missing],
         }
 
 
@@ -147,7 +147,7 @@ class Exported:
 
     name: str
     files: tuple[pathlib.Path, ...]
-    missing: tuple[Panel, ...]
+    missing: tuple[Gap, ...]
 
 
 def export(

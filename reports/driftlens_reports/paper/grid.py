@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -147,24 +147,45 @@ def shows_gains(grid: Grid, column: Column) -> bool:
 
 def best_value(grid: Grid, column: Column, block: Block, source: Source) -> float:
     """The best number of a column among a source's lines of the block's group, references left out; NaN without."""
-    if column.best is None:
-        return math.nan
-    rivals = [other for other in grid.blocks if other.group == block.group]
     numbers = [
         line.number(column.title)
-        for other in rivals
+        for other in grid.blocks
+        if other.group == block.group
         for line in other.lines
         if line.source == source and line.role != "reference"
     ]
     there = [number for number in numbers if not math.isnan(number)]
-    if not there:
+    if column.best is None or not there:
         return math.nan
     return max(there) if column.best == "highest" else min(there)
 
 
 def tidy(grids: Iterable[Grid]) -> pd.DataFrame:
     """Every number and word of the tables, a row each, unrounded."""
-    rows = [row for part, grid in enumerate(grids, start=1) for row in _rows(part, grid)]
+    rows = [
+        {
+            "part": part,
+            "block": block.title,
+            "row": line.label,
+            "source": line.source,
+            "run": line.run,
+            "variant": line.variant,
+            "column": column.title,
+            "value": cell.number,
+            "text": cell.value if isinstance(cell.value, str) else "",
+            "gain": gain(block, line, column.title),
+            "spread": cell.spread,
+            "n": cell.n,
+            "ci_low": cell.low,
+            "ci_high": cell.high,
+            "note": " ".join(filter(None, (cell.note, line.note))),
+        }
+        for part, grid in enumerate(grids, start=1)
+        for block in grid.blocks
+        for line in block.lines
+        for column in grid.columns
+        if (cell := line.cells.get(column.title)) is not None
+    ]
     frame = pd.DataFrame(rows, columns=list(_COLUMNS))
     return frame.astype({"value": "float64", "gain": "float64", "n": "Int64"})
 
@@ -173,29 +194,3 @@ _COLUMNS = (
     *("part", "block", "row", "source", "run", "variant", "column", "value", "text"),
     *("gain", "spread", "n", "ci_low", "ci_high", "note"),
 )
-
-
-def _rows(part: int, grid: Grid) -> Iterator[dict[str, object]]:
-    for block in grid.blocks:
-        for line in block.lines:
-            for column in grid.columns:
-                if column.title not in line.cells:
-                    continue
-                cell = line.cells[column.title]
-                yield {
-                    "part": part,
-                    "block": block.title,
-                    "row": line.label,
-                    "source": line.source,
-                    "run": line.run,
-                    "variant": line.variant,
-                    "column": column.title,
-                    "value": cell.number,
-                    "text": cell.value if isinstance(cell.value, str) else "",
-                    "gain": gain(block, line, column.title),
-                    "spread": cell.spread,
-                    "n": cell.n,
-                    "ci_low": cell.low,
-                    "ci_high": cell.high,
-                    "note": " ".join(text for text in (cell.note, line.note) if text),
-                }

@@ -5,22 +5,25 @@ from __future__ import annotations
 import html
 import math
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib import rcParams
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from driftlens_reports.charts.theme import readable
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
 
 GUIDE = "_guide"
 """Label of lines that stand for no measurement: zero lines, diagonals, defaults."""
@@ -40,15 +43,8 @@ SYMBOLS = {
     **{"star": "*", "cross": "P", "x": "X", "hexagon": "h", "pentagon": "p", "bowtie": "d"},
 }
 _HATCHES = {"": "", "/": "////", "\\": "\\\\\\\\", "x": "xxx", "-": "---", "|": "|||", "+": "+++", ".": ".."}
-_SIDES = {
-    "left": "right",
-    "right": "left",
-    "top": "bottom",
-    "bottom": "top",
-    "center": "center",
-    "middle": "center",
-}
-"""Which side of a text stands at its point, by where the text stands."""
+_SIDES = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
+"""Which side of a text stands at its point, by where the text stands; else its middle."""
 _INK = "#1B1B1B"
 """Of what a chart gives no colour."""
 _SHADES = 64
@@ -62,32 +58,22 @@ class Panel:
 
     Attributes:
         axes: where marks go.
-        x: settings of the chart's x axis.
-        y: those of its y axis.
+        settings: the chart's axes `x` and `y`.
         names: names along an axis of names, by its letter, in their order.
         inside: texts with the bar or cell that they have to fit into, in units of the data.
         stacked: how high bars of a stack are so far, by where they stand and their sign.
     """
 
     axes: Axes
-    x: Any
-    y: Any
+    settings: Mapping[str, Any]
     names: dict[str, list[str]] = field(default_factory=dict)
     inside: list[tuple[Text, Bbox]] = field(default_factory=list)
-    stacked: dict[tuple[float, bool], float] = field(default_factory=dict)
-
-    def settings(self, letter: str) -> Any:
-        """Settings of the chart's axis `x` or `y`."""
-        return self.x if letter == "x" else self.y
-
-    def axis(self, letter: str) -> Axis:
-        """Our own axis `x` or `y`."""
-        return self.axes.xaxis if letter == "x" else self.axes.yaxis
+    stacked: dict[tuple[float, bool], float] = field(default_factory=lambda: defaultdict(float))
 
     def places(self, letter: str, values: Any) -> NDArray[np.float64]:
         """Values along an axis as numbers; NaN for gaps, and the place among names for a name."""
         given = [] if values is None else list(values)
-        known = self.names.setdefault(letter, list(self.settings(letter).categoryarray or ()))
+        known = self.names.setdefault(letter, list(self.settings[letter].categoryarray or ()))
         known += [name for name in dict.fromkeys(given) if isinstance(name, str) and name not in known]
         return np.array(
             [known.index(v) if isinstance(v, str) else math.nan if v is None else v for v in given], float
@@ -114,7 +100,7 @@ def line_style(line: Any) -> dict[str, Any]:
     lengths = [float(length.removesuffix("px")) / 2 for length in dash.split(",")] if "," in dash else []
     return {
         "color": colour(line.color) if line.color else None,
-        "linewidth": _setting("lines.linewidth") * (_CURVE if line.width is None else line.width) / _CURVE,
+        "linewidth": rcParams["lines.linewidth"] * (_CURVE if line.width is None else line.width) / _CURVE,
         "linestyle": (0, tuple(lengths)) if lengths else _DASHES[dash],
     }
 
@@ -125,10 +111,10 @@ def marker_style(marker: Any) -> dict[str, Any]:
     shown = colour(marker.color) if isinstance(marker.color, str) else _INK
     return {
         "marker": SYMBOLS.get(symbol.removesuffix("-open"), "o"),
-        "markersize": _setting("lines.markersize") * (marker.size or _MARKER) / _MARKER,
+        "markersize": rcParams["lines.markersize"] * (marker.size or _MARKER) / _MARKER,
         "markerfacecolor": "none" if symbol.endswith("-open") else shown,
         "markeredgecolor": shown,
-        "markeredgewidth": _setting("axes.linewidth"),
+        "markeredgewidth": rcParams["axes.linewidth"],
     }
 
 
@@ -140,16 +126,13 @@ def bar_style(marker: Any) -> dict[str, Any]:
         "facecolor": colour(fill) if isinstance(fill, str) else [colour(entry) for entry in fill],
         # An edge of no width leaves the hatch in its colour.
         "edgecolor": pattern.fgcolor or (marker.line.color if marker.line.width else "white"),
-        "linewidth": (marker.line.width or 0) * _setting("axes.linewidth"),
+        "linewidth": (marker.line.width or 0) * rcParams["axes.linewidth"],
         "hatch": _HATCHES.get(pattern.shape or "", ""),
     }
 
 
 def legend_sample(trace: Any) -> Artist:
     """How a legend shows a trace."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     if trace.type == "bar":
         return Patch(**bar_style(trace.marker))
     mode = trace.mode or "lines"
@@ -181,13 +164,13 @@ def add_scatter(panel: Panel, trace: Any, shift: float) -> None:
 
 def add_bars(panel: Panel, trace: Any, shift: float, width: float, *, is_stacked: bool) -> None:
     """Bars, each with what is written in it; those of a stack go on from what stands there."""
-    from matplotlib.transforms import Bbox
-
     along, across = ("y", "x") if trace.orientation == "h" else ("x", "y")
     places, lengths = panel.places(along, trace[along]), panel.places(across, trace[across])
     starts = np.zeros_like(lengths) if trace.base is None else np.asarray(trace.base, float)
     if is_stacked:
-        starts = np.array([_stack(panel, *pair) for pair in zip(places, lengths, strict=True)])
+        for at, (place, length) in enumerate(zip(places, lengths, strict=True)):
+            starts[at] = panel.stacked[place, length < 0]
+            panel.stacked[place, length < 0] += np.nan_to_num(length)
     style = bar_style(trace.marker)
     widths = width if trace.width is None else trace.width
     draw, begin = (panel.axes.barh, "left") if across == "x" else (panel.axes.bar, "bottom")
@@ -206,9 +189,6 @@ def add_bars(panel: Panel, trace: Any, shift: float, width: float, *, is_stacked
 
 def add_cells(panel: Panel, trace: Any, shades: ScalarMappable) -> None:
     """Cells of a heatmap in the colours of `shades`; a cell without a number stays empty."""
-    from matplotlib.colors import to_hex
-    from matplotlib.transforms import Bbox
-
     x, y, values = panel.places("x", trace.x), panel.places("y", trace.y), np.asarray(trace.z, float)
     edges = (np.append(places - 0.5, places[-1] + 0.5) for places in (x, y))
     panel.axes.pcolormesh(
@@ -217,7 +197,7 @@ def add_cells(panel: Panel, trace: Any, shades: ScalarMappable) -> None:
         cmap=shades.cmap,
         norm=shades.norm,
         edgecolors="white",
-        linewidth=_setting("axes.linewidth"),
+        linewidth=rcParams["axes.linewidth"],
     )
     template = re.search(r"%\{z:(.*?)\}", trace.texttemplate or "")
     for (down, across), value in np.ndenumerate(values) if template else ():
@@ -229,9 +209,6 @@ def add_cells(panel: Panel, trace: Any, shades: ScalarMappable) -> None:
 
 def shades_of(scale: Any) -> ScalarMappable:
     """The colours that a chart's scale gives to numbers."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
-
     stops = [(at, colour(shade)) for at, shade in scale.colorscale]
     colours = LinearSegmentedColormap.from_list("chart", stops, N=_SHADES)
     return ScalarMappable(Normalize(scale.cmin, scale.cmax), colours)
@@ -279,7 +256,7 @@ def _names(axes: Axes, x: NDArray[Any], y: NDArray[Any], trace: Any) -> None:
         above, beside = side.split()
         offset = {"left": -3, "right": 3}.get(beside, 0), {"bottom": -3, "top": 3}.get(above, 0)
         note = axes.annotate(plain(text), (across, along), offset, textcoords="offset points")
-        note.set(ha=_SIDES[beside], va=_SIDES[above], fontsize="small")
+        note.set(ha=_SIDES.get(beside, "center"), va=_SIDES.get(above, "center"), fontsize="small")
 
 
 def _whiskers(axes: Axes, letter: str, x: NDArray[Any], y: NDArray[Any], error: Any) -> None:
@@ -287,7 +264,7 @@ def _whiskers(axes: Axes, letter: str, x: NDArray[Any], y: NDArray[Any], error: 
         return
     up = np.array(error.array, float)
     down = up if error.arrayminus is None else np.array(error.arrayminus, float)
-    style = {"color": error.color, "linewidth": (error.thickness or 1) * _setting("axes.linewidth")}
+    style = {"color": error.color, "linewidth": (error.thickness or 1) * rcParams["axes.linewidth"]}
     if letter == "x":
         axes.hlines(y, x - down, x + up, **style)
     else:
@@ -299,17 +276,3 @@ def _write_inside(panel: Panel, box: Bbox, text: str, ink: str) -> None:
     written = panel.axes.text(*middle, text, ha="center", va="center_baseline", color=ink, fontsize="small")
     written.set_in_layout(False)
     panel.inside.append((written, box))
-
-
-def _stack(panel: Panel, place: float, length: float) -> float:
-    """Where a bar of a stack begins."""
-    key = (place, length < 0)
-    start = panel.stacked.get(key, 0.0)
-    panel.stacked[key] = start + (0.0 if math.isnan(length) else length)
-    return start
-
-
-def _setting(name: str) -> float:
-    import matplotlib
-
-    return float(matplotlib.rcParams[name])

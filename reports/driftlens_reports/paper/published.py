@@ -115,19 +115,6 @@ class Erratum:
         return column in self.columns if self.columns else column != AVERAGE
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings behind the paper's FeatCal rows of some models; `n` is samples per task."""
-
-    model: str
-    preset: str
-    lam: float
-    rho: float
-    alpha: float
-    update: Sequence[str]
-    n: int
-
-
 def source() -> str:
     """Title and arXiv number of the paper."""
     return str(_contents()["source"])
@@ -150,9 +137,9 @@ def notes_on(table: PublishedTable, row: PublishedRow, column: str) -> tuple[Err
     return tuple(entry for entry in errata() if entry.concerns(table, row, column))
 
 
-def settings() -> tuple[Settings, ...]:
-    """The settings of the paper's FeatCal rows, by model."""
-    return tuple(Settings(**entry) for entry in _contents()["settings"])
+def settings() -> Sequence[Mapping[str, Any]]:
+    """The settings of the paper's FeatCal rows: model, preset, lam, rho, alpha, update and n, samples per task."""
+    return tuple(_contents()["settings"])
 
 
 @functools.cache

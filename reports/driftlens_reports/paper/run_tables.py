@@ -1,24 +1,43 @@
-"""Tables of runs alone: drift by task and layer, self-checks, and the settings behind every calibration."""
+"""Tables of runs: drift by task and layer, self-checks, the settings behind every calibration, and what it costs."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from driftlens.records.checks import SelfCheck, self_checks
+from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated, title
-from driftlens_reports.facts import self_checks
 from driftlens_reports.paper.captions import samples, span
-from driftlens_reports.paper.choice import tasks_of
-from driftlens_reports.paper.cost_tables import CALIBRATE, chosen_calibrations
-from driftlens_reports.paper.exhibit import ExhibitOptions, Panel
+from driftlens_reports.paper.exhibit import ExhibitOptions, Gap
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
-from driftlens_reports.paper.places import merger, run_spec
-from driftlens_reports.paper.published import settings, source
-from driftlens_reports.paper.scores import shown_variants
+from driftlens_reports.paper.printed import merge_spec, merger, printed_blocks
+from driftlens_reports.paper.published import PublishedTable, settings, source
+from driftlens_reports.paper.score_tables import shown_variants
+from driftlens_reports.paper.sweeps import sweep_points
 from driftlens_reports.paper.table import Table, needed, plain_columns, table
+
+_CALIBRATE = "`driftlens calibrate RUN --name NAME` adds one."
+_SWEEP = "`driftlens sweep RUN --param n=8,16,32,64,128,256,512` measures them."
+
+_TIME, _ENERGY, _MEMORY, _SPEEDUP = "Time (s)", "GPU energy (Wh)", "CPU RSS (GiB)", "Speedup"
+_COSTS = tuple(Column(title, 1, best="lowest") for title in (_TIME, _ENERGY, _MEMORY))
+_OURS = (
+    "Measured: wall-clock time of the calibration alone, without merging, evaluation and the analysis after it; peak "
+    "resident memory of the process up to its end; energy where the machine reports it."
+)
+_THEIRS = (
+    "Paper: one A800-80GB GPU, batch size 16, 8 workers, 1000 steps of the iterative methods, final evaluation "
+    "excluded, resident memory of the process tree. Other hardware, so times must not be compared across sources."
+)
+_PER_TASK = re.compile(r"^(?P<kind>(?:calibrate:.+:)?(?:analyze|evaluate|explain)):.+$")
+"""Phases that are done once per task."""
 
 
 @table("drift", title="Relative drift by task and layer")
@@ -28,56 +47,12 @@ def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     shown = pd.concat(rows) if rows else pd.DataFrame()
     how = "`driftlens analyze` with this run's spec measures drift by layer."
     return Table(
-        [
-            _drift_grid(run, there, options, several=len(runs) > 1)
-            for run, there in zip(runs, rows, strict=True)
-        ],
+        [_drift_grid(run, own, options, several=len(runs) > 1) for run, own in zip(runs, rows, strict=True)],
         "Relative drift (%) by task and layer: norm of the feature's difference to the task's expert against the "
         "norm of the expert's feature, sums over samples. Layers in forward order; S is the stem, H the head.",
         runs,
         [samples(shown) if len(shown) else "", "A dash: not stored, or not measured."],
-        [Panel(run.name, how) for run, there in zip(runs, rows, strict=True) if there.empty],
-    )
-
-
-@table("closure", title="Self-checks")
-def closure(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
-    """One line per claim: the largest error over all rows, its limit, where it is; a block per run."""
-    several = len(runs) > 1
-    blocks = tuple(Block(tuple(_checks(run)), run.name if several else "") for run in runs)
-    absent = {run.name: [check.name for check in self_checks(run) if not check.where] for run in runs}
-    return Table(
-        [Grid(plain_columns("Claim", "Largest error", "Limit", "Holds", "Where"), blocks, first="Check")],
-        "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers.",
-        runs,
-        ["A check that was not measured is not a check that holds."],
-        [
-            Panel(
-                f"Self-checks, {name}" if several else "Self-checks",
-                f"not measured: {', '.join(checks)}; `metrics` in the spec turns them on",
-            )
-            for name, checks in absent.items()
-            if checks
-        ],
-    )
-
-
-@table("hyper", title="Settings per run")
-def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
-    """One line per calibration of every run, then the paper's by model."""
-    lines = tuple(line for run in runs for line in _settings(run, options))
-    printed = []
-    for entry in settings():
-        cells = {"Method": Cell("FeatCal"), **_coefficients(vars(entry)), "n": Cell(str(entry.n))}
-        printed.append(Line(entry.model, cells, "reference", "paper"))
-    columns = plain_columns("Merger", "Method", "λ", "ρ", "α", "Updates", "n", "Layers")
-    return Table(
-        [Grid(columns, (Block(lines), Block(tuple(printed))), "Run or model")],
-        "Settings: ridge λ relative to a Gram matrix of Frobenius norm 1, anchor position ρ from base (0) to "
-        "merged model (1), expert share α of the target; n calibration samples per task.",
-        [run for run in runs if run.manifest.calibrations],
-        [f"Paper: section 5.1 of {source()}."],
-        needed(lines, CALIBRATE),
+        [Gap(run.name, how) for run, own in zip(runs, rows, strict=True) if own.empty],
     )
 
 
@@ -85,58 +60,177 @@ def _drifts(run: DriftRun, options: ExhibitOptions) -> pd.DataFrame:
     """The rows of the layer table that are shown."""
     rows = run.layers()
     is_shown = rows["variant"].isin(["merged", *shown_variants(run, options)])
-    return rows[is_shown & rows["task"].isin(tasks_of(run, options)) & rows["drift_rel"].notna()]
+    return rows[is_shown & rows["task"].isin(options.tasks_of(run)) & rows["drift_rel"].notna()]
 
 
 def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, several: bool) -> Grid:
-    heads = {
-        layer.index: {"stem": "S", "head": "H"}.get(layer.role, str(layer.index))
-        for layer in run.manifest.layers
-    }
-    shown = [head for at, head in heads.items() if (rows["layer"] == at).any()]
+    letters = {"stem": "S", "head": "H"}
+    heads = {layer.index: letters.get(layer.role, str(layer.index)) for layer in run.manifest.layers}
     blocks = []
     for variant in ("merged", *shown_variants(run, options)):
-        own = rows[rows["variant"] == variant]
-        lines = tuple(_drift_lines(run, own, heads, variant))
-        if lines:
-            blocks.append(Block(lines, f"{title(variant)}{f', {run.name}' if several else ''}"))
+        lines: dict[str, dict[str, Cell]] = {}
+        for row in rows[rows["variant"] == variant].to_dict("records"):
+            cell = Cell(100 * row["drift_rel"], n=_count(row["n"]))
+            lines.setdefault(row["task"], {})[heads[row["layer"]]] = cell
+        block = Block(
+            tuple(
+                Line(task, lines[task], "reference", "measured", run.id, variant)
+                for task in run.tasks
+                if task in lines
+            ),
+            f"{title(variant)}{f', {run.name}' if several else ''}",
+        )
+        blocks += [block] if block.lines else []
+    shown = [head for at, head in heads.items() if (rows["layer"] == at).any()]
     return Grid(tuple(Column(head, options.digits, best=None) for head in shown), tuple(blocks), first="Task")
 
 
-def _drift_lines(run: DriftRun, rows: pd.DataFrame, heads: Mapping[int, str], variant: str) -> Iterator[Line]:
-    for task in run.tasks:
+@table("closure", title="Self-checks")
+def closure(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
+    """One line per claim: the largest error over all rows, its limit, where it is; a block per run."""
+    blocks, missing = [], []
+    for run in runs:
+        several = len(runs) > 1
+        checks = self_checks(run)
+        blocks.append(Block(tuple(_check_line(run, check) for check in checks), run.name if several else ""))
+        absent = [check.name for check in checks if not check.where]
+        if absent:
+            how = f"not measured: {', '.join(absent)}; `metrics` in the spec turns them on"
+            missing.append(Gap(f"Self-checks, {run.name}" if several else "Self-checks", how))
+    return Table(
+        [Grid(plain_columns("Claim", "Largest error", "Limit", "Holds", "Where"), tuple(blocks), "Check")],
+        "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers.",
+        runs,
+        ["A check that was not measured is not a check that holds."],
+        missing,
+    )
+
+
+def _check_line(run: DriftRun, check: SelfCheck) -> Line:
+    cells = {
+        "Claim": Cell(check.claim),
+        "Largest error": Cell(check.largest),
+        "Limit": Cell(check.limit),
+        "Holds": Cell(("yes" if check.holds else "NO") if check.where else "not measured"),
+        "Where": Cell(check.where or "--"),
+    }
+    return Line(check.name, cells, "reference", "measured", run.id)
+
+
+@table("hyper", title="Settings per run")
+def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
+    """One line per calibration of every run, then the paper's by model."""
+    ours, theirs = [], []
+    for run in runs:
+        extra = ", ".join(f"{key} {value}" for key, value in merge_spec(run).items() if key != "method")
+        for name, info in _calibrations(run, options).items():
+            cells = {
+                "Merger": Cell(f"{merger(run)}{f' ({extra})' if extra else ''}"),
+                "Method": Cell(info.method),
+                **_coefficients(info.settings),
+                "n": Cell(span([*info.samples.values()]) if info.samples else "--"),
+                "Layers": Cell(span(info.layers) if info.layers else "--"),
+            }
+            ours.append(Line(f"{run.name}, {name}", cells, "reference", "measured", run.id, calibrated(name)))
+    for entry in settings() if options.paper else ():
+        cells = {"Method": Cell("FeatCal"), **_coefficients(entry), "n": Cell(str(entry["n"]))}
+        theirs.append(Line(entry["model"], cells, "reference", "paper"))
+    columns = plain_columns("Merger", "Method", "λ", "ρ", "α", "Updates", "n", "Layers")
+    return Table(
+        [Grid(columns, (Block(tuple(ours)), Block(tuple(theirs))), "Run or model")],
+        "Settings: ridge λ relative to a Gram matrix of Frobenius norm 1, anchor position ρ from base (0) to "
+        "merged model (1), expert share α of the target; n calibration samples per task.",
+        [run for run in runs if run.manifest.calibrations],
+        [f"Paper: section 5.1 of {source()}."] if theirs else [],
+        needed(ours, _CALIBRATE),
+    )
+
+
+@table("runtime", title="Cost of a calibration", label="tab:ta8-runtime-efficiency-n256")
+def runtime(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
+    """Time, energy and memory of every calibration; speed-ups over the first line of its source."""
+    lines: list[Line] = []
+    for run in runs:
+        used = run.resources().set_index("phase")
+        for name, info in _calibrations(run, options).items():
+            row = used.loc[f"calibrate:{name}"] if f"calibrate:{name}" in used.index else {}
+            cells = _costs(info.seconds, row.get("energy_wh"), row.get("peak_rss_bytes"))
+            first = lines[0].number(_TIME) if lines else cells[_TIME].number
+            cells[_SPEEDUP] = Cell(first / cells[_TIME].number if cells[_TIME].number > 0 else math.nan)
+            label = f"{merger(run)} w/ {name}{f', {run.name}' if len(runs) > 1 else ''}"
+            lines.append(Line(label, cells, "own", "measured", run.id, calibrated(name)))
+    sources = [f"measured rows over {lines[0].label}"] if lines else []
+    sources += ["the paper's over Surgery"] if printed.rows else []
+    over = [f"Speed-up: {', '.join(sources)}."] if sources else []
+    return Table(
+        [Grid((Column(_SPEEDUP), *_COSTS), (Block(tuple(lines)), *printed_blocks(printed).values()))],
+        " ".join(["Cost of calibrating a merged model.", *over]),
+        [run for run in runs if run.manifest.calibrations],
+        [_OURS if lines else "", _THEIRS if printed.rows else ""],
+        needed(lines, _CALIBRATE),
+    )
+
+
+@table("resources", title="Time and memory", label="tab:ta8-overall-runtime-appendix")
+def resources(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
+    """Averages over sample budgets and seeds, then every phase of every run."""
+    averages = tuple(line for run in runs for line in _averages(run))
+    phases = tuple(Block(tuple(_phases(run)), run.name if len(runs) > 1 else "") for run in runs)
+    return Table(
+        [
+            Grid(_COSTS, (Block(averages), *printed_blocks(printed).values())),
+            Grid(tuple(dataclasses.replace(column, best=None) for column in _COSTS), phases, first="Phase"),
+        ],
+        "Cost of calibrating, averaged over calibration samples per task and seeds; below it, time and memory of "
+        "the runs by phase.",
+        runs,
+        [
+            "Phases done once per task are summed; memory is the process's peak up to the end of the phase.",
+            _THEIRS if printed.rows else "",
+        ],
+        needed(averages, _SWEEP, "Averages over budgets"),
+    )
+
+
+@table("efficiency", title="Accuracy by calibration samples", label="tab:ta8-full-data-efficiency")
+def efficiency(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
+    """Mean and standard deviation over seeds, a column per number of samples."""
+    lines, notes, used = [], [], []
+    for run in runs:
         cells = {
-            heads[row["layer"]]: Cell(100 * row["drift_rel"], n=None if pd.isna(row["n"]) else int(row["n"]))
-            for row in rows[rows["task"] == task].to_dict("records")
+            f"n={int(point['setting'])}": Cell(
+                100 * point["mean"], 100 * point["std"], _count(point["n_test"])
+            )
+            for point in sweep_points(run, "n", options.tasks_of(run)).to_dict("records")
         }
         if cells:
-            yield Line(task, cells, "reference", "measured", run.id, variant)
+            used.append(run)
+            label = f"{merger(run)} w/ FeatCal{f', {run.name}' if len(runs) > 1 else ''}"
+            lines.append(Line(label, cells, "own", "measured", run.id))
+            rows = run.sweeps()
+            rows = rows[(rows["sweep"] == "n") & rows["accuracy"].notna()]
+            seeds = ", ".join(str(int(seed)) for seed in sorted(rows["seed"].unique()))
+            notes.append(f"{run.name}: seeds {seeds}; {len(options.tasks_of(run))} tasks.")
+    blocks = (Block(tuple(lines)), *printed_blocks(printed).values())
+    counts = {title for block in blocks for line in block.lines for title in line.cells}
+    titles = sorted(counts, key=lambda title: int(title.partition("=")[2]))
+    return Table(
+        [Grid(tuple(Column(title, options.digits) for title in titles), blocks)],
+        "Accuracy (%), averaged over tasks, by calibration samples n per task: mean ± standard deviation over "
+        "seeds (n - 1 in the denominator), without one where there is one seed.",
+        used,
+        [*notes, "Paper: seeds 42, 43, 44." if printed.rows else ""],
+        needed(used, _SWEEP),
+    )
 
 
-def _checks(run: DriftRun) -> Iterator[Line]:
-    for check in self_checks(run):
-        cells = {
-            "Claim": Cell(check.claim),
-            "Largest error": Cell(check.largest),
-            "Limit": Cell(check.limit),
-            "Holds": Cell(("yes" if check.holds else "NO") if check.where else "not measured"),
-            "Where": Cell(check.where or "--"),
-        }
-        yield Line(check.name, cells, "reference", "measured", run.id)
-
-
-def _settings(run: DriftRun, options: ExhibitOptions) -> Iterator[Line]:
-    given = run_spec(run).get("merge") or {}
-    extra = ", ".join(f"{key} {value}" for key, value in given.items() if key != "method")
-    for name, info in chosen_calibrations(run, options).items():
-        cells = {
-            "Merger": Cell(f"{merger(run)}{f' ({extra})' if extra else ''}"),
-            "Method": Cell(info.method),
-            **_coefficients(info.settings),
-            "n": Cell(_ends(list(info.samples.values()))),
-            "Layers": Cell(_ends(info.layers)),
-        }
-        yield Line(f"{run.name}, {name}", cells, "reference", "measured", run.id, calibrated(name))
+def _calibrations(run: DriftRun, options: ExhibitOptions) -> Mapping[str, CalibrationInfo]:
+    """The run's calibrations by name, without those that left no variant or were not asked for."""
+    return {
+        name: info
+        for name, info in run.manifest.calibrations.items()
+        if calibrated(name) in run.variants and options.calibrated in (None, calibrated(name))
+    }
 
 
 def _coefficients(chosen: Mapping[str, Any]) -> dict[str, Cell]:
@@ -150,5 +244,37 @@ def _coefficients(chosen: Mapping[str, Any]) -> dict[str, Cell]:
     return cells
 
 
-def _ends(numbers: Sequence[int]) -> str:
-    return span(numbers) if numbers else "--"
+def _averages(run: DriftRun) -> Iterator[Line]:
+    rows = run.sweeps()
+    rows = rows[(rows["sweep"] == "n") & rows["seconds"].notna()]
+    if rows.empty:
+        return
+    # The time of a point stands in the row of each of its tasks.
+    points = rows.drop_duplicates(["point", "seed"])
+    budgets, seeds = points["n"].nunique(), points["seed"].nunique()
+    label = f"{merger(run)} w/ FeatCal, {budgets} budgets, {seeds} seed{'s' if seeds > 1 else ''}"
+    yield Line(label, {_TIME: Cell(float(points["seconds"].mean()))}, "own", "measured", run.id)
+
+
+def _phases(run: DriftRun) -> Iterator[Line]:
+    rows = run.resources()
+    kinds = rows["phase"].str.replace(_PER_TASK, r"\g<kind>:", regex=True)
+    for kind, group in rows.groupby(kinds, sort=False):
+        count = f" ({len(group)} task{'s' if len(group) > 1 else ''})" if str(kind).endswith(":") else ""
+        cells = _costs(
+            group["seconds"].sum(min_count=1),
+            group["energy_wh"].sum(min_count=len(group)),
+            group["peak_rss_bytes"].max(),
+        )
+        yield Line(f"{str(kind).removesuffix(':')}{count}", cells, "reference", "measured", run.id)
+
+
+def _costs(seconds: Any, energy_wh: Any, peak_rss_bytes: Any) -> dict[str, Cell]:
+    """The three costs by column; null becomes NaN, never 0."""
+    values = (math.nan if pd.isna(value) else float(value) for value in (seconds, energy_wh, peak_rss_bytes))
+    time, energy, memory = values
+    return {_TIME: Cell(time), _ENERGY: Cell(energy), _MEMORY: Cell(memory / 2.0**30)}
+
+
+def _count(value: Any) -> int | None:
+    return None if pd.isna(value) else int(value)

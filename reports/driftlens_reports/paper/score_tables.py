@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.choice import tasks_of
+from driftlens.variants import control_of, is_control, part_of, title
+from driftlens_reports.paper.captions import span
 from driftlens_reports.paper.exhibit import ExhibitOptions
-from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
-from driftlens_reports.paper.places import Family, backbone, merger, titles_of
-from driftlens_reports.paper.printed import printed_blocks, printed_cell
-from driftlens_reports.paper.published import AVERAGE, PublishedTable, published_tables
-from driftlens_reports.paper.scores import (
-    column_titles,
-    joint_grid,
-    measured_grids,
-    method_lines,
-    reference_lines,
-    score_columns,
-    scored,
-    test_note,
+from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, Role, with_average
+from driftlens_reports.paper.printed import (
+    Family,
+    backbone,
+    canonical,
+    family,
+    merger,
+    printed_blocks,
+    printed_cell,
+    titles_of,
 )
-from driftlens_reports.paper.table import Table, needed, paper_table
+from driftlens_reports.paper.published import AVERAGE, PublishedTable, published_tables
+from driftlens_reports.paper.table import Table, needed, table
+
+MOST_GAINS = 9
+"""Columns up to which each cell shows its gain; wider tables show that of the average only."""
 
 _EVALUATE = "`driftlens evaluate RUN` adds the accuracies of a run."
 _FULL = {
@@ -32,94 +38,97 @@ _FULL = {
     "accuracy-full-b32-20": "tab:clip-20task-b32-full",
     "accuracy-full-l14-20": "tab:clip-20task-l14-full",
 }
-_EXPERTS = {"Pre-trained": "Base", "Fine-tuned (STL)": "Expert", "Task Arithmetic": "Merged"}
+_PARTS = {
+    "Base": ("base", "Pre-trained"),
+    "Expert": ("expert", "Fine-tuned (STL)"),
+    "Merged": ("merged", "Task Arithmetic"),
+}
+"""The columns of the table of experts: the variant in a run, and the row of the paper's table."""
 _BEST_SINGLE = "Fine-tuned (STL) is the best of base and single experts, column by column."
 
+Member = tuple[DriftRun, Mapping[str, str]]
+"""A run with the column of each of its tasks that is shown."""
 
-@paper_table("accuracy", title="Accuracy by task", label="tab:clip-vit-b32-results")
+
+@table("accuracy", title="Accuracy by task", label="tab:clip-vit-b32-results")
 def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
-    """Accuracy of every run of image classifiers, and of the paper's CLIP-ViT-B/32 on eight tasks."""
-    used = scored(runs, "image")
+    """Accuracy of every run of image classifiers, those on the paper's CLIP-ViT-B/32 and eight tasks together."""
+    used = _scored(runs, "image")
     alike = [run for run in used if titles_of(run, printed)]
     return Table(
         [
-            *measured_grids([run for run in used if run not in alike], options),
-            joint_grid(alike, printed, options),
+            *_measured_grids([run for run in used if run not in alike], options),
+            _joint_grid(alike, printed, options),
         ],
         "Accuracy (%) by task. References first, then a block per merger: the merged model as it is, with baselines, "
         "and calibrated; “anchor only” is what a calibration's anchor does without calibration.",
         used,
-        [test_note(used)],
+        [_test_note(used)],
         needed(used, _EVALUATE),
     )
 
 
 def _full(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """The larger backbone, and suites of 14 and 20 tasks."""
-    alike = [run for run in scored(runs) if titles_of(run, printed)]
+    alike = [run for run in _scored(runs) if titles_of(run, printed)]
     what = f"no run given is about {printed.model} and exactly these {printed.suite}"
     return Table(
-        [joint_grid(alike, printed, options)],
+        [_joint_grid(alike, printed, options)],
         f"Accuracy (%) of {printed.model} merged from {printed.suite}.",
         alike,
-        [test_note(alike)],
+        [_test_note(alike)],
         needed(alike, f"{what}; `driftlens analyze` and `driftlens evaluate` make one."),
     )
 
 
 for _name, _label in _FULL.items():
     _about = f"{published_tables()[_label].model}, {published_tables()[_label].suite}"
-    paper_table(_name, title=f"Accuracy by task, {_about}", label=_label)(_full)
+    table(_name, title=f"Accuracy by task, {_about}", label=_label)(_full)
 
 
-@paper_table("accuracy-avg", title="Average accuracy by suite and backbone", label="tab:clip-extended-avg")
+@table("accuracy-avg", title="Average accuracy by suite and backbone", label="tab:clip-extended-avg")
 def accuracy_avg(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
-    """One column per suite and backbone: the paper's, then those that only the runs have."""
-    used = scored(runs, "image")
-    titles = _suites(used, options)
-    theirs = printed_blocks(printed)
-    ours = {
-        name: Block(_averages([run for run in used if merger(run) == name], titles, options))
+    """One column per suite and backbone, the paper's and those that only the runs have."""
+    used = _scored(runs, "image")
+    suites = _suites(used, options)
+    ours = [
+        Block(_averages([run for run in used if merger(run) == name], suites, options))
         for name in dict.fromkeys(map(merger, used))
-    }
-    blocks = [Block((*_averages(used, titles, options, references=True), *theirs[""].lines))]
-    blocks += [block for name, block in ours.items() if name not in theirs]
-    for name, block in theirs.items():
-        blocks += [*([ours[name]] if name in ours else []), *([block] if name else [])]
-    heads = dict.fromkeys([*printed.columns, *titles.values()])
+    ]
+    references = _averages(used, suites, options, references=True)
+    blocks = _beside(references, [block for block in ours if block.lines], printed_blocks(printed))
+    filled = {head for block in blocks for line in block.lines for head in line.cells}
+    heads = [head for head in dict.fromkeys([*printed.columns, *suites.values()]) if head in filled]
     return Table(
-        [Grid(tuple(Column(head, options.digits, has_gain=True) for head in heads), tuple(blocks))],
+        [Grid(tuple(Column(head, options.digits, has_gain=True) for head in heads), blocks)],
         "Accuracy (%), averaged over the tasks of each suite.",
         used,
-        [test_note(used)],
+        [_test_note(used)],
         needed(used, _EVALUATE),
     )
 
 
-@paper_table("experts", title="Experts by task", label="tab:clip-vit-b32-results")
+@table("experts", title="Experts by task", label="tab:clip-vit-b32-results")
 def experts(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """One line per task: base, its own expert, the merged model, and what merging costs."""
-    used = scored(runs)
-    blocks = [Block(_by_task(run, options), run.name if len(used) > 1 else "") for run in used]
-    rows = {_EXPERTS[row.name]: row for row in printed.rows if row.name in _EXPERTS}
-    theirs = [
-        _with_cost(column, {name: printed_cell(printed, rows[name], column) for name in _EXPERTS.values()})
-        for column in printed.columns
-    ]
-    heads = [Column(head, options.digits, best=None) for head in (*_EXPERTS.values(), "Cost")]
-    columns = (*heads, Column("n", 0, best=None))
+    used = _scored(runs)
+    blocks = [Block(tuple(_by_task(run, options)), run.name if len(used) > 1 else "") for run in used]
+    rows = {head: row for row in printed.rows for head, (_, name) in _PARTS.items() if row.name == name}
+    theirs = []
+    for column in printed.columns if rows else ():
+        cells = {head: printed_cell(printed, row, column) for head, row in rows.items()}
+        theirs.append(Line(column, _with_cost(cells), "reference", "paper"))
+    heads = [Column(head, options.digits, best=None) for head in (*_PARTS, "Cost")]
     return Table(
-        [Grid(columns, (*blocks, Block(tuple(theirs))), first="Task")],
+        [Grid((*heads, Column("n", 0, best=None)), (*blocks, Block(tuple(theirs))), first="Task")],
         "Accuracy (%) of each task's own expert. Cost: points that the merged model loses against it.",
         used,
-        [test_note(used)],
+        [_test_note(used)],
         needed(used, _EVALUATE),
     )
 
 
-@paper_table(
-    "corruption", title="Accuracy under corrupted calibration", label="tab:ta8-corrupted-calibration"
-)
+@table("corruption", title="Accuracy under corrupted calibration", label="tab:ta8-corrupted-calibration")
 def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """The paper's rows: clean images and three corruptions of the calibration images, tested on clean ones."""
     columns = tuple(Column(title, options.digits) for title in printed.columns)
@@ -136,69 +145,193 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
     )
 
 
-@paper_table("accuracy-text", title="Scores of text-to-text models", label="tab:flan-t5-results")
+@table("accuracy-text", title="Scores of text-to-text models", label="tab:flan-t5-results")
 def accuracy_text(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """Exact match by task, Spearman's rank correlation for STS-B; a block per model."""
     caption = "FLAN-T5 on GLUE: exact match (%), for STS-B Spearman's rank correlation (times 100)."
     how = "runs of FLAN-T5 models fill them, which DriftLens can't load yet."
-    return _by_model(runs, options, _renamed(printed, "STS-B", "STS-B (Spearman)"), "text", caption, how)
+    heads = {name: "STS-B (Spearman)" if name == "STS-B" else name for name in printed.columns}
+    rows = [
+        dataclasses.replace(row, values={heads[name]: value for name, value in row.values.items()})
+        for row in printed.rows
+    ]
+    printed = dataclasses.replace(printed, columns=tuple(heads.values()), rows=rows)
+    return _by_model(_scored(runs, "text"), options, printed, caption, how)
 
 
-@paper_table(
-    "accuracy-llm", title="Scores of language models by domain", label="tab:mergebench-llama-results"
-)
+@table("accuracy-llm", title="Scores of language models by domain", label="tab:mergebench-llama-results")
 def accuracy_llm(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """MergeBench scores: base, the best single expert of each column, merged, calibrated; a block per model."""
-    caption = f"MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy. {_BEST_SINGLE}"
+    caption = "MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy."
     how = "runs of Llama models fill them, which DriftLens can't load yet."
-    return _by_model(runs, options, printed, "language", caption, how)
+    return _by_model(_scored(runs, "language"), options, printed, caption, how)
 
 
-@paper_table(
-    "experts-llm", title="Single experts of merged language models", label="tab:mergebench-expert-results"
-)
+@table("experts-llm", title="Single experts of merged language models", label="tab:mergebench-expert-results")
 def experts_llm(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """MergeBench scores of base and single experts; the last line of a model is the best of each column."""
-    caption = f"Single experts on MergeBench (%): HumanEval+ and MBPP+ report pass@1. {_BEST_SINGLE}"
+    caption = "Single experts on MergeBench (%): HumanEval+ and MBPP+ report pass@1."
     how = (
         "a run scores each expert on its own task; scores of each expert on every domain come with evaluations of "
         "language models."
     )
     # Runs score an expert on its own task alone, so none can fill the columns of other domains.
-    return _by_model((), options, printed, "language", caption, how)
+    return _by_model((), options, printed, caption, how)
 
 
 def _by_model(
-    runs: Sequence[DriftRun],
-    options: ExhibitOptions,
-    printed: PublishedTable,
-    kind: Family,
-    caption: str,
-    how: str,
+    used: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable, caption: str, how: str
 ) -> Table:
-    """The runs about this kind of model, and the paper's table with a group of blocks per model."""
-    used = scored(runs, kind)
+    """These runs, and the paper's table with a group of blocks per model."""
     blocks = [
         dataclasses.replace(block, title=model if at == 0 else "", group=model)
         for model in dict.fromkeys(row.model for row in printed.rows)
         for at, block in enumerate(printed_blocks(printed, model=model).values())
     ]
-    columns = score_columns([title for title in printed.columns if title != AVERAGE], options)
-    grids = [*measured_grids(used, options), Grid(columns, tuple(blocks))]
-    return Table(grids, caption, used, [test_note(used)], needed(used, how))
+    columns = _score_columns([title for title in printed.columns if title != AVERAGE], options)
+    grids = [*_measured_grids(used, options), Grid(columns, tuple(blocks))]
+    if any(row.name == "Fine-tuned (STL)" and row.model for row in printed.rows):
+        caption = f"{caption} {_BEST_SINGLE}"
+    return Table(grids, caption, used, [_test_note(used)], needed(used, how))
 
 
-def _renamed(printed: PublishedTable, column: str, shown: str) -> PublishedTable:
-    """The table with another head on one column."""
+def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
+    """What stands under the merged model: baselines, then each calibration after its control.
 
-    def named(name: str) -> str:
-        return shown if name == column else name
+    With `options.calibrated`, other calibrations and their controls are left out.
+    """
+    others = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
+    for variant in run.variants:
+        if part_of(variant) == "calibrated" and options.calibrated in (None, variant):
+            control = control_of(variant.partition(":")[2])
+            others += [name for name in (control, variant) if name in run.variants]
+    return tuple(others)
 
-    rows = [
-        dataclasses.replace(row, values={named(name): value for name, value in row.values.items()})
-        for row in printed.rows
+
+def _scored(runs: Sequence[DriftRun], kind: Family | None = None) -> list[DriftRun]:
+    """The runs that have any score, of all kinds of models or one."""
+    return [run for run in runs if len(run.accuracy()) and kind in (None, family(run))]
+
+
+def _test_note(runs: Sequence[DriftRun]) -> str:
+    """How many test samples are behind the measured scores."""
+    counts = [int(n) for run in runs for n in run.accuracy()["n"].dropna()]
+    if not counts:
+        return ""
+    return f"Measured on {span(counts)} test samples per task; 95 % Wilson intervals stand in the CSV file."
+
+
+def _score_columns(titles: Sequence[str], options: ExhibitOptions) -> tuple[Column, ...]:
+    """A column per task, and their average."""
+    is_wide = len(titles) >= MOST_GAINS
+    tasks = [Column(title, options.digits, has_gain=not is_wide) for title in titles]
+    return (*tasks, Column(AVERAGE, options.digits, has_gain=True))
+
+
+def _measured_grids(runs: Sequence[DriftRun], options: ExhibitOptions) -> list[Grid]:
+    """One grid per choice of tasks: their columns, references, a block per run."""
+    by_columns: dict[tuple[str, ...], list[Member]] = {}
+    for run in runs:
+        titles = _column_titles(run, options)
+        by_columns.setdefault(tuple(titles.values()), []).append((run, titles))
+    return [
+        Grid(_score_columns(titles, options), (Block(_references(members)), *_blocks(members, options)))
+        for titles, members in by_columns.items()
     ]
-    return dataclasses.replace(printed, columns=tuple(map(named, printed.columns)), rows=rows)
+
+
+def _joint_grid(runs: Sequence[DriftRun], printed: PublishedTable, options: ExhibitOptions) -> Grid:
+    """The paper's table, and above each of its blocks those of the runs with the same tasks and backbone."""
+    wanted = {canonical(task) for task in options.tasks or ()}
+    columns = [name for name in printed.columns if name != AVERAGE]
+    columns = [name for name in columns if canonical(name) in wanted] or columns
+    members: list[Member] = []
+    for run in runs:
+        tasks = {title: task for task, title in titles_of(run, printed).items()}
+        members.append((run, {tasks[name]: name for name in columns if tasks[name] in options.tasks_of(run)}))
+    theirs = printed_blocks(printed, columns=columns)
+    blocks = _beside(_references(members), list(_blocks(members, options)), theirs)
+    return Grid(_score_columns(columns, options), blocks)
+
+
+def _beside(
+    references: Sequence[Line], ours: Sequence[Block], printed: Mapping[str, Block]
+) -> tuple[Block, ...]:
+    """References, then our blocks, those of a merger that the paper has too above the paper's own."""
+    theirs = dict(printed)
+    blocks = [Block((*references, *theirs.pop("", Block(())).lines))]
+    blocks += [block for block in ours if block.lines[0].label not in theirs]
+    for name, block in theirs.items():
+        blocks += [*(own for own in ours if own.lines[0].label == name), block]
+    return tuple(blocks)
+
+
+def _references(members: Sequence[Member]) -> tuple[Line, ...]:
+    """Base and experts of the runs, once each; several runs are told apart by name."""
+    found: dict[tuple[object, ...], Line] = {}
+    for run, titles in members:
+        for line in _reference_lines(run, titles):
+            told = line if len(members) == 1 else dataclasses.replace(line, label=f"{line.label}, {run.name}")
+            # Runs on the same suite share base and experts.
+            found.setdefault((line.label, *(line.number(title) for title in titles.values())), told)
+    return tuple(found.values())
+
+
+def _blocks(members: Sequence[Member], options: ExhibitOptions) -> Iterator[Block]:
+    """A block per run; several runs are told apart by name."""
+    for run, titles in members:
+        lines = _method_lines(run, titles, options)
+        if lines:
+            yield Block(lines, run.name if len(members) > 1 else "")
+
+
+def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
+    """The column head of each task: its name, and its metric where that is not accuracy."""
+    metrics = _metrics_of(run)
+    return {
+        task: task if metrics.get(task, "accuracy") == "accuracy" else f"{task} ({metrics[task]})"
+        for task in options.tasks_of(run)
+    }
+
+
+def _reference_lines(run: DriftRun, titles: Mapping[str, str]) -> tuple[Line, ...]:
+    """Base and experts, in percent; `titles` names the column of each task shown."""
+    lines = [
+        _line(run, "base", "Base", titles, "reference"),
+        _line(run, "expert", "Experts", titles, "reference"),
+    ]
+    return tuple(line for line in lines if line.cells)
+
+
+def _method_lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) -> tuple[Line, ...]:
+    """The merged model, baselines, and each calibration after its anchor-only control, in percent."""
+    lines = [_line(run, "merged", merger(run), titles, "plain")]
+    for variant in shown_variants(run, options):
+        role: Role = "own" if part_of(variant) == "calibrated" else "other"
+        lines.append(_line(run, variant, f"w/ {title(variant)}", titles, role))
+    return tuple(line for line in lines if line.cells)
+
+
+def _line(run: DriftRun, variant: str, label: str, titles: Mapping[str, str], role: Role) -> Line:
+    """One variant's scores in each task's metric, and their average; what was not scored has no cell."""
+    rows = run.accuracy(variant=variant)
+    rows = rows[(rows["metric"] == rows["task"].map(_metrics_of(run))) & rows["value"].notna()]
+    scores = {row["task"]: row for row in rows.to_dict("records")}
+    cells = {column: _cell(scores[task]) for task, column in titles.items() if task in scores}
+    return with_average(Line(label, cells, role, "measured", run.id, variant), list(titles.values()))
+
+
+def _metrics_of(run: DriftRun) -> Mapping[str, str]:
+    """What is shown of each scored task: accuracy, or its first metric where it has none."""
+    metrics = run.accuracy().groupby("task", sort=False)["metric"].unique()
+    return {
+        str(task): "accuracy" if "accuracy" in names else str(names[0]) for task, names in metrics.items()
+    }
+
+
+def _cell(row: Mapping[Any, Any]) -> Cell:
+    low, high = (math.nan if pd.isna(row[end]) else 100 * row[end] for end in ("ci_low", "ci_high"))
+    return Cell(100 * row["value"], n=None if pd.isna(row["n"]) else int(row["n"]), low=low, high=high)
 
 
 def _suites(runs: Sequence[DriftRun], options: ExhibitOptions) -> Mapping[str, str]:
@@ -206,7 +339,7 @@ def _suites(runs: Sequence[DriftRun], options: ExhibitOptions) -> Mapping[str, s
     titles: dict[str, str] = {}
     taken: set[tuple[str, str]] = set()
     for run in runs:
-        count = len(tasks_of(run, options))
+        count = len(options.tasks_of(run))
         title = f"{count} task{'s' if count > 1 else ''}, {backbone(run) or run.name}"
         if (merger(run), title) in taken:
             title = f"{title} ({run.id})"
@@ -216,40 +349,35 @@ def _suites(runs: Sequence[DriftRun], options: ExhibitOptions) -> Mapping[str, s
 
 
 def _averages(
-    runs: Sequence[DriftRun], titles: Mapping[str, str], options: ExhibitOptions, *, references: bool = False
+    runs: Sequence[DriftRun], suites: Mapping[str, str], options: ExhibitOptions, *, references: bool = False
 ) -> tuple[Line, ...]:
     """One line per label, with the average of each run in the run's column."""
     lines: dict[str, Line] = {}
     together = " ".join(run.id for run in runs)
     for run in runs:
-        columns = column_titles(run, options)
-        for line in reference_lines(run, columns) if references else method_lines(run, columns, options):
+        titles = _column_titles(run, options)
+        for line in _reference_lines(run, titles) if references else _method_lines(run, titles, options):
             if AVERAGE in line.cells:
-                cells = dict(lines[line.label].cells) if line.label in lines else {}
-                cells[titles[run.id]] = line.cells[AVERAGE]
-                lines[line.label] = Line(line.label, cells, line.role, "measured", together, line.variant)
+                before = lines[line.label].cells if line.label in lines else {}
+                cells = {**before, suites[run.id]: line.cells[AVERAGE]}
+                lines[line.label] = dataclasses.replace(line, cells=cells, run=together)
     return tuple(lines.values())
 
 
-def _by_task(run: DriftRun, options: ExhibitOptions) -> tuple[Line, ...]:
+def _by_task(run: DriftRun, options: ExhibitOptions) -> Iterator[Line]:
     """A run's lines of the table of experts."""
-    titles = column_titles(run, options)
-    names = {"base": "Base", "expert": "Expert", "merged": "Merged"}
-    shown = [*reference_lines(run, titles), *method_lines(run, titles, options)]
-    found = {names[line.variant]: line for line in shown if line.variant in names}
-    lines = []
-    for title in (*titles.values(), AVERAGE):
-        cells = {name: line.cells[title] for name, line in found.items() if title in line.cells}
+    titles = _column_titles(run, options)
+    lines = {head: _line(run, variant, head, titles, "plain") for head, (variant, _) in _PARTS.items()}
+    for column in (*titles.values(), AVERAGE):
+        cells = {head: line.cells[column] for head, line in lines.items() if column in line.cells}
         counts = {cell.n for cell in cells.values() if cell.n is not None}
         if len(counts) == 1:
             cells["n"] = Cell(counts.pop())
         if cells:
-            line = _with_cost(title, cells)
-            lines.append(dataclasses.replace(line, source="measured", run=run.id))
-    return tuple(lines)
+            yield Line(column, _with_cost(cells), "reference", "measured", run.id)
 
 
-def _with_cost(label: str, cells: dict[str, Cell]) -> Line:
-    if "Expert" in cells and "Merged" in cells:
-        cells["Cost"] = Cell(cells["Expert"].number - cells["Merged"].number)
-    return Line(label, cells, "reference", "paper")
+def _with_cost(cells: Mapping[str, Cell]) -> Mapping[str, Cell]:
+    if "Expert" not in cells or "Merged" not in cells:
+        return cells
+    return {**cells, "Cost": Cell(cells["Expert"].number - cells["Merged"].number)}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from matplotlib import rcParams
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from driftlens.records.checks import SelfCheck
 from driftlens.records.checks import self_checks as checks_of
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper import captions
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
+from driftlens_reports.paper.captions import origin
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure
 from driftlens_reports.paper.plate import Plate, legend, short
-from driftlens_reports.paper.style import dot_area, figure, venue_of
 from driftlens_reports.wording import check_sentence
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
 
 FLOOR = 1e-16
 """Where an error of exactly zero stands: a logarithmic axis has no place for it."""
@@ -28,31 +27,39 @@ _MARKS = ("o", "s", "D", "v", "^", "X")
 @figure("self-checks", title="Self-checks and their limits")
 def self_checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """A row per claim, a mark per run, and the limit up to which the claim counts as holding."""
-    found = {run.id: checks_of(run) for run in runs}
-    names = [check.name for check in found[runs[0].id]]
-    narrow = venue_of(options.width) == "icml-column"
-    plate = Plate(options.width, options.width * (0.85 if narrow else 0.42))
+    found = [(run, checks_of(run)) for run in runs]
+    plate = Plate(options.width, options.width * (0.85 if options.is_narrow else 0.42))
     axes = plate.figure.subplots()
-    entries: dict[str, Artist] = {}
-    if all(math.isnan(check.largest) for checks in found.values() for check in checks):
+    if all(math.isnan(check.largest) for _, checks in found for check in checks):
         plate.note(axes, "self-checks", "`driftlens analyze` computes them")
     else:
-        _draw_limits(plate, axes, found[runs[0].id])
-        for at, run in enumerate(runs):
-            entries[short(run.name, 28)] = _draw_errors(
-                plate, axes, run, found[run.id], _MARKS[at % len(_MARKS)]
-            )
-        _finish(axes, names)
+        _draw_limits(plate, axes, found[0][1])
+        entries = {
+            short(run.name, 28): _draw_errors(plate, axes, run, checks, _MARKS[at % len(_MARKS)])
+            for at, (run, checks) in enumerate(found)
+        }
+        _set_axes(axes, [check.name for check in found[0][1]])
         if len(runs) > 1:
             legend(plate.figure, entries)
-    return plate.exhibited(captions.together(_caption(runs, found, plate)))
+    caption = [
+        "Largest error of each claim that is exact in theory, over all rows of the tables.",
+        *origin(runs),
+        "Shaded: up to the limit beyond which rounding and quadrature explain nothing more; hollow: beyond it.",
+    ]
+    if any(check.largest <= FLOOR for _, checks in found for check in checks):
+        caption.append(f"Errors below {FLOOR:.0e}, zero included, stand at the left edge.")
+    for run, checks in found:
+        whose = f"{run.name}: " if len(runs) > 1 else ""
+        caption += [f"{whose}{check_sentence(check)}." for check in checks]
+    return plate.exhibited(caption)
 
 
 def _draw_limits(plate: Plate, axes: Axes, checks: Sequence[SelfCheck]) -> None:
     places = range(len(checks))
     limits = [check.limit for check in checks]
     axes.barh(places, [limit - FLOOR for limit in limits], 0.62, left=FLOOR, color="#EFEFEF")
-    axes.plot(limits, places, linestyle="", marker="|", color="#444444", markersize=dot_area(2.5) ** 0.5)
+    size = 2.5 * rcParams["lines.markersize"]
+    axes.plot(limits, places, linestyle="", marker="|", color="#444444", markersize=size)
     for check in checks:
         plate.record("a", None, f"limit of {check.name}", check.limit)
 
@@ -71,27 +78,13 @@ def _draw_errors(plate: Plate, axes: Axes, run: DriftRun, checks: Sequence[SelfC
     return axes.plot([], [], linestyle="", marker=marker, color="#444444")[0]
 
 
-def _finish(axes: Axes, names: Sequence[str]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
+def _set_axes(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xscale("log")
     axes.set_xlim(FLOOR, 40 * axes.dataLim.x1)  # room for words beside the last mark
     axes.xaxis.set_major_locator(LogLocator(numticks=8))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("largest error (relative; shaded: within the limit)")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
-
-
-def _caption(runs: Sequence[DriftRun], found: dict[str, list[SelfCheck]], plate: Plate) -> Iterator[str]:
-    yield "Largest error of each claim that is exact in theory, over all rows of the tables."
-    yield from captions.origin(runs)
-    yield "Shaded: up to the limit beyond which rounding and quadrature explain nothing more; hollow: beyond it."
-    if any(check.largest <= FLOOR for checks in found.values() for check in checks):
-        yield f"Errors below {FLOOR:.0e}, zero included, stand at the left edge."
-    for run in runs:
-        for check in found[run.id]:
-            yield f"{run.name}: {check_sentence(check)}." if len(runs) > 1 else f"{check_sentence(check)}."
-    yield from captions.gaps(plate.missing)

@@ -7,6 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import blended_transform_factory
 
 from driftlens_reports.paper.marks import (
     GUIDE,
@@ -25,8 +31,6 @@ from driftlens_reports.paper.style import settle
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
 
 MOST_PANELS = 12
 """Panels beyond which a page only grows longer."""
@@ -44,9 +48,6 @@ Pair = tuple[str, str]
 
 def draw_static(chart: go.Figure, width: float) -> Figure:
     """The chart as a figure `width` inches wide, in the colours it has and otherwise in the current sheet's look."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width, height_of(chart, width)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = draw_panels(chart, figure)
@@ -91,8 +92,6 @@ def finish(figure: Figure, panels: Iterable[Panel]) -> None:
 
 def add_legend(figure: Figure, charts: Iterable[go.Figure]) -> None:
     """One legend for all charts of a figure, above its panels."""
-    import matplotlib
-
     entries: dict[str, Any] = {}
     for chart in charts:
         is_wanted = chart.layout.showlegend is not False and (len(chart.data) > 1 or chart.layout.showlegend)
@@ -101,7 +100,7 @@ def add_legend(figure: Figure, charts: Iterable[go.Figure]) -> None:
                 entries.setdefault(plain(trace.name), trace)
     if not entries:
         return
-    room = figure.get_figwidth() * 72 / (_LETTER * matplotlib.rcParams["legend.fontsize"])
+    room = figure.get_figwidth() * 72 / (_LETTER * rcParams["legend.fontsize"])
     is_one_row = sum(len(name) + _SAMPLE for name in entries) <= room
     in_row = int(room / (max(map(len, entries)) + _SAMPLE))
     figure.legend(
@@ -114,9 +113,7 @@ def add_legend(figure: Figure, charts: Iterable[go.Figure]) -> None:
 
 def height_of(chart: go.Figure, width: float) -> float:
     """In inches: what is written as high as its letters ask for, panels between that and what the width asks for."""
-    import matplotlib
-
-    written = matplotlib.rcParams["font.size"] / 72 / _FONT
+    written = rcParams["font.size"] / 72 / _FONT
     drawn = (width / _WIDTH * written) ** 0.5
     pairs = _pairs(chart)[:MOST_PANELS]
     margins, height = chart.layout.margin, chart.layout.height
@@ -182,7 +179,7 @@ def _empty_panels(chart: go.Figure, figure: Figure | SubFigure, pairs: Sequence[
             lead = next((panel.axes for other, panel in panels.items() if wanted & set(other)), None)
             if lead is not None:
                 share(lead)
-        panels[pair] = Panel(axes, *(_axis(chart, name) for name in pair))
+        panels[pair] = Panel(axes, {name[0]: _axis(chart, name) for name in pair})
     return panels
 
 
@@ -230,8 +227,6 @@ def _panel_of(panels: Mapping[Pair, Panel], placed: Any) -> Panel | None:
 
 
 def _transform(panel: Panel, placed: Any) -> Any:
-    from matplotlib.transforms import blended_transform_factory
-
     axes = panel.axes
     return blended_transform_factory(
         *(axes.transAxes if ref.endswith("domain") else axes.transData for ref in (placed.xref, placed.yref))
@@ -248,9 +243,7 @@ def _add_line(panel: Panel, shape: Any) -> None:
 
 def _set_axis(panel: Panel, letter: str) -> None:
     """Scale, range, ticks and their labels, as the chart has them."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    settings, axis = panel.settings(letter), panel.axis(letter)
+    settings, axis = panel.settings[letter], getattr(panel.axes, f"{letter}axis")
     is_log = settings.type == "log"
     if is_log:
         panel.axes.set(**{f"{letter}scale": "log"})
@@ -264,9 +257,11 @@ def _set_axis(panel: Panel, letter: str) -> None:
         axis.set_major_locator(FixedLocator(list(panel.places(letter, values))))
         axis.set_ticklabels([plain(text) for text in texts])
     else:
-        bins = MaxNLocator(_most_ticks(panel, letter), steps=[1, 2, 2.5, 5, 10])
+        width, height = rough_size(panel.axes)
+        most = int(2.2 * width if letter == "x" else 3.5 * height)
+        bins = MaxNLocator(min(max(most, 2), 6), steps=[1, 2, 2.5, 5, 10])
         axis.set_major_locator(LogLocator(numticks=6) if is_log else bins)
-        axis.set_major_formatter(FuncFormatter(lambda value, _: number(value, form)))
+        axis.set_major_formatter(lambda value, _: number(value, form))
     axis.set_minor_locator(NullLocator())
     side = "bottom" if letter == "x" else "left"
     is_named = bool(names) or settings.ticktext is not None
@@ -278,15 +273,9 @@ def _set_axis(panel: Panel, letter: str) -> None:
     panel.axes.grid(settings.showgrid is not False and not is_named, axis=letter)
 
 
-def _most_ticks(panel: Panel, letter: str) -> int:
-    return max(
-        2, min(6, int(2.2 * rough_size(panel.axes)[0] if letter == "x" else 3.5 * rough_size(panel.axes)[1]))
-    )
-
-
 def _set_range(panel: Panel, letter: str) -> None:
-    settings = panel.settings(letter)
-    low, high = panel.axis(letter).get_view_interval()
+    settings = panel.settings[letter]
+    low, high = getattr(panel.axes, f"{letter}axis").get_view_interval()
     if settings.scaleanchor:
         panel.axes.set_aspect("equal", adjustable="box")
     if settings.range is not None:
@@ -322,11 +311,13 @@ def _add_words(
                 (entry.x, entry.y), (np.mean(_domain(chart, pair[0])), _domain(chart, pair[1])[1]), atol=1e-3
             ):
                 headed.axes.set_title(plain(entry.text))
-    below = {plain(panel.x.title.text) for panel in panels.values() if panel.x.title.text}
+    below = {
+        plain(panel.settings["x"].title.text) for panel in panels.values() if panel.settings["x"].title.text
+    }
     is_common = len(below) == 1 and len(panels) > 1
     for panel in panels.values():
-        panel.axes.set_ylabel(plain(panel.y.title.text))
-        panel.axes.set_xlabel("" if is_common else plain(panel.x.title.text))
+        panel.axes.set_ylabel(plain(panel.settings["y"].title.text))
+        panel.axes.set_xlabel("" if is_common else plain(panel.settings["x"].title.text))
     lines = list(below) if is_common else []
     if len(panels) < there:
         lines.append(f"{len(panels)} of {there} panels are drawn; the JSON report has all numbers.")

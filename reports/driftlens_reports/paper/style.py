@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import pathlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import TYPE_CHECKING
-
-from driftlens.errors import DataError
-from driftlens.records.run import DriftRun
-from driftlens_reports.paper.exhibit import Draw, Exhibited, ExhibitOptions, exhibit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,20 +47,6 @@ def sheet(venue: str) -> Iterator[None]:
         yield
 
 
-def hairline() -> float:
-    """Width of the thinnest lines of the current sheet, in points."""
-    import matplotlib
-
-    return float(matplotlib.rcParams["axes.linewidth"])
-
-
-def dot_area(scale: float) -> float:
-    """Area of scattered points that are `scale` times as wide as the current sheet's markers, in square points."""
-    import matplotlib
-
-    return (scale * float(matplotlib.rcParams["lines.markersize"])) ** 2
-
-
 def settle(figure: Figure) -> None:
     """Lay a figure out once and then leave it alone: every format, and every later save, shows the same places."""
     figure.get_layout_engine().execute(figure)
@@ -85,20 +66,3 @@ def encode(figure: Figure, file_format: str, venue: str | None = None) -> bytes:
     with sheet(venue or venue_of(figure.get_figwidth())):
         figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
     return written.getvalue()
-
-
-def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
-    """Decorator that files a drawing function as the figure `name`; it runs in the sheet of the width asked for."""
-
-    def file(draw: Draw) -> Draw:
-        @functools.wraps(draw)
-        def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-            if not runs:
-                raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
-            with sheet(venue_of(options.width)):
-                return draw(runs, options)
-
-        exhibit(name, kind="figure", title=title, paper=paper)(drawn)
-        return drawn
-
-    return file

@@ -1,27 +1,25 @@
-"""Figures of sweeps, a line per run: accuracy by a coefficient of the calibration, and by its number of samples."""
+"""Figures of studies: accuracy by a coefficient and by the number of samples, a line per run; and corrupted images."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import rcParams
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper import captions, choice
-from driftlens_reports.paper.captions import spaced, span
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions
-from driftlens_reports.paper.marks import GUIDE
-from driftlens_reports.paper.plate import Plate, legend, percent_axis
+from driftlens_reports.paper.captions import ROUNDED, origin, spaced, span
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Gap, figure
+from driftlens_reports.paper.marks import GUIDE, number
+from driftlens_reports.paper.plate import Plate, framed_note, legend
 from driftlens_reports.paper.published import published_tables, source
-from driftlens_reports.paper.style import figure, hairline, venue_of
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
 
 MEAN = "accuracy (average over tasks), mean over seeds"
 SPREAD = "accuracy (average over tasks), std over seeds"
@@ -34,7 +32,6 @@ _EXAMPLES = {
     "n": "8,16,32,64,128,256,512",
 }
 
-_DOTTED = (0, (1, 2))
 _LOOKS = (
     ("#D55E00", "s", "-"),
     ("#7A3300", "o", (0, (5, 1.5))),
@@ -46,11 +43,14 @@ _LOOKS = (
 PRINTED = "tab:ta8-full-data-efficiency"
 _PRINTED_LOOKS = (("#2E9E6B", "v"), ("#9467BD", "^"), ("#444444", "s"))
 
+_KINDS = ("clean", "Gaussian noise, severity 3", "motion blur, severity 3", "fog, severity 3")
+_NO_CORRUPTIONS = "needs a study with corrupted calibration images; runs of this version hold none"
+
 
 @figure("sweeps", title="Sensitivity to the coefficients", paper="Figure 5")
 def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """A panel per coefficient, a line per run (an upstream merge), a mark at the run's own setting."""
-    narrow = venue_of(options.width) == "icml-column"
+    narrow = options.is_narrow
     plate = Plate(options.width, options.width * (1.7 if narrow else 0.42))
     panels = plate.figure.subplots(3, 1, sharey=True) if narrow else plate.figure.subplots(1, 3, sharey=True)
     entries: dict[str, Artist] = {}
@@ -65,16 +65,18 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         axes.set_xlabel(FACTORS[factor])
         plate.title(axes, f"({letter})")
         if factor == "lam":
-            _log_axis(axes)
-            if any(
-                (sweep_points(run, factor, choice.tasks_of(run, options))["setting"] <= 0).any()
-                for run in runs
-            ):
+            # Labelled in plain digits: 0.05, not a power that would need mathematical text.
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(numticks=6))
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            settings = [sweep_points(run, factor, options.tasks_of(run))["setting"] for run in runs]
+            if any((values <= 0).any() for values in settings):
                 notes.append(f"({letter}) λ = 0 was measured too; it has no place on a logarithmic axis.")
     for axes in panels if narrow else panels[:1]:
         if axes.has_data():
             axes.set_ylabel("accuracy" if narrow else "accuracy, average over tasks")
-            percent_axis(axes.yaxis)
+            axes.yaxis.set_major_formatter(lambda value, _: number(value, ".4~%"))
     legend(plate.figure, entries, columns=2 if narrow else 3)
     what = (
         "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay."
@@ -82,33 +84,55 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     if drawn:
         own = "the ring or dashed line marks the run's own setting"
         notes = [f"One line per run, that is, per upstream merge; {own}.", *notes]
-    return plate.exhibited(_caption(what, runs, runs, drawn, notes, plate, options))
+    behind = _behind(runs, drawn, options) if drawn else ()
+    return plate.exhibited([what, *origin(runs), *behind, *notes, ROUNDED])
 
 
 @figure("data-efficiency", title="Accuracy by calibration samples per task", paper="Figure 3")
 def data_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """One line per run, mean and standard deviation over seeds; the paper's curves when asked for."""
-    narrow = venue_of(options.width) == "icml-column"
+    narrow = options.is_narrow
     plate = Plate(options.width, options.width * (0.8 if narrow else 0.48))
     axes = plate.figure.subplots()
     entries, found = _draw_lines(plate, axes, runs, "a", "n", options)
     entries |= _draw_printed(plate, axes) if options.paper else {}
     if entries:
-        _count_axis(axes)
+        counts = {float(x) for line in axes.lines if line.get_marker() != "None" for x in line.get_xdata()}
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(counts))
+        axes.xaxis.set_major_formatter(lambda value, _: spaced(round(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("calibration samples per task")
+        axes.set_ylabel("accuracy, average over tasks")
+        axes.yaxis.set_major_formatter(lambda value, _: number(value, ".4~%"))
         legend(plate.figure, entries, columns=2 if narrow else 3)
     if not found:
         # Where the paper's curves fill the plot, the caption alone says what the runs lack.
-        lack = (lambda *told: plate.lack(*told)) if entries else (lambda *told: plate.note(axes, *told))
-        lack("accuracy by calibration samples", f"{_needed('n')}, with test data that have labels")
-    notes = []
-    if options.paper:
-        notes.append(
-            f"Dotted and hollow: as printed in {published_tables()[PRINTED].number} of {source()} "
-            "(other models, other data); mean and standard deviation over 3 seeds."
-        )
+        lack = "accuracy by calibration samples", f"{_needed('n')}, with test data that have labels"
+        plate.lack(*lack) if entries else plate.note(axes, *lack)
     what = "Accuracy, averaged over tasks, by the number of calibration samples per task."
     measured = [run for run in runs if run.id in found]
-    return plate.exhibited(_caption(what, runs, measured, list(found.values()), notes, plate, options))
+    behind = _behind(measured, list(found.values()), options) if found else ()
+    printed = (
+        f"Dotted and hollow: as printed in {published_tables()[PRINTED].number} of {source()} "
+        "(other models, other data); mean and standard deviation over 3 seeds."
+    )
+    notes = [printed] if options.paper else []
+    return plate.exhibited([what, *origin(runs), *behind, *notes, ROUNDED])
+
+
+@figure("corruptions", title="Calibration images under corruptions", paper="Figure 4")
+def corruptions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """One image, clean and under each corruption; notes until a run holds a corruption study."""
+    rows, columns = (2, 2) if options.is_narrow else (1, 4)
+    plate = Plate(options.width, rows * (options.width / columns + 0.04 * options.width))
+    cells = plate.figure.subplots(rows, columns, squeeze=False)
+    for axes, kind in zip(cells.ravel(), _KINDS, strict=True):
+        axes.set_box_aspect(1)
+        framed_note(axes, Gap(kind, _NO_CORRUPTIONS))
+    plate.lack("corrupted calibration images", _NO_CORRUPTIONS)
+    what = "The same calibration image, clean and under each corruption."
+    return plate.exhibited([what, *origin(runs)])
 
 
 def sweep_points(run: DriftRun, factor: str, tasks: Sequence[str]) -> pd.DataFrame:
@@ -141,8 +165,9 @@ def _draw_lines(
     entries: dict[str, Artist] = {}
     found: dict[str, pd.DataFrame] = {}
     names = [run.name for run in runs]
+    thin = rcParams["axes.linewidth"]
     for run, (colour, marker, dash) in zip(runs, itertools.cycle(_LOOKS)):
-        tasks = choice.tasks_of(run, options)
+        tasks = options.tasks_of(run)
         points = sweep_points(run, factor, tasks)
         points = points[points["setting"] > 0] if factor == "lam" else points
         if points.empty:
@@ -151,16 +176,15 @@ def _draw_lines(
         x, mean, spread = (points[name].to_numpy(dtype=float) for name in ("setting", "mean", "std"))
         name = run.id if names.count(run.name) > 1 else run.name
         (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
-        axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * hairline())
-        settings: dict[str, Any] = {factor: list(x)}
-        plate.record(panel, run, MEAN, mean, **settings)
-        plate.record(panel, run, SPREAD, spread, **settings)
+        axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
+        plate.record(panel, run, MEAN, mean, **{factor: list(x)})
+        plate.record(panel, run, SPREAD, spread, **{factor: list(x)})
         level = _merged_level(run, tasks)
         if not math.isnan(level):
-            axes.axhline(level, color=colour, linewidth=1.3 * hairline(), linestyle=_DOTTED)
+            axes.axhline(level, color=colour, linewidth=1.3 * thin, linestyle=(0, (1, 2)))
             plate.record(panel, run, "accuracy (average over tasks)", level, variant="merged")
         if factor in FACTORS:
-            _mark_default(axes, run, factor, points, choice.calibrated_of(run, options), colour)
+            _mark_default(axes, run, factor, points, options.calibrated_of(run), colour)
     return entries, found
 
 
@@ -186,77 +210,41 @@ def _mark_default(
     at = points[np.isclose(points["setting"], own, rtol=1e-9, atol=0)]
     style: dict[str, Any] = {"color": colour, "label": GUIDE}
     if at.empty:
-        axes.axvline(own, linewidth=hairline(), linestyle=(0, (4, 2)), **style)
+        axes.axvline(own, linewidth=rcParams["axes.linewidth"], linestyle=(0, (4, 2)), **style)
     else:
         (ring,) = axes.plot(at["setting"], at["mean"], linestyle="", marker="o", **style)
         ring.set(markerfacecolor="none", markersize=2.4 * ring.get_markersize())
 
 
-def _draw_printed(plate: Plate, axes: Axes) -> dict[str, Artist]:
+def _draw_printed(plate: Plate, axes: Axes) -> Mapping[str, Artist]:
     """The paper's curves: dotted and hollow, so that nobody takes them for measured ones."""
     entries: dict[str, Artist] = {}
+    thin = rcParams["axes.linewidth"]
     for row, (colour, marker) in zip(published_tables()[PRINTED].rows, _PRINTED_LOOKS, strict=True):
         counts = [float(column.removeprefix("n=")) for column in row.values]
         mean = np.array(list(row.values.values())) / 100
         spread = np.array([row.spread[column] for column in row.values]) / 100
-        style = {"color": colour, "marker": marker, "markerfacecolor": "white"}
-        (line,) = axes.plot(counts, mean, linestyle=(0, (1, 1.5)), linewidth=1.3 * hairline(), **style)
-        axes.vlines(counts, mean - spread, mean + spread, color=colour, linewidth=hairline())
+        style: dict[str, Any] = {"color": colour, "marker": marker, "markerfacecolor": "white"}
+        (line,) = axes.plot(counts, mean, linestyle=(0, (1, 1.5)), linewidth=1.3 * thin, **style)
+        axes.vlines(counts, mean - spread, mean + spread, color=colour, linewidth=thin)
         entries[f"paper: {row.name}"] = line
         for quantity, values in ((MEAN, mean), (SPREAD, spread)):
             plate.record("a", None, quantity, values, source="paper", variant=row.name, n=counts)
     return entries
 
 
-def _log_axis(axes: Axes) -> None:
-    """A logarithmic axis labelled in plain digits: 0.05, not a power that would need mathematical text."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _count_axis(axes: Axes) -> None:
-    """An axis of doubling counts, each labelled."""
-    from matplotlib.ticker import FuncFormatter, NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(
-        sorted({float(x) for line in axes.lines if line.get_marker() != "None" for x in line.get_xdata()})
-    )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: spaced(round(count))))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="calibration samples per task", ylabel="accuracy, average over tasks")
-    percent_axis(axes.yaxis)
-
-
-def _caption(
-    what: str,
-    runs: Sequence[DriftRun],
-    measured: Sequence[DriftRun],
-    points: Sequence[pd.DataFrame],
-    notes: Sequence[str],
-    plate: Plate,
-    options: ExhibitOptions,
-) -> list[str]:
-    """What is shown, and what stands behind the points: tasks, test samples, seeds, the merged model's level."""
-    sentences = [what, *captions.origin(runs)]
-    if points:
-        rows = pd.concat(points)
-        tasks = {run.id: choice.tasks_of(run, options) for run in measured}
-        counts = sorted({len(shown) for shown in tasks.values()})
-        sentences.append(
-            f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
-        )
-        if rows["n_test"].notna().any():
-            sentences.append(
-                f"Accuracy on {span(rows['n_test'].dropna().astype(int))} test samples per task."
-            )
-        spread = f"mean over {span(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)"
-        is_single = (rows["seeds"] == 1).all()
-        sentences.append("One seed per point, so no spread is shown." if is_single else f"Points: {spread}.")
-        if any(not math.isnan(_merged_level(run, tasks[run.id])) for run in measured):
-            sentences.append("Dotted level: the merged model before calibration.")
-    return captions.together([*sentences, *notes, captions.ROUNDED, *captions.gaps(plate.missing)])
+def _behind(
+    runs: Sequence[DriftRun], points: Sequence[pd.DataFrame], options: ExhibitOptions
+) -> Iterator[str]:
+    """What stands behind the points: tasks, test samples, seeds, the merged model's level."""
+    rows = pd.concat(points)
+    counts = sorted({len(options.tasks_of(run)) for run in runs})
+    yield f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
+    if rows["n_test"].notna().any():
+        yield f"Accuracy on {span(rows['n_test'].dropna().astype(int))} test samples per task."
+    if (rows["seeds"] == 1).all():
+        yield "One seed per point, so no spread is shown."
+    else:
+        yield f"Points: mean over {span(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
+    if any(not math.isnan(_merged_level(run, options.tasks_of(run))) for run in runs):
+        yield "Dotted level: the merged model before calibration."

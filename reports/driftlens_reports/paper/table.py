@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.captions import gaps, origin, together
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Panel, exhibit
-from driftlens_reports.paper.grid import Column, Grid, Line, shows_gains, tidy
-from driftlens_reports.paper.latex import Setting, to_latex
-from driftlens_reports.paper.published import PublishedTable, published_tables, source
+from driftlens_reports.paper.captions import origin, together
+from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, exhibits
+from driftlens_reports.paper.grid import Column, Grid, shows_gains, tidy
+from driftlens_reports.paper.latex import to_latex
+from driftlens_reports.paper.published import published_tables, source
 
 _BOLD = "Bold: the best of its source in a column, references left out; shaded: calibrated."
-_GAINS = (
-    "Grey: points gained over the block's merged model, of measured rows from unrounded values, of the paper's rows "
-    "from its printed ones."
-)
+_GAINS = "Grey: points gained over the block's merged model, of measured rows from unrounded values"
+_GAINS_PRINTED = ", of the paper's rows from its printed ones"
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Table:
     """What a table shows.
 
     Attributes:
-        grids: from top to bottom.
+        grids: from top to bottom; those without a line are left out.
         caption: in a sentence or two.
         runs: those behind its measured lines; named below it.
         notes: what else a reader must know, in sentences.
@@ -35,40 +34,42 @@ class Table:
     caption: str
     runs: Sequence[DriftRun] = ()
     notes: Sequence[str] = ()
-    missing: Sequence[Panel] = ()
+    missing: Sequence[Gap] = ()
 
 
-Rows = Callable[[Sequence[DriftRun], ExhibitOptions], Table]
-PaperRows = Callable[[Sequence[DriftRun], ExhibitOptions, PublishedTable], Table]
+Rows = Callable[..., Table]
+"""From runs and options to what a table shows; a table that the paper has too is given the paper's as well."""
 
 
-def table(name: str, *, title: str) -> Callable[[Rows], Rows]:
-    """Decorator that files a function as a table of ours."""
+def table(name: str, *, title: str, label: str = "") -> Callable[[Rows], Rows]:
+    """Decorator that files a function as a table.
+
+    Args:
+        name: its id.
+        title: what it shows, in a few words.
+        label: LaTeX label of the paper's table that it is the like of; empty for ours. The function gets that table
+            as a third argument, with its rows where the writer asks for the paper's, else without any.
+    """
+    printed = published_tables()[label] if label else None
+    number = printed.number if printed else ""
 
     def file(rows: Rows) -> Rows:
-        exhibit(name, kind="table", title=title)(lambda runs, options: _exhibited(name, rows(runs, options)))
+        def draw(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+            if printed is None:
+                return _exhibited(name, rows(runs, options))
+            theirs = printed if options.paper else dataclasses.replace(printed, rows=())
+            note = f"Paper: {number} of {source()}, as printed there." if options.paper else ""
+            return _exhibited(name, rows(runs, options, theirs), note)
+
+        exhibits.register(name)(Exhibit(name, "table", title, number, draw))
         return rows
 
     return file
 
 
-def paper_table(name: str, *, title: str, label: str) -> Callable[[PaperRows], PaperRows]:
-    """Decorator that files a function as a table with rows of the paper's table with this LaTeX label."""
-    printed = published_tables()[label]
-    note = f"Paper: {printed.number} of {source()}, as printed there."
-
-    def file(rows: PaperRows) -> PaperRows:
-        exhibit(name, kind="table", title=title, paper=printed.number)(
-            lambda runs, options: _exhibited(name, rows(runs, options, printed), note)
-        )
-        return rows
-
-    return file
-
-
-def needed(there: Sequence[object], how: str, what: str = "Measured rows") -> tuple[Panel, ...]:
+def needed(there: Sequence[object], how: str, what: str = "Measured rows") -> tuple[Gap, ...]:
     """Rows that the runs lack, and how to get them; nothing where something is there."""
-    return () if there else (Panel(what, how),)
+    return () if there else (Gap(what, how),)
 
 
 def plain_columns(*titles: str) -> tuple[Column, ...]:
@@ -78,35 +79,24 @@ def plain_columns(*titles: str) -> tuple[Column, ...]:
 
 def _exhibited(name: str, shown: Table, paper_note: str = "") -> Exhibited:
     grids = [grid for grid in shown.grids if grid.lines]
-    runs = origin(shown.runs) if shown.runs else ()
-    below = together([*runs, *shown.notes, paper_note, *_legend(grids), *_daggers(grids)])
+    below = together([*origin(shown.runs), *shown.notes, paper_note, *_legend(grids)])
     return Exhibited(
         tidy(grids),
-        " ".join(together([shown.caption, *below, *gaps(shown.missing)])),
-        latex=to_latex(grids, Setting(name, shown.caption, below, shown.missing)),
+        " ".join(together([shown.caption, *below], shown.missing)),
+        latex=to_latex(grids, name, shown.caption, notes=below, missing=shown.missing),
         missing=tuple(shown.missing),
     )
 
 
 def _legend(grids: Sequence[Grid]) -> Iterator[str]:
-    """What bold, shade and grey mean, where there are any."""
+    """What bold, shade, grey and daggers mean, where there are any."""
+    lines = [line for grid in grids for line in grid.lines]
     columns = [(grid, column) for grid in grids for column in grid.columns]
-    if any(column.best for _, column in columns) and any(line.role != "reference" for line in _lines(grids)):
+    if any(column.best for _, column in columns) and any(line.role != "reference" for line in lines):
         yield _BOLD
     if any(shows_gains(grid, column) for grid, column in columns):
-        yield _GAINS
-
-
-def _daggers(grids: Iterable[Grid]) -> Iterator[str]:
-    notes = [
-        note
-        for line in _lines(grids)
-        for note in (line.note, *(cell.note for cell in line.cells.values()))
-        if note
-    ]
-    if notes:
-        yield f"† {' '.join(dict.fromkeys(notes))}"
-
-
-def _lines(grids: Iterable[Grid]) -> list[Line]:
-    return [line for grid in grids for line in grid.lines]
+        has_printed = any(line.source == "paper" for line in lines)
+        yield f"{_GAINS}{_GAINS_PRINTED if has_printed else ''}."
+    notes = [note for line in lines for note in (line.note, *(cell.note for cell in line.cells.values()))]
+    if any(notes):
+        yield f"† {' '.join(dict.fromkeys(filter(None, notes)))}"

@@ -83,16 +83,17 @@ def test_text_that_a_spreadsheet_would_run_is_marked_as_text() -> None:
 
 
 def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tmp_path: pathlib.Path) -> None:
-    export(
-        [run], tmp_path, names=["accuracy-text", "closure"], options=ExhibitOptions(width=3.25, task="cars")
-    )
+    options = ExhibitOptions(width=3.25, task="cars", paper=True)
+    export([run], tmp_path, names=["accuracy-text", "closure"], options=options)
     told = json.loads((tmp_path / "accuracy-text.json").read_text())
     assert [entry["id"] for entry in told["runs"]] == [run.id]
     assert told["runs"][0]["spec_digest"] == run.manifest.spec_digest
     assert told["versions"]["driftlens"] == run.manifest.versions["driftlens"]
     assert told["missing"][0]["name"] == "Measured rows"
     assert "arXiv:2605.13030" in told["printed_numbers"]
-    assert told["command"] == "driftlens export toy --table accuracy-text --style icml-column --task cars"
+    assert told["command"] == (
+        "driftlens export toy --table accuracy-text --style icml-column --task cars --paper"
+    )
     assert json.loads((tmp_path / "closure.json").read_text())["printed_numbers"] == ""
 
 

@@ -16,7 +16,7 @@ from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens_reports.charts.theme import look
 from driftlens_reports.paper.exhibit import Exhibited
-from driftlens_reports.paper.matched import MOST
+from driftlens_reports.paper.features import MOST
 from driftlens_reports.paper.published import published_tables
 from tests.records.full_run import VARIANTS, Size, write_full_run
 from tests.reports.paper.drawn import (

@@ -10,9 +10,9 @@ import subprocess
 import pytest
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.exhibit import ExhibitOptions, Panel, exhibits
+from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, exhibits
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
-from driftlens_reports.paper.latex import Setting, escape, prose, to_latex
+from driftlens_reports.paper.latex import escape, prose, to_latex
 from tests.reports.paper.table_runs import EIGHT, scores_run, table_run
 
 HOSTILE = (
@@ -53,7 +53,7 @@ def rows_of(latex: str) -> list[list[str]]:
 def one_cell(label: str, value: float | str, column: Column | None = None) -> str:
     chosen = column or Column("score")
     grid = Grid((chosen,), (Block((Line(label, {chosen.title: Cell(value)}),)),))
-    return to_latex([grid], Setting("test", "A caption."))
+    return to_latex([grid], "test", "A caption.")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -90,13 +90,13 @@ def test_what_was_not_measured_is_a_dash() -> None:
 
 def test_a_missing_part_is_a_framed_note_with_its_command() -> None:
     grid = Grid((Column("score"),), (Block((Line("a", {"score": Cell(1.0)}),)),))
-    text = to_latex([grid], Setting("t", "C", missing=[Panel("Part_1", "`driftlens evaluate RUN` adds it.")]))
+    text = to_latex([grid], "t", "C", missing=[Gap("Part_1", "`driftlens evaluate RUN` adds it.")])
     assert r"\driftnote{Part\_1: \texttt{driftlens evaluate RUN} adds it.}" in text
 
 
 def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: DriftRun) -> None:
     for name in TABLES:
-        latex = exhibits[name].draw([hostile], ExhibitOptions()).latex or ""
+        latex = exhibits[name].draw([hostile], ExhibitOptions(paper=True)).latex or ""
         for alignment, body in re.findall(
             r"\\begin\{tabular\}\{(\w+)\}(.*?)\\end\{tabular\}", latex, re.DOTALL
         ):
@@ -110,7 +110,7 @@ def test_all_tables_compile(hostile: DriftRun, tmp_path: pathlib.Path) -> None:
     eight = scores_run(tmp_path / "eight", name="eight", tasks=EIGHT, source="openai/clip-vit-base-patch32")
     body = []
     for name in TABLES:
-        latex = exhibits[name].draw([hostile, eight], ExhibitOptions()).latex or ""
+        latex = exhibits[name].draw([hostile, eight], ExhibitOptions(paper=True)).latex or ""
         (tmp_path / f"{name}.tex").write_text(latex, encoding="utf-8")
         body.append(rf"\input{{{name}}}\clearpage")
     packages = r"\usepackage{booktabs,graphicx}\usepackage[table]{xcolor}\usepackage[margin=2cm]{geometry}"

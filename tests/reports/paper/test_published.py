@@ -190,7 +190,7 @@ def test_what_the_text_states_about_figures_is_in_the_papers_source(tex: list[st
 
 
 def test_settings_are_those_of_the_papers_setup() -> None:
-    chosen = {entry.preset: (entry.lam, entry.rho, entry.alpha) for entry in settings()}
+    chosen = {entry["preset"]: (entry["lam"], entry["rho"], entry["alpha"]) for entry in settings()}
     assert chosen == {
         "paper-clip": (0.05, 2.0, 0.3),
         "flan-t5": (1e-5, 2.0, 0.6),

@@ -40,7 +40,8 @@ def eight(folder: pathlib.Path) -> DriftRun:
 
 
 def drawn(name: str, *runs: DriftRun, **options: object) -> Exhibited:
-    return exhibits[name].draw(runs, ExhibitOptions(**options))  # type: ignore[arg-type]
+    """A table with the paper's rows beside the measured ones, unless `options` say otherwise."""
+    return exhibits[name].draw(runs, ExhibitOptions(**{"paper": True, **options}))  # type: ignore[arg-type]
 
 
 def measured(shown: Exhibited) -> pd.DataFrame:
@@ -293,3 +294,29 @@ def test_the_papers_numbers_are_there_without_any_run(name: str) -> None:
     shown = drawn(name)
     assert set(shown.data["source"]) <= {"paper"}
     assert shown.missing or name in ("drift", "closure")
+
+
+@pytest.mark.parametrize("name", list(exhibits))
+def test_an_exhibit_holds_measured_rows_only_unless_asked_for_the_papers(
+    name: str, run: DriftRun, eight: DriftRun
+) -> None:
+    shown, both = (exhibits[name].draw([run, eight], ExhibitOptions(paper=paper)) for paper in (False, True))
+    assert set(shown.data["source"]) <= {"measured"}
+    said = shown.caption + (shown.latex or "")
+    assert "Paper:" not in said and "paper's" not in said and "as printed in" not in said
+    pd.testing.assert_frame_equal(_sorted(shown.data), _sorted(measured(both)), check_dtype=False)
+
+
+def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows in an order of their own: the paper's stand between those of runs, and their parts count as well."""
+    kept = rows.drop(columns="part", errors="ignore").dropna(axis="columns", how="all")
+    return kept.sort_values(list(kept.columns), kind="stable").reset_index(drop=True)
+
+
+@pytest.mark.parametrize("name", ["accuracy-llm", "corruption"])
+def test_without_a_row_a_table_is_a_note_alone(name: str, run: DriftRun) -> None:
+    shown = drawn(name, run, paper=False)
+    assert shown.data.empty and shown.missing
+    assert r"\driftnote{Measured rows" in (shown.latex or "") and r"\begin{tabular}" not in (
+        shown.latex or ""
+    )

@@ -1,0 +1,264 @@
+"""Figures of matched features in the plane: the opening triptych, and a grid of all tasks.
+
+A panel shows one task in one joint layout: an expert point and a variant's point for every sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import SubFigure
+from matplotlib.lines import Line2D
+
+from driftlens.errors import DataError, NumericsError
+from driftlens.records.run import DriftRun
+from driftlens.variants import title
+from driftlens_reports.charts.theme import look
+from driftlens_reports.charts.thinning import thinned
+from driftlens_reports.paper.captions import ROUNDED, origin, samples, signed, spaced
+from driftlens_reports.paper.charted import ACCURACY, DRIFT, Picture, View
+from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure
+from driftlens_reports.paper.marks import SYMBOLS
+from driftlens_reports.paper.plate import Plate, legend, short
+from driftlens_reports.wording import number
+
+if TYPE_CHECKING:
+    from driftlens.projection import Projection
+
+MOST = 400
+"""Samples drawn per panel; more would hide one another."""
+
+_METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
+
+
+@figure("intro", title="Feature drift after merging, and what calibration leaves of it", paper="Figure 1")
+def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """One task's matched features and its drift by layer, every task's accuracy; merged against calibrated."""
+    run, task = runs[0], options.task_of(runs[0])
+    calibrated = options.calibrated_of(run)
+    drift = Picture(View("layer-drift", DRIFT, is_about_one=True), run, options)
+    accuracy = Picture(View("accuracy", ACCURACY), run, options)
+    plate, axes, parts = _triptych(options)
+    layout = _layout_of(run, task, ["merged", *filter(None, [calibrated])], "final", options.method)
+    for own, variant in zip(axes, ("merged", calibrated), strict=True):
+        _draw_pairs(plate, own, run, layout, variant, "a", "final")
+    plate.title(axes[0], f"(a) final features, {short(task)}")
+    panels = drift.place(plate, parts[0], "b")
+    change = _add_change(plate, panels[0].axes, run, task, calibrated) if panels else ""
+    accuracy.place(plate, parts[1], "c")
+    caption = ["Feature drift after merging and after calibration.", *origin([run])]
+    if isinstance(layout, Layout):
+        caption += [
+            f"(a) Final features of task {task}, scaled to norm 1 and matched by sample, in one joint "
+            f"layout ({layout.method}, fitted once to all variants); below, the mean cosine to the expert's feature.",
+            f"Trustworthiness of the plane: {layout.trust}." if layout.trust else "",
+            *layout.notes,
+        ]
+    return plate.exhibited([*caption, *drift.caption("b"), change, *accuracy.caption("c"), ROUNDED])
+
+
+def _triptych(options: ExhibitOptions) -> tuple[Plate, list[Axes], list[SubFigure]]:
+    """The figure, the axes of both feature panels, and the parts for drift and accuracy."""
+    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
+    if options.is_narrow:
+        left, *parts = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
+    else:
+        top, bottom = plate.figure.subfigures(2, 1, height_ratios=[1.2, 1])
+        left, right = top.subfigures(1, 2, width_ratios=[1.5, 1])
+        parts = [right, bottom]
+    features = list(left.subplots(1, 2))
+    for axes in features:
+        axes.set_anchor("N")
+    return plate, features, parts
+
+
+def _add_change(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: str | None) -> str:
+    """Write the final layer's change into panel (b); returns it in words, empty where there is none."""
+    before, after = (
+        run.value("drift_l2_mean", task=task, variant=name) if name in run.variants else math.nan
+        for name in ("merged", calibrated or "")
+    )
+    if math.isnan(before) or math.isnan(after) or before == 0:
+        return ""
+    shift, share = after - before, 100 * (after - before) / before
+    key = {"task": task, "variant": calibrated, "layer": run.layer_index("final")}
+    plate.record("b", run, "change of final drift_l2_mean", shift, **key)
+    plate.record("b", run, "change of final drift_l2_mean, percent", share, **key)
+    axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the box
+    box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
+    words = f"final layer:\n{signed(share, 0)} % ({signed(shift, 2)})"
+    text = axes.text(0.04, 0.95, words, va="top", transform=axes.transAxes)
+    text.set_bbox({**box, "linewidth": rcParams["axes.linewidth"]})
+    return (
+        f"At the final layer {number(before)} become {number(after)}, "
+        f"{signed(share, 1)} % ({signed(shift, 2)})."
+    )
+
+
+@figure("scatter-grid", title="Matched features of every task", paper="Figure 6")
+def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+    """Tasks side by side, each in a layout of its own; expert against merged features above, calibrated below."""
+    run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
+    calibrated = options.calibrated_of(run)
+    variants = ["merged", *filter(None, [calibrated])]
+    most = 3 if options.is_narrow else 4 if len(tasks) <= 12 else 5
+    across = min(most, max(len(tasks), 2))
+    # A cell is a square with its title or its cosine; a single task's two panels stand side by side.
+    rows = 1 if len(tasks) == 1 else 2 * max(1, math.ceil(len(tasks) / across))
+    plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width))
+    cells = plate.figure.subplots(rows, across, squeeze=False)
+    cells = cells.T if rows == 1 else cells
+    layouts = []
+    for at, task in enumerate(tasks):
+        layout = _layout_of(run, task, variants, layer, options.method)
+        layouts += [layout] if isinstance(layout, Layout) else []
+        above, below = cells[2 * (at // across) : 2 * (at // across) + 2, at % across]
+        for axes, variant in ((above, "merged"), (below, calibrated)):
+            _draw_pairs(plate, axes, run, layout, variant, task, layer)
+        above.set_title(short(task), loc="center")
+    for axes in cells.ravel():
+        if not axes.has_data() and not axes.texts:
+            axes.set_axis_off()
+    entries = {
+        title(name): Line2D([], [], linestyle="", **_marks(run, name)) for name in ["expert", *variants]
+    }
+    legend(plate.figure, entries)
+    where = "final layer" if layer == "final" else f"layer {run.layer_index(layer)} (stem: 1)"
+    start = f"Features of every task at the {where}, matched by sample: merged above, calibrated below."
+    told = _layouts_in_words(layouts, samples(run.layers(layer=layer)))
+    return plate.exhibited([start, *origin([run]), *told])
+
+
+def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
+    if layouts:
+        methods = " or ".join(dict.fromkeys(layout.method for layout in layouts))
+        yield (
+            f"Each task has a joint layout of its own ({methods}, fitted once to all variants; features are "
+            "scaled to norm 1): distances can be compared within a task and are not comparable across tasks."
+        )
+        yield "Below each panel, the mean cosine to the expert's feature, rounded."
+    yield behind
+    trust = "; ".join(f"{layout.task}: {layout.trust}" for layout in layouts if layout.trust)
+    yield f"Trustworthiness of the planes: {trust}." if trust else ""
+    for layout in layouts:
+        yield from layout.notes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One task's features in the plane.
+
+    Attributes:
+        task: the task.
+        rows: variant, sample_id, label, x, y; the same samples for every variant.
+        method: how the plane was found, in words.
+        notes: what a reader must know of this layout, in sentences.
+        trust: how much of the features' neighbourhoods the plane keeps, by variant; empty with too few samples.
+    """
+
+    task: str
+    rows: pd.DataFrame
+    method: str
+    notes: tuple[str, ...]
+    trust: str
+
+
+def _layout_of(
+    run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
+) -> Layout | str:
+    """The joint layout of all variants, with the rows of the expert and `variants`; or why there is none.
+
+    It is the one that the run stores, and is computed otherwise. Drawing never changes a run, so it is not stored then.
+    """
+    from driftlens.projection import project, stored_projection
+
+    try:
+        found = stored_projection(run, task, layer=layer, method=method)
+        found = found or project(run, task, layer=layer, method=method, store_it=False)
+    except (DataError, NumericsError) as error:
+        return error.message
+    rows = found.frame[found.frame["variant"].isin(["expert", *variants])]
+    kept = thinned(rows[rows["variant"] == "expert"], MOST, by=["label"])["sample_id"]
+    drawn, there = spaced(len(kept)), spaced(int(found.quality["n"].max()))
+    thinning = f"{drawn} of {there} samples are drawn, evenly from every class"
+    notes = [*([] if drawn == there else [thinning]), *found.notes]
+    return Layout(
+        task,
+        rows[rows["sample_id"].isin(kept)],
+        _METHODS[found.method],
+        tuple(f"{task}: {note.removesuffix('.')}." for note in notes),
+        _trust(found, variants),
+    )
+
+
+def _trust(found: Projection, variants: Sequence[str]) -> str:
+    rows = found.quality[found.quality["variant"].isin(variants) & found.quality["trustworthiness"].notna()]
+    values = zip(rows["variant"], rows["trustworthiness"], strict=True)
+    return ", ".join(f"{title(variant)} {value:.2f}" for variant, value in values)
+
+
+def _draw_pairs(
+    plate: Plate,
+    axes: Axes,
+    run: DriftRun,
+    layout: Layout | str,
+    variant: str | None,
+    panel: str,
+    layer: int | str,
+) -> None:
+    """Draw one panel: expert points, the variant's points and a line between the two of each sample.
+
+    Panels of one layout have the same limits, so that distances can be compared between them. Below stands the mean
+    cosine. Without a layout or a variant, or where the layout lacks it, the panel is a note.
+    """
+    if variant is None:
+        plate.note(axes, "calibrated features", f"`{CALIBRATE}` adds them")
+    elif isinstance(layout, str):
+        plate.note(axes, f"features of {title(variant)}", layout)
+    elif variant not in set(layout.rows["variant"]):
+        plate.note(axes, f"features of {title(variant)}", "the run has no features of this variant")
+    else:
+        _draw_points(plate, axes, run, layout, variant, panel)
+        cosine = run.value("cos_mean", task=layout.task, variant=variant, layer=layer)
+        axes.set_xlabel(f"mean cosine {cosine:.2f}" if not math.isnan(cosine) else "cosine not measured")
+        key = {"task": layout.task, "variant": variant, "layer": run.layer_index(layer)}
+        plate.record(panel, run, "cos_mean", cosine, **key)
+
+
+def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, variant: str, panel: str) -> None:
+    points = {
+        name: layout.rows[layout.rows["variant"] == name].set_index("sample_id")
+        for name in ("expert", variant)
+    }
+    ids = points["expert"].index
+    ends = [points[name].loc[ids, ["x", "y"]].to_numpy(dtype=float) for name in points]
+    thin = 0.7 * rcParams["axes.linewidth"]
+    axes.add_collection(LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=thin, zorder=1))
+    for name, at in zip(points, ends, strict=True):
+        (dots,) = axes.plot(*at.T, linestyle="", alpha=0.8, **_marks(run, name))
+        dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
+        for column, quantity in enumerate(("x", "y")):
+            key = {"task": layout.task, "variant": name, "sample_id": list(ids)}
+            plate.record(panel, run, quantity, at[:, column], **key)
+    # A square window around all points, without ticks: the axes of a layout have no unit.
+    low, high = (layout.rows[["x", "y"]].agg(end).to_numpy(dtype=float) for end in ("min", "max"))
+    middle, half = (low + high) / 2, 0.54 * max(float((high - low).max()), 1e-9)
+    axes.set(xlim=(middle[0] - half, middle[0] + half), ylim=(middle[1] - half, middle[1] + half))
+    axes.set(aspect="equal", xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(visible=True, color="#BBBBBB")
+
+
+def _marks(run: DriftRun, variant: str) -> dict[str, Any]:
+    """Marks of a variant; those of the expert are hollow: one that the variant hits exactly stays visible around it."""
+    style = look(run.variants, variant, dark=False)
+    face = "none" if variant == "expert" else style.colour
+    return {"marker": SYMBOLS[style.symbol], "markerfacecolor": face, "markeredgecolor": style.colour}

@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "analyze": "driftlens.api",
-    "capture": "driftlens.engine.capture",
+    "capture": "driftlens.engine.walk",
     "CancelToken": "driftlens.progress",
     "check": "driftlens.records.checks",
     "compare": "driftlens.records.compare",

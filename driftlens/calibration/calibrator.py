@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.linear_sums import WeightedFold
+from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import LinearFold, Problem, SiteUpdate, Wanted
 from driftlens.engine.training import BoundaryFeatures, OnEpoch
-from driftlens.engine.variant import Attachment
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.linalg.gram import GramPool
 from driftlens.linalg.norm_affine import NormMoments

@@ -26,14 +26,12 @@ from torch import Tensor
 
 from driftlens.data.samples import Batch
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.finite import FiniteWatch
-from driftlens.engine.layer_solve import solve_layer
-from driftlens.engine.layer_sums import LayerSums
+from driftlens.engine.layer_sums import LayerSums, solve_layer
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
 from driftlens.engine.site_rows import SiteRows, rows_and_output, rows_only
-from driftlens.engine.waiting import FeatureStore, WaitingBatch
-from driftlens.engine.walk import on_device
+from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
+from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError, SpecError
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, State, pooled
@@ -396,16 +394,13 @@ class _Walk:
             yield batch
 
     def _read(self, task: str, part: int, *, waits: bool) -> Iterator[WaitingBatch]:
-        """The batches of a part at boundary 0, each read when asked for; all models start from the same inputs."""
+        """The batches of a part at boundary 0, kept for the layers behind; a task without any is refused."""
         batches: list[WaitingBatch] = []
-        for batch in self.parts[task][part].batches():
-            state, side = self.pool.chain.start(on_device(batch.inputs, self.pool.device, self.pool.dtype))
-            name = f"{list(self.parts).index(task)}-{part}-{len(batches)}"
-            waiting = WaitingBatch(self.store, name, side)
-            for model in (_EXPERT, _TRUNK):
-                (waiting.put if waits else waiting.lend)(model, state)
-            batches.append(waiting)
-            yield waiting
+        name = f"{list(self.parts).index(task)}-{part}"
+        samples = self.parts[task][part].batches()
+        for batch in read_batches(self.pool, samples, self.store, name, (_EXPERT, _TRUNK), waits=waits):
+            batches.append(batch)
+            yield batch
         self.waiting[task, part] = batches
         if not any(self.waiting.get((task, number), [None]) for number in range(len(self.parts[task]))):
             raise DataError(

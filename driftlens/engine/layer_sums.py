@@ -1,19 +1,23 @@
-"""Everything that is summed up while the tasks' features go through one layer."""
+"""Everything that is summed up while the tasks' features go through one layer, and its solves."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.engine.linear_sums import LinearSums
-from driftlens.engine.norm_sums import NormSums
-from driftlens.engine.problems import ClosedForm, Problem, Wanted
-from driftlens.engine.row_weights import row_weights
-from driftlens.engine.site_rows import SiteRows
-from driftlens.errors import SpecError
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.problems import ClosedForm, NormProblem, Problem, SiteReport, SiteUpdate, Wanted
+from driftlens.engine.site_rows import SiteRows, row_weights
+from driftlens.engine.site_selection import site_path
+from driftlens.errors import NumericsError, SpecError
 from driftlens.linalg.gram import GramPool
+from driftlens.linalg.norm_affine import NormMoments
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 UNIFORM = "uniform"
@@ -152,3 +156,129 @@ def require_rule(chain: LayerChain, rule: str) -> None:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+class NormSums:
+    """Sums over normalised rows of the merged model; the wanted output is the expert's affine map of the same rows.
+
+    Args:
+        site: a layer norm or an RMS norm.
+        rule: by which tokens count.
+        fold: a task's moments into those of the tasks before.
+        dtype: of the sums.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        rule: str,
+        fold: Callable[[NormMoments | None, NormMoments], NormMoments],
+        dtype: torch.dtype,
+    ) -> None:
+        self.site = site
+        self.rule = rule
+        self._fold = fold
+        self._dtype = dtype
+        self._task: tuple[Tensor, Tensor, Tensor] | None = None
+        self._total: NormMoments | None = None
+
+    def add(self, rows: Tensor, weights: Tensor | None) -> None:
+        """Add one batch of the task at hand: what the merged model feeds the norm [T, k], and how much rows count."""
+        unit = normalised(self.site, rows)
+        if weights is None:
+            count = torch.tensor(len(rows), dtype=self._dtype, device=rows.device)
+            sums = unit.sum(dim=0), unit.square().sum(dim=0), count
+        else:
+            weighted = unit * weights[:, None]
+            sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
+        # Converted copies of whole batches would take longer than the sums; those of batches are kept in `dtype`.
+        first, second, count = (part.to(self._dtype) for part in sums)
+        if self._task is not None:
+            first, second, count = first + self._task[0], second + self._task[1], count + self._task[2]
+        self._task = first, second, count
+
+    def end_task(self, expert: Parameters) -> None:
+        """Fold the task at hand into the sums over tasks; its moments are means, of weight 1."""
+        assert self._task is not None
+        first, second, count = self._task
+        shift = expert.get(f"{self.site.name}.bias")
+        moments = NormMoments.of_affine(
+            mean=first / count,
+            second=second / count,
+            scale=expert[f"{self.site.name}.weight"].to(self._dtype),
+            shift=None if shift is None else shift.to(self._dtype),
+            weight_sum=torch.ones((), dtype=self._dtype, device=first.device),
+        )
+        self._total = self._fold(self._total, moments)
+        self._task = None
+
+    def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
+        """What is to be solved; `merged` and `base` are the whole layer's parameters."""
+        assert self._total is not None
+        mine = [f"{self.site.name}.{part}" for part in ("weight", "bias")]
+        return NormProblem(
+            site=self.site,
+            moments=self._total,
+            merged={name: merged[name] for name in mine if name in merged},
+            base=None if base is None else {name: base[name] for name in mine if name in base},
+        )
+
+
+def normalised(site: Site, rows: Tensor) -> Tensor:
+    """Rows as the norm sees them before its scale and shift, [T, k]."""
+    eps = torch.finfo(rows.dtype).eps if site.eps is None else site.eps
+    if site.kind == "layer_norm":
+        return F.layer_norm(rows, rows.shape[-1:], eps=eps)
+    return rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def solve_layer(
+    pool: ModelPool, layer: Layer, problems: Sequence[Problem], calibrator: ClosedForm, *, stored_as: str
+) -> tuple[dict[str, Tensor], list[SiteReport]]:
+    """New parameters of a layer by its own names, and a report per site.
+
+    Parameters hold only what the dtype of the model `stored_as` can hold, so that whatever is computed with them is
+    what the saved model will compute; they are on the pool's device in its dtype.
+
+    Args:
+        pool: for `stored_as`, device and dtype.
+        layer: the layer at hand.
+        problems: all from one snapshot of its features.
+        calibrator: solves them.
+        stored_as: the pool's name of the model in whose form the calibrated one will be saved.
+
+    Raises:
+        NumericsError: the moments hold NaN or infinite entries; names layer and sites.
+        SingularGramError: a system can't be solved as asked; names layer and sites.
+    """
+    headers = pool.source(stored_as).headers
+    updates: dict[str, Tensor] = {}
+    reports: list[SiteReport] = []
+    for problem in problems:
+        started = time.perf_counter()
+        found = _solved(layer, problem, calibrator)
+        seconds = (time.perf_counter() - started) / len(found)
+        paths = {site.name: site_path(layer, site) for site in _sites(problem)}
+        for update in found:
+            reports.append(replace(update.report, site=paths[update.report.site], seconds=seconds))
+            for name, value in update.parameters.items():
+                stored = headers[layer.parameters[name].key].dtype
+                updates[name] = value.to(stored).to(pool.device, pool.dtype)
+    return updates, reports
+
+
+def _solved(layer: Layer, problem: Problem, calibrator: ClosedForm) -> Sequence[SiteUpdate]:
+    try:
+        return calibrator.solve(problem)
+    except NumericsError as error:
+        named = ", ".join(site_path(layer, site) for site in _sites(problem))
+        raise type(error)(
+            f"layer {layer.index}, {named}: {error.message}",
+            hint=error.hint,
+            **{**error.context, "layer": layer.index, "sites": named},
+        ) from error
+
+
+def _sites(problem: Problem) -> Sequence[Site]:
+    return [problem.site] if isinstance(problem, NormProblem) else problem.sites

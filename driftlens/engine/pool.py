@@ -1,19 +1,89 @@
-"""All models of a study side by side, read layer by layer."""
+"""All models of a study side by side, read layer by layer.
+
+A variant is weights and what is attached to their boundaries. Everything that compares models goes through `LayerMap`,
+so an attachment is part of the layer before it: e = m + p, p = A e and the split of the final drift hold with it as
+they hold without.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from driftlens.engine.library import streamed_weights
-from driftlens.engine.variant import Attachments, LayerMap, Variant, attached_to
 from driftlens.errors import IncompatibleModelsError
-from driftlens.models.chain import Layer, LayerChain, Slot, State
+from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
+from driftlens.models.frames import features_of, find_features
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
+
+
+class Attachment(Protocol):
+    """A pure, differentiable map of the features at one boundary of one variant, for one task.
+
+    Surgery puts one behind the last layer, SurgeryV2 one behind every layer.
+    """
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """Features [n, t, d] or [n, d] in the place of those that left the layer, of the same shape."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All numbers that make up the map, by name: what is saved of it."""
+        ...
+
+
+Attachments = Mapping[tuple[str, int], Attachment]
+"""(task, boundary) -> what is attached there; boundary l is what leaves layer l."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model of a study.
+
+    Attributes:
+        label: its name in a pool, in tables and in file names: `base`, `merged`, `expert:cars`, `calibrated:featcal`.
+        weights: its parameters, under the skeleton's key names.
+        attachments: what is attached to its boundaries.
+    """
+
+    label: str
+    weights: StateSource
+    attachments: Attachments = field(default_factory=dict)
+
+    def attached(self, task: str) -> dict[int, Attachment]:
+        """What is attached for one task, by boundary."""
+        return {boundary: found for (name, boundary), found in self.attachments.items() if name == task}
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """One layer of one variant for one task, as a function of features: the layer, then the attachment behind it.
+
+    Attributes:
+        layer: which one.
+        parameters: its own, on the device and in the dtype of the computation.
+        attachment: None where nothing is attached.
+    """
+
+    layer: Layer
+    parameters: Parameters
+    attachment: Attachment | None = None
+
+    def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        """Features at the next boundary."""
+        out = self.layer.call(self.parameters, state, side, tap)
+        if self.attachment is None:
+            return out
+        stream = self.layer.stream
+        return {**out, stream: self.attachment(out[stream])}
+
+    def at(self, side: SideInputs) -> Callable[[State], State]:
+        """The map with the side inputs of one batch."""
+        return lambda state: self(state, side)
 
 
 class ModelPool:
@@ -186,3 +256,141 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
 def _some(keys: list[str]) -> str:
     shown = ", ".join(repr(key) for key in keys[:3])
     return shown if len(keys) <= 3 else f"{shown} and {len(keys) - 3} more"
+
+
+@contextmanager
+def attached_to(
+    module: nn.Module, chain: LayerChain, attachments: Mapping[int, Attachment]
+) -> Iterator[None]:
+    """Inside the context, an ordinary forward pass of `module` runs with attachments behind its stem and blocks.
+
+    What is attached behind the head is not: no module's output is the final feature in every library.
+    """
+    with ExitStack() as hooks:
+        for layer in chain.blocks:
+            if layer.index in attachments:
+                block = module.get_submodule(layer.path)
+                hooks.callback(
+                    block.register_forward_hook(_behind(layer.path, attachments[layer.index])).remove
+                )
+        if 1 in attachments:
+            first = chain.blocks[0].path
+            hook = _before(first, attachments[1])
+            hooks.callback(
+                module.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True).remove
+            )
+        yield
+
+
+def _behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
+    def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        changed = attachment(features_of(path, output))
+        return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
+
+    return change
+
+
+def _before(path: str, attachment: Attachment) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def change(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        place = find_features(path, args, kwargs)
+        if isinstance(place, int):
+            return (*args[:place], attachment(args[place]), *args[place + 1 :]), kwargs
+        return args, {**kwargs, place: attachment(kwargs[place])}
+
+    return change
+
+
+@contextmanager
+def streamed_weights(
+    module: nn.Module, block_paths: Sequence[str], read: Callable[[str], Tensor], device: torch.device
+) -> Iterator[None]:
+    """Inside the context, an ordinary forward of `module` runs with the weights that `read` gives.
+
+    Parameters of a block are read when the block is about to run and dropped when it is done; all others stay for the
+    whole context. Afterwards the module is as it was, also after an exception.
+
+    Args:
+        module: the library's module; parameters may be on meta.
+        block_paths: module paths of the blocks.
+        read: full parameter name -> tensor on `device`.
+        device: where buffers are put meanwhile.
+    """
+    blocks = {path: module.get_submodule(path) for path in block_paths}
+    in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
+    outside = [name for name in _weights(module) if name not in in_blocks]
+    with ExitStack() as stack:
+        stack.enter_context(_buffers_on(module, device))
+        stack.enter_context(_replaced(module, outside, read))
+        for path, block in blocks.items():
+            stack.enter_context(_streamed_block(block, path, read))
+        yield
+
+
+@contextmanager
+def _streamed_block(block: nn.Module, path: str, read: Callable[[str], Tensor]) -> Iterator[None]:
+    names = _weights(block)
+    loaded = ExitStack()
+
+    def load(*_: Any) -> None:
+        loaded.enter_context(_replaced(block, names, lambda name: read(f"{path}.{name}")))
+
+    def drop(*_: Any) -> None:
+        loaded.close()
+
+    handles = [block.register_forward_pre_hook(load), block.register_forward_hook(drop)]
+    try:
+        yield
+    finally:
+        loaded.close()
+        for handle in handles:
+            handle.remove()
+
+
+def _weights(module: nn.Module) -> list[str]:
+    """Names of parameters, tied ones under each of their names, and of saved buffers of floating numbers."""
+    saved = module.state_dict(keep_vars=True)
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return [
+        name
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and (name not in buffers or value.is_floating_point())
+    ]
+
+
+@contextmanager
+def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of weights, and the weights back afterwards."""
+    owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    before = [owner._parameters.get(leaf, owner._buffers.get(leaf)) for owner, leaf in owners]
+    try:
+        for name, (owner, leaf) in zip(names, owners, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = nn.Parameter(read(name), requires_grad=False)
+            else:
+                owner._buffers[leaf] = read(name)
+        yield
+    finally:
+        for (owner, leaf), weight in zip(owners, before, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = cast("nn.Parameter", weight)
+            else:
+                owner._buffers[leaf] = weight
+
+
+@contextmanager
+def _buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+    owners = [
+        (owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None
+    ]
+    before = [owner._buffers[name] for owner, name in owners]
+    try:
+        for owner, name in owners:
+            buffer = owner._buffers[name]
+            assert buffer is not None
+            owner._buffers[name] = buffer.to(device)
+        yield
+    finally:
+        for (owner, name), buffer in zip(owners, before, strict=True):
+            owner._buffers[name] = buffer

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.forward_order import Parts
-from driftlens.engine.pool import ModelPool
-from driftlens.engine.variant import Attachment, LayerMap
-from driftlens.engine.waiting import FeatureStore, WaitingBatch
-from driftlens.engine.walk import on_device
+from driftlens.engine.pool import Attachment, LayerMap, ModelPool
+from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
+from driftlens.engine.walk import FiniteWatch
 from driftlens.models.chain import Layer
 from driftlens.variants import expert_of
 
@@ -88,18 +87,24 @@ def train_attachments(
         on_epoch: told of each epoch.
 
     Raises:
-        NumericsError: weights are NaN or infinite.
+        NumericsError: weights or features are NaN or infinite.
     """
     wanted = frozenset(trainer.boundaries(len(pool.chain.layers)))
     for task in sorted(parts):
         with FeatureStore(feature_budget, spill) as store:
-            waiting = list(_read(pool, parts, task, store))
+            batches = (batch for part in parts[task] for batch in part.batches())
+            waiting = list(read_batches(pool, batches, store, "train", (_EXPERT, _MERGED)))
+            ids = [sample for part in parts[task] for sample in part.ids]
             for layer in pool.chain.layers[: max(wanted)]:
                 maps = {
                     _EXPERT: pool.layer_map(expert_of(task), layer, task),
                     _MERGED: pool.layer_map(merged, layer, task),
                 }
-                _advance(waiting, maps, lambda layer=layer, task=task: on_step(layer.index, task))  # type: ignore[misc]
+                watch = FiniteWatch(layer, task, ids)
+                for batch in waiting:
+                    on_step(layer.index, task)
+                    _advance(batch, maps, watch)
+                watch.check()
                 if layer.index in wanted:
                     features = BoundaryFeatures(
                         layer, task, *(_stream(waiting, model, layer) for model in (_MERGED, _EXPERT))
@@ -113,24 +118,12 @@ def train_attachments(
                     yield task, layer.index, attachment
 
 
-def _read(pool: ModelPool, parts: Parts, task: str, store: FeatureStore) -> Iterator[WaitingBatch]:
-    batches = (batch for part in parts[task] for batch in part.batches())
-    for number, batch in enumerate(batches):
-        state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
-        waiting = WaitingBatch(store, f"{number}", side)
-        for model in (_EXPERT, _MERGED):
-            waiting.put(model, state)
-        yield waiting
-
-
 @torch.no_grad()
-def _advance(
-    waiting: Sequence[WaitingBatch], maps: dict[str, LayerMap], on_batch: Callable[[], None]
-) -> None:
-    for batch in waiting:
-        on_batch()
-        for model, layer_map in maps.items():
-            batch.put(model, layer_map(batch.get(model), batch.side))
+def _advance(batch: WaitingBatch, maps: dict[str, LayerMap], watch: FiniteWatch) -> None:
+    for model, layer_map in maps.items():
+        out = layer_map(batch.get(model), batch.side)
+        watch.see(f"the {model} model", out[layer_map.layer.stream])
+        batch.put(model, out)
 
 
 def _stream(waiting: Sequence[WaitingBatch], model: str, layer: Layer) -> Tensor:

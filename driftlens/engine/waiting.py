@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from driftlens.data.samples import Batch
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.walk import on_device
 from driftlens.errors import RunError
 from driftlens.models.chain import SideInputs, State
 
@@ -126,3 +130,30 @@ class WaitingBatch:
         from safetensors.torch import load_file
 
         return {key: value.to(found.devices[key]) for key, value in load_file(found.file).items()}
+
+
+def read_batches(
+    pool: ModelPool,
+    batches: Iterable[Batch],
+    store: FeatureStore,
+    name: str,
+    models: Iterable[str],
+    *,
+    waits: bool = True,
+) -> Iterator[WaitingBatch]:
+    """Batches at boundary 0, each read when asked for; all models start from the same inputs.
+
+    Args:
+        pool: says where and how they are computed with.
+        batches: the samples.
+        store: where their states are held.
+        name: begins the names of their files.
+        models: whose features they will be.
+        waits: whether the raw inputs will be asked for again after their first use.
+    """
+    for number, batch in enumerate(batches):
+        state, side = pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype))
+        waiting = WaitingBatch(store, f"{name}-{number}", side)
+        for model in models:
+            (waiting.put if waits else waiting.lend)(model, state)
+        yield waiting

@@ -1,4 +1,4 @@
-"""The walk: models side by side over the same samples, one layer at a time.
+"""The walk: models side by side over the same samples, one layer at a time; also one model alone.
 
 Per layer and batch, the expert's layer runs on the expert's features, and each variant's layer on its own features and
 on the other model's (the crossed output). Only the features of one boundary wait at any time.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.variant import LayerMap
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import subtract
-from driftlens.models.chain import Layer, SideInputs, State
+from driftlens.models.architecture import architecture_of
+from driftlens.models.chain import Layer, Pool, SideInputs, State, pooled
+from driftlens.models.sources import module_source
 from driftlens.variants import expert_of
 
 Reference = Literal["expert", "merged"]
@@ -108,11 +109,12 @@ def walk(
         maps = {model: pool.layer_map(model, layer, task) for model in models}
         source = _at_start(pool, models, batches) if layer.index == 1 else waiting
         carried: list[_Waiting] = []
+        watch = FiniteWatch(layer, task, ids)
         for at in source:
-            out = {expert: _call(maps[expert], at, expert, task, ids)}
+            out = {expert: maps[expert](at.states[expert], at.side)}
             for variant in variants:
                 if variant != expert:
-                    out[variant] = _call(maps[variant], at, variant, task, ids)
+                    out[variant] = maps[variant](at.states[variant], at.side)
                 crossing = expert if reference == "expert" else variant
                 mapped = variant if reference == "expert" else expert
                 crossed_layer = maps[mapped].at(at.side)
@@ -133,8 +135,11 @@ def walk(
                     side=at.side,
                     crossed_layer=crossed_layer,
                 )
+            for model, state in out.items():
+                watch.see(model, state[layer.stream], at.start)
             at.states.clear()  # consumed: the next boundary's features take their place
             carried.append(_Waiting(at.start, at.stop, out, at.side))
+        watch.check()
         waiting = carried
 
 
@@ -153,9 +158,13 @@ def layer_states(
         layer_map = pool.layer_map(model, layer, task)
         source = _at_start(pool, [model], batches) if layer.index == 1 else waiting
         waiting = [
-            _Waiting(at.start, at.stop, {model: _call(layer_map, at, model, task, ())}, at.side)
+            _Waiting(at.start, at.stop, {model: layer_map(at.states[model], at.side)}, at.side)
             for at in source
         ]
+        watch = FiniteWatch(layer, task)
+        for at in waiting:
+            watch.see(model, at.states[model][layer.stream], at.start)
+        watch.check()
         yield layer, [(at.start, at.states[model], at.side) for at in waiting]
 
 
@@ -171,6 +180,51 @@ def forward(
         if layer.role == "head":
             for start, state, _ in states:
                 yield start, state[layer.stream]
+
+
+class FiniteWatch:
+    """Remembers the streams of one task and layer as one number per sample, and looks at them all at once.
+
+    Args:
+        layer: whose output is watched.
+        task: whose samples they are.
+        ids: names of the samples, where they are known.
+    """
+
+    def __init__(self, layer: Layer, task: str, ids: Sequence[str] = ()) -> None:
+        self._layer = layer
+        self._task = task
+        self._ids = ids
+        self._first = 0
+        self._totals: dict[str, list[Tensor]] = {}
+
+    def see(self, model: str, stream: Tensor, start: int = 0) -> None:
+        """Remember the next batch of a model's features, [n, ...]; `start` is its first sample's position."""
+        if model not in self._totals:
+            self._first = start
+        # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
+        self._totals.setdefault(model, []).append(stream.flatten(1).sum(dim=1, dtype=torch.float64))
+
+    def check(self) -> None:
+        """Refuse what was seen.
+
+        Raises:
+            NumericsError: some entry is NaN or infinite; names the layer, the task and the first sample.
+        """
+        for model, totals in self._totals.items():
+            bad = (~torch.isfinite(torch.cat(totals))).nonzero()
+            if len(bad):
+                row = self._first + int(bad[0])
+                sample = self._ids[row] if row < len(self._ids) else str(row)
+                raise NumericsError(
+                    f"features of {model} are NaN or infinite after layer {self._layer.index} "
+                    f"({self._layer.path}), task {self._task!r}, first in sample {sample!r}",
+                    hint="Look at that input and at the layer's weights; "
+                    "in a half-precision dtype, try compute.dtype: float32.",
+                    layer=self._layer.index,
+                    task=self._task,
+                    sample=sample,
+                )
 
 
 @dataclass(frozen=True)
@@ -209,38 +263,43 @@ def input_bytes(inputs: object) -> int:
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
-def _call(layer_map: LayerMap, at: _Waiting, model: str, task: str, ids: Sequence[str]) -> State:
-    layer = layer_map.layer
-    out = layer_map(at.states[model], at.side)
-    stream = out[layer.stream]
-    # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each.
-    totals = stream.flatten(1).sum(dim=1)
-    if not bool(torch.isfinite(totals).all()):
-        _require_finite(layer, stream, at, model, task, ids)
-    return out
-
-
-def _require_finite(
-    layer: Layer, stream: Tensor, at: _Waiting, model: str, task: str, ids: Sequence[str]
-) -> None:
-    bad = (~torch.isfinite(stream.flatten(1)).all(dim=1)).nonzero()
-    if not len(bad):
-        return  # only the sum overflowed
-    row = at.start + int(bad[0])
-    sample = ids[row] if row < len(ids) else str(row)
-    raise NumericsError(
-        f"features of {model} are NaN or infinite after layer {layer.index} ({layer.path}), task {task!r}, "
-        f"first in sample {sample!r}",
-        hint="Look at that input and at the layer's weights; in a half-precision dtype, try compute.dtype: float32.",
-        layer=layer.index,
-        task=task,
-        sample=sample,
-    )
-
-
 def waiting_bytes(pool: ModelPool, model: str, inputs: object) -> int:
     """Bytes of the features of one sample that wait at a boundary, measured behind the stem."""
     state, side = pool.chain.start(on_device(inputs, pool.device, pool.dtype))
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)
     return sum(leaf.nbytes // len(leaf) for leaf in out.values())
+
+
+@torch.no_grad()
+def capture(
+    module: nn.Module, inputs: Iterable[Any], *, pool: Pool = "cls"
+) -> Iterator[tuple[Layer, Tensor]]:
+    """Each layer with its pooled features [n, d], in forward order; one boundary of features is alive at a time.
+
+    Args:
+        module: any module an adapter understands; run in eval mode, not modified.
+        inputs: batches of raw inputs, each read once.
+        pool: how one vector per sample is taken from a layer's state.
+
+    Raises:
+        IncompatibleModelsError: no adapter understands the module.
+        NumericsError: weights or features are NaN or infinite.
+    """
+    first = next(module.parameters())
+    sources = {"model": module_source(module, "model")}
+    chain = architecture_of(module).chain
+    models = ModelPool(
+        chain, module, sources, device=first.device, dtype=first.dtype, modules={"model": module}
+    )
+    for layer, states in layer_states(models, "model", _numbered(inputs)):
+        vectors = [pooled(state[layer.stream], pool, side.mask(layer.stream)) for _, state, side in states]
+        yield layer, torch.cat(vectors)
+
+
+def _numbered(inputs: Iterable[Any]) -> Iterator[Batch]:
+    start = 0
+    for batch in inputs:
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch
+        yield Batch(start, start + len(first), batch)
+        start += len(first)

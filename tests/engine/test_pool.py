@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from driftlens.engine.library import streamed_weights
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import ModelPool, streamed_weights
 from driftlens.engine.walk import forward, waiting_bytes, walk
 from driftlens.errors import IncompatibleModelsError, NumericsError
 from driftlens.models.sources import TensorsSource

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.errors import IncompatibleModelsError, NumericsError, SpecError
 from driftlens.pipeline.analyze import phases
-from driftlens.pipeline.analyze.verification import require_closed
+from driftlens.pipeline.analyze.diagnosis import require_closed
 from driftlens.records.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
 

@@ -43,7 +43,7 @@ class Towers:
 
 
 def models(towers: Towers, base: StateSource | None = BASE) -> OpenModels:
-    return OpenModels(cast(Architecture, towers), base, {}, {})
+    return OpenModels(cast("Architecture", towers), base, {}, {})
 
 
 def spec_with(world: World, **heads: Any) -> RunSpec:

@@ -13,6 +13,7 @@ from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import Trained
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
+from driftlens.pipeline.analyze.diagnosis import require_closed
 from driftlens.pipeline.analyze.phases import (
     all_of,
     complete_variants,
@@ -22,7 +23,6 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     suitable_threads,
 )
-from driftlens.pipeline.analyze.verification import require_closed
 from driftlens.pipeline.calibrate.card import model_card
 from driftlens.pipeline.calibrate.plan import CalibrationPlan, Choice, plan_calibration, untouched_but_moved
 from driftlens.pipeline.calibrate.request import CalibrationRequest

@@ -18,8 +18,8 @@ from driftlens.engine.site_selection import select_sites, tied_sites
 from driftlens.models.chain import ParameterKey
 from driftlens.models.export import fused
 from driftlens.models.padding import Mask
+from driftlens.pipeline.analyze.diagnosis import check_closure
 from driftlens.pipeline.analyze.live import live_study
-from driftlens.pipeline.analyze.verification import check_closure
 from driftlens.pipeline.calibrate.walk import history_rows
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, closed_form
 from driftlens.engine.forward_order import calibrate
+from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.training import train_attachments
-from driftlens.engine.variant import Attachment
 from driftlens.models.chain import ParameterKey
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from driftlens.access import Access
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.finite import FiniteWatch
 from driftlens.engine.layer_sums import UNIFORM
-from driftlens.engine.row_weights import row_weights
-from driftlens.engine.site_rows import rows_and_output
-from driftlens.engine.walk import on_device
+from driftlens.engine.site_rows import row_weights, rows_and_output
+from driftlens.engine.walk import FiniteWatch, on_device
 from driftlens.errors import ShapeError
 from driftlens.files import PathLike, scratch_beside
 from driftlens.linalg.gram import GramSum

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from driftlens.access import Access
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.variant import Attachments
+from driftlens.engine.pool import Attachments
 from driftlens.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint

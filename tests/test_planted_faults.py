@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from driftlens.calibration import linear_solve
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift, output, task_vectors
-from driftlens.engine import forward_order, layer_sums, library, linear_sums, walk
+from driftlens.engine import forward_order, layer_sums, linear_sums, walk
+from driftlens.engine import pool as pool_module
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
 from driftlens.merging.method import merge_methods
@@ -97,7 +98,7 @@ def models_are_left_as_they_were() -> None:
     models = family(OPEN_CLIP, n=3)
     before = {name: {k: v.clone() for k, v in m.state_dict().items()} for name, m in models.modules.items()}
     skeleton = models.modules["base"]
-    with library.streamed_weights(
+    with pool_module.streamed_weights(
         skeleton,
         [layer.path for layer in models.chain.blocks],
         models.pool.source("merged").read,
@@ -272,7 +273,7 @@ def hook_left_behind(patch: Patch) -> None:
         block.register_forward_hook(lambda *_: None)
         yield
 
-    patch.setattr(library, "_streamed_block", careless)
+    patch.setattr(pool_module, "_streamed_block", careless)
 
 
 def weights_not_put_back(patch: Patch) -> None:
@@ -285,7 +286,7 @@ def weights_not_put_back(patch: Patch) -> None:
             )
         yield
 
-    patch.setattr(library, "_replaced", careless)
+    patch.setattr(pool_module, "_replaced", careless)
 
 
 def certificate_without_the_half(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,11 +56,6 @@ class Scores:
     def mean(self) -> float:
         """Mean over tasks of the mean over samples, so that every task counts alike."""
         return float(np.mean([values.mean() for values in self.by_task.values()]))
-
-    def advantage_over(self, other: Scores) -> tuple[float, float]:
-        """By how much the mean is lower than the other's, and the standard error of that (samples are paired)."""
-        found = self.compared_with(other)
-        return found.advantage, found.standard_error
 
     def compared_with(self, other: Scores, *, among: int = 1) -> Comparison:
         """Whether the mean is lower than the other's by more than chance explains.
@@ -118,17 +113,15 @@ class Choice:
         trials: everything that was tried, in order.
         deciding: the comparisons that decided: "start", and "found" where that is something else, each against what
             stood before it, in the order in which they were made.
-        advantage: by how much what was found scored lower than the start on the deciding fold; 0 if it is the start.
-        standard_error: of the advantage.
-        over_merged: of what was found against the merged model, for information.
+        over_start: what was found against the start, for information; None where it is the start.
+        over_merged: what was found against the merged model, likewise.
     """
 
     chosen: Candidate | None
     found: Candidate
     trials: Sequence[Trial]
     deciding: Mapping[str, Comparison]
-    advantage: float
-    standard_error: float
+    over_start: Comparison | None
     over_merged: Comparison
 
 
@@ -172,23 +165,30 @@ def choose(
         merged: fold -> the scores of the merged model as it is.
         varies: settings that may be changed, in the order in which they are.
     """
-    search, best = _Search(evaluate), start
+    trials: list[Trial] = []
+
+    def scored(candidates: Sequence[Candidate], fold: int) -> Sequence[Scores]:
+        found = evaluate(candidates, fold)
+        trials.extend(Trial(at, fold, scores.mean) for at, scores in zip(candidates, found, strict=True))
+        return found
+
+    best = start
     known: dict[Candidate, Scores] = {}
     for name in varies:
         candidates = [best, *steps_from(best, name)]
         new = [candidate for candidate in candidates if candidate not in known]
-        known |= zip(new, search.run(new, SEARCH_FOLD), strict=True)
+        known |= zip(new, scored(new, SEARCH_FOLD), strict=True)
         best = min(candidates, key=lambda candidate: known[candidate].mean)
     contenders = {"start": start} if best == start else {"start": start, "found": best}
-    scores = search.run([*contenders.values()], DECISION_FOLD)
+    scores = scored([*contenders.values()], DECISION_FOLD)
     chosen, standing = None, merged(DECISION_FOLD)
     over_merged, deciding = scores[-1].compared_with(standing), {}
     for (name, candidate), score in zip(contenders.items(), scores, strict=True):
         deciding[name] = score.compared_with(standing, among=len(contenders))
         if deciding[name].is_clear:
             chosen, standing = candidate, score
-    advantage, error = (0.0, 0.0) if best == start else scores[-1].advantage_over(scores[0])
-    return Choice(chosen, best, search.trials, deciding, advantage, error, over_merged)
+    over_start = None if best == start else scores[-1].compared_with(scores[0])
+    return Choice(chosen, best, trials, deciding, over_start, over_merged)
 
 
 def steps_from(at: Candidate, name: str) -> list[Candidate]:
@@ -206,18 +206,3 @@ def steps_from(at: Candidate, name: str) -> list[Candidate]:
         values = [min(1.0, max(0.0, at.alpha + step)) for step in ALPHA_STEPS]
     candidates = [replace(at, **{name: round(value, 12)}) for value in values]
     return [candidate for candidate in dict.fromkeys(candidates) if candidate != at]
-
-
-@dataclass
-class _Search:
-    """Evaluates candidates, and keeps what was tried."""
-
-    evaluate: Evaluate
-    trials: list[Trial] = field(default_factory=list)
-
-    def run(self, candidates: Sequence[Candidate], fold: int) -> Sequence[Scores]:
-        scores = self.evaluate(candidates, fold)
-        self.trials += [
-            Trial(candidate, fold, found.mean) for candidate, found in zip(candidates, scores, strict=True)
-        ]
-        return scores

@@ -58,6 +58,10 @@ class TaskData:
         """Whether the samples are images."""
         return self._views["diagnosis"].holds == "image"
 
+    def shares(self, split: Split) -> bool:
+        """Whether a split draws from where the calibration samples come from: equal ids are then the same samples."""
+        return self._views[split].origin == self._views["calibration"].origin
+
     def picture(self, split: Split, sample_id: str) -> Picture:
         """One sample's image as the source holds it, before any preprocessing.
 

@@ -93,7 +93,8 @@ def test_the_search_goes_where_scores_are_lower() -> None:
 
     found = choose(START, judge(score), BAD)
     assert found.chosen == found.found == best
-    assert found.advantage == pytest.approx(score(START)) and found.standard_error == pytest.approx(0)
+    assert found.over_start is not None and found.over_start.standard_error == pytest.approx(0)
+    assert found.over_start.advantage == pytest.approx(score(START))
 
 
 def test_the_start_stays_where_nothing_is_better() -> None:
@@ -123,7 +124,9 @@ def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
 
     found = choose(START, evaluate, lambda fold: Scores({"cars": np.full(40, 1000.0)}))
     assert found.found.lam < START.lam and found.chosen == START
-    assert found.standard_error > 0 and found.advantage < 2 * found.standard_error
+    assert found.over_start is not None
+    assert found.over_start.standard_error > 0
+    assert found.over_start.advantage < 2 * found.over_start.standard_error
 
 
 def test_settings_that_make_no_difference_are_left_alone() -> None:
@@ -142,10 +145,10 @@ def test_the_advantage_is_that_of_paired_samples() -> None:
     before = {task: rng.normal(size=count) for task, count in (("cars", 12), ("signs", 30))}
     gaps = {task: 0.3 + 0.01 * rng.normal(size=len(values)) for task, values in before.items()}
     after = Scores({task: values - gaps[task] for task, values in before.items()})
-    advantage, error = after.advantage_over(Scores(before))
-    assert advantage == pytest.approx(np.mean([gap.mean() for gap in gaps.values()]))
+    found = after.compared_with(Scores(before))
+    assert found.advantage == pytest.approx(np.mean([gap.mean() for gap in gaps.values()]))
     expected = math.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps.values())) / 2
-    assert error == pytest.approx(expected)
+    assert found.standard_error == pytest.approx(expected)
     assert is_clear(after, Scores(before)) and not is_clear(Scores(before), after)
 
 

@@ -32,6 +32,10 @@ POWER_STEPS = 30 * 3
 """Derivative passes per node of a spectral norm: 30 steps, each forward and backward."""
 LIVE_COPIES = 8
 """Tensors of the size of a batch's features that one layer holds at its widest: its MLP is four times as wide."""
+PROBE_SECONDS = 0.1
+PROBE_WIDTH = 1024
+EFFICIENCY = 0.4
+"""Share of a bare product's rate that layers reach beside norms, activations and derivatives (0.37 at width 192)."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +222,6 @@ def samples_read(work: Workload) -> int:
     )
 
 
-PROBE_SECONDS = 0.1
-PROBE_WIDTH = 1024
-EFFICIENCY = 0.4
-"""Share of a bare product's rate that layers reach beside norms, activations and derivatives (0.37 at width 192)."""
-
-
 @dataclass(frozen=True)
 class Cost:
     """What an analysis will take, roughly.
@@ -231,18 +229,17 @@ class Cost:
     Attributes:
         memory_bytes: peak resident memory.
         disk_bytes: size of the run directory.
-        seconds: wall-clock time on this machine; None where no samples could be read to time it.
+        seconds: wall-clock time on this machine.
     """
 
     memory_bytes: int
     disk_bytes: int
-    seconds: float | None
+    seconds: float
 
     def text(self) -> str:
         """The same in words."""
-        parts = [f"{size_text(self.memory_bytes)} of memory", f"{size_text(self.disk_bytes)} on disk"]
-        parts += [_duration(self.seconds)] if self.seconds is not None else []
-        return f"about {', '.join(parts)}"
+        memory, disk = size_text(self.memory_bytes), size_text(self.disk_bytes)
+        return f"about {memory} of memory, {disk} on disk, {_duration(self.seconds)}"
 
 
 def estimate(
@@ -264,11 +261,13 @@ def estimate(
         more_operations: floating-point operations beside those of the workload.
         more_samples: samples that are read beside those of the workload.
     """
-    seconds = (operations(work) + more_operations) / (
-        EFFICIENCY * _operations_per_second(work, device, dtype)
-    )
+    import psutil
+
+    rate = EFFICIENCY * _operations_per_second(work, device, dtype)
+    seconds = (operations(work) + more_operations) / rate
     seconds += (samples_read(work) + more_samples) * _seconds_per_sample(sample)
-    return Cost(_resident_bytes() + memory_bytes(work), disk_bytes(work), seconds)
+    resident = int(psutil.Process().memory_info().rss)
+    return Cost(resident + memory_bytes(work), disk_bytes(work), seconds)
 
 
 def _operations_per_second(work: Workload, device: torch.device, dtype: torch.dtype) -> float:
@@ -291,12 +290,6 @@ def _seconds_per_sample(samples: SampleSet) -> float:
     started = time.perf_counter()
     samples.load(range(count))
     return (time.perf_counter() - started) / count
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def size_text(count: int) -> str:

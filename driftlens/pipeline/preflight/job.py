@@ -34,11 +34,9 @@ from driftlens.pipeline.study.opening import (
     resolve_device,
     settings_of,
 )
-from driftlens.pipeline.study.suspicion import Finding, suspicions
+from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.records.thumbs import MOST
 from driftlens.spec import RunSpec
-
-__all__ = ["Finding", "Preflight", "preflight"]
 
 
 def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -> Preflight:
@@ -52,12 +50,17 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
         access: what may be used, and on which device.
     """
     checks = Preflight()
-    place = _check_device(spec, access.device, checks)
+    place = checks.attempt("device", lambda: resolve_device(access.device or spec.compute.device))
+    if place is not None:
+        checks.ok("device", f"{place}, {spec.compute.dtype}")
     architecture = _check_architecture(spec, checks, access)
     models = None if architecture is None else check_models(spec, architecture, checks, access)
     preprocess = None if architecture is None else architecture.preprocess
     data = check_data(spec, preprocess, checks, access=access)
-    layers = _layers(spec, architecture, data)
+    layers: tuple[LayerCost, ...] = ()
+    if architecture is not None and data:
+        sample, dtype = next(iter(data.values())).diagnosis().load([0]), getattr(torch, spec.compute.dtype)
+        layers = layer_costs(architecture, sample, dtype, spec.layers.pool)
     if models is not None:
         check_heads(spec, models, data, layers[-1].width if layers else None, checks)
         checks.findings += suspicions(models.architecture.chain, models.sources)
@@ -66,16 +69,14 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
         checks.cost = _cost(spec, models, data, layers, place)
-    if deep:
-        _score(spec, checks, access=access)
+    if deep and checks.problems:
+        checks.notice("experts", "not scored: the problems above come first")
+    elif deep:
+        opened = checks.attempt("experts", lambda: open_study(spec, access=access))
+        if opened is not None:
+            with suitable_threads(None, "validate", opened[0]):
+                score_experts(opened[0], checks)
     return checks
-
-
-def _check_device(spec: RunSpec, device: str | None, checks: Preflight) -> torch.device | None:
-    place = checks.attempt("device", lambda: resolve_device(device or spec.compute.device))
-    if place is not None:
-        checks.ok("device", f"{place}, {spec.compute.dtype}")
-    return place
 
 
 def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
@@ -168,16 +169,6 @@ def _moment_words(layer: Layer, headers: Mapping[str, TensorHeader]) -> int:
     return sum(2 * width * width for width in widths)
 
 
-def _layers(
-    spec: RunSpec, architecture: Architecture | None, data: Mapping[str, TaskData]
-) -> tuple[LayerCost, ...]:
-    """What each layer costs on one sample; nothing where no sample can be read."""
-    if architecture is None or not data:
-        return ()
-    sample = next(iter(data.values())).diagnosis().load([0])
-    return layer_costs(architecture, sample, getattr(torch, spec.compute.dtype), spec.layers.pool)
-
-
 def _cost(
     spec: RunSpec,
     models: OpenModels,
@@ -208,13 +199,3 @@ def _cost(
     )
     sample = next(iter(data.values())).diagnosis()
     return estimate(work, sample, device, getattr(torch, spec.compute.dtype))
-
-
-def _score(spec: RunSpec, checks: Preflight, *, access: Access) -> None:
-    if checks.problems:
-        checks.notice("experts", "not scored: the problems above come first")
-        return
-    opened = checks.attempt("experts", lambda: open_study(spec, access=access))
-    if opened is not None:
-        with suitable_threads(None, "validate", opened[0]):
-            score_experts(opened[0], checks)

@@ -193,8 +193,8 @@ def _record(
         "deciding": {name: _told(at) for name, at in found.deciding.items()},
         "over_merged": _told(found.over_merged),
         "found": dataclasses.asdict(found.found),
-        "advantage": _finite(found.advantage),
-        "standard_error": _finite(found.standard_error),
+        "advantage": _finite(found.over_start.advantage) if found.over_start else 0.0,
+        "standard_error": _finite(found.over_start.standard_error) if found.over_start else 0.0,
         "candidates": [
             dataclasses.asdict(trial.candidate) | {"fold": trial.fold, "score": _finite(trial.score)}
             for trial in found.trials

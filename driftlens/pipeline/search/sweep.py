@@ -26,7 +26,6 @@ from driftlens.pipeline.search.sweep_points import (
     Setting,
     SweepPoint,
     is_there,
-    measured_elsewhere,
     numbered,
     require_factors,
     samples_by_seed,
@@ -116,8 +115,8 @@ def sweep(
     require_same_samples(opened.manifest, opened.study)
     spec = load_spec(folder / layout.SPEC)
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
-    samples = samples_by_seed(spec, opened.models, opened.plan.samples, seeds, access=access)
-    tasks = measured_elsewhere(opened.study, spec, samples, access=access)
+    first = opened.plan.samples
+    samples, tasks = samples_by_seed(spec, opened.models, opened.study, first, seeds, access=access)
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     with RunWriter.resume(folder) as writer:

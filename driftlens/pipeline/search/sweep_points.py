@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
 from driftlens.data.samples import SampleSet
-from driftlens.data.sources import Split, data_sources
 from driftlens.errors import DataError, SpecError, did_you_mean
 from driftlens.pipeline.search.trials import part_of
 from driftlens.pipeline.study.opening import OpenModels, open_data
+from driftlens.pipeline.study.reopening import redrawn
 from driftlens.pipeline.study.study import Study, TaskSamples
-from driftlens.spec import RunSpec, load_spec
+from driftlens.spec import RunSpec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,90 +144,53 @@ def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collectio
             )
 
 
-BySeed = Mapping[int, Mapping[str, SampleSet]]
-"""Seed -> task -> its calibration samples."""
-
-
 def samples_by_seed(
     spec: RunSpec,
     models: OpenModels,
+    study: Study,
     first: Mapping[str, SampleSet],
     seeds: Sequence[int],
     *,
     access: Access,
-) -> BySeed:
-    """As many calibration samples for every seed as the run's own seed has, drawn as the spec would with that seed.
+) -> tuple[dict[int, dict[str, SampleSet]], dict[str, TaskSamples]]:
+    """The calibration samples of every seed by task, and the tasks without what some seed calibrates on.
+
+    A seed draws as many as the run's own, as the spec would with that seed. Diagnosis and test samples can only be
+    among them where a task's splits draw from the same place.
 
     Args:
         spec: of the run.
         models: for the preprocessing.
+        study: with all diagnosis and test samples.
         first: the samples of the first seed.
         seeds: the run's own first.
         access: what may be used, and on which device.
 
     Raises:
-        DataError: a source can't be read any more.
+        DataError: a source can't be read any more, or nothing is left to measure with.
     """
     preprocess = models.architecture.preprocess
     assert preprocess is not None  # every loader that a spec can name brings one
-    found = {seeds[0]: dict(first)}
+    found, tasks, opened = {seeds[0]: dict(first)}, dict(study.tasks), {}
     for seed in seeds[1:]:
-        drawn = _with_seed(spec, seed, {task: len(samples) for task, samples in first.items()})
-        found[seed] = {
-            task: open_data(drawn, task, preprocess, access=access).calibration() for task in first
-        }
-    return found
-
-
-def measured_elsewhere(
-    study: Study, spec: RunSpec, samples: BySeed, *, access: Access
-) -> dict[str, TaskSamples]:
-    """The study's tasks without those diagnosis and test samples that some seed calibrates on.
-
-    That can only be where a task's splits draw from the same place.
-
-    Raises:
-        DataError: nothing is left to measure with.
-    """
-    tasks = dict(study.tasks)
-    for task, at_hand in tasks.items() if len(samples) > 1 else ():
-        seen = {name for drawn in samples.values() for name in drawn[task].ids}
-        shared = _shared_splits(spec, task, access=access)
-        diagnosis, test = at_hand.diagnosis, at_hand.test
-        if "diagnosis" in shared:
-            diagnosis = _without(diagnosis, seen)
-        if "test" in shared and test is not None:
-            test = _without(test, seen)
+        drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
+        opened = {task: open_data(drawn, task, preprocess, access=access) for task in first}
+        found[seed] = {task: data.calibration() for task, data in opened.items()}
+    for task, data in opened.items():
+        seen = {name for samples in found.values() for name in samples[task].ids}
+        at = tasks[task]
+        diagnosis = _without(at.diagnosis, seen) if data.shares("diagnosis") else at.diagnosis
+        test = _without(at.test, seen) if data.shares("test") and at.test is not None else at.test
         if not len(diagnosis) or (test is not None and not len(test)):
             raise DataError(
-                f"task {task}: over {len(samples)} seeds every sample serves calibration, none is left to measure with",
+                f"task {task}: over {len(seeds)} seeds every sample serves calibration, none is left to measure with",
                 hint="Sweep with fewer seeds or fewer samples, or give calibration a split of its own.",
             )
-        tasks[task] = dataclasses.replace(at_hand, diagnosis=diagnosis, test=test)
-    return tasks
+        tasks[task] = dataclasses.replace(at, diagnosis=diagnosis, test=test)
+    return found, tasks
 
 
 def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
     """The samples whose ids are not among `ids`; the very same set where that is all of them."""
     kept = [position for position, sample in enumerate(samples.ids) if sample not in ids]
     return samples if len(kept) == len(samples) else part_of(samples, kept)
-
-
-def _shared_splits(spec: RunSpec, task: str, *, access: Access) -> set[Split]:
-    """The splits that draw from where calibration draws from."""
-    entry = spec.data.tasks[task]
-    source = data_sources[entry.kind]
-    origin = source(entry, "calibration", access).origin
-    own: Split = "diagnosis" if getattr(entry, "diagnosis", None) is not None else "test"
-    shared: set[Split] = {"test"} if source(entry, "test", access).origin == origin else set()
-    if source(entry, own, access).origin == origin:
-        shared.add("diagnosis")
-    return shared
-
-
-def _with_seed(spec: RunSpec, seed: int, counts: Mapping[str, int]) -> RunSpec:
-    values = spec.as_dict()
-    values["data"]["defaults"]["seed"] = seed
-    for task, count in counts.items():
-        values["data"][task]["n"] = count
-    return load_spec(values)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import pathlib
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -55,7 +56,11 @@ def reopened(
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
     require_spec(folder, manifest)
-    spec = _with_calibration_samples(load_spec(folder / "spec.yaml"), num_calibration)
+    spec = load_spec(folder / "spec.yaml")
+    if num_calibration is not None:
+        # Fewer are a beginning of those drawn, so that nothing else is drawn differently (`data.drawing.draw`).
+        there = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
+        spec = redrawn(spec, {task: max(count, num_calibration) for task, count in there.items()})
     if with_jacobian and spec.metrics.jacobian is False:
         spec = load_spec(spec, ["metrics.jacobian={}"])
     study, models = open_study(spec, access=access)
@@ -138,19 +143,13 @@ def require_analyzed(folder: pathlib.Path) -> None:
         )
 
 
-def _with_calibration_samples(spec: RunSpec, count: int | None) -> RunSpec:
-    """The spec with `count` calibration samples for every task, where that is more than it draws now.
-
-    Fewer are a beginning of those drawn, so that nothing else is drawn differently; see `driftlens.data.samples.draw`.
-    """
-    if count is None:
-        return spec
+def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
+    """The spec with other numbers of calibration samples by task, and perhaps another seed."""
     values = spec.as_dict()
-    data = values["data"]
-    for task in spec.tasks:
-        entry = data.get(task, {})
-        if (entry.get("n") or data["defaults"]["n"]) < count:
-            entry["n"] = count
+    if seed is not None:
+        values["data"]["defaults"]["seed"] = seed
+    for task, count in counts.items():
+        values["data"][task]["n"] = count
     return load_spec(values)
 
 

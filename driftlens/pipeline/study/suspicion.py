@@ -22,6 +22,10 @@ weights by a few percent; by 10 to 16 % where it was long and the model small.
 """
 EXPLAINED, UNEXPLAINED = 0.01, 0.5
 """Share of a merge that task vectors leave: up to the first it is rounding, above the second most is something else."""
+SAMPLED_ENTRIES = 1 << 18
+"""Entries read of each matrix: plenty to tell distances, and little to keep of twenty models at once."""
+ROUNDING = 1e-12
+"""Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
 
 Level = Literal["ok", "notice", "problem"]
 """A problem keeps an analysis from running, or from meaning anything; a notice is for the reader to judge."""
@@ -58,22 +62,23 @@ def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Fi
         chain: of the architecture.
         sources: weights by their name in the pool, under the skeleton's key names.
     """
-    findings = [_same(*pair) for pair in equal_pairs(chain, sources)]
-    slots = sampled_slots(chain, next(iter(sources.values()))) if sources else []
+    findings = [_same(*pair) for pair in _equal_pairs(chain, sources)]
+    slots = _sampled_slots(chain, next(iter(sources.values()))) if sources else []
     sound = {}
     for name, source in sources.items():
         try:
-            check_sampled(source, slots)
+            for slot in slots:
+                check_finite(source.name, slot.key, source.read(slot.key, slot.rows))
             sound[name] = source
         except NumericsError as error:
             findings.append(problem(label(name), error))
     if not slots or not sound:
         return findings
-    sampled = sample_weights(sound, slots)
+    sampled = _Sampled.of(sound, slots)
     findings += _distances(sampled)
     # A lone expert without a base spans nothing that a merge could be compared with.
     if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
-        findings += [_plausibility(sampled, name) for name in sampled.names if is_merge(name)]
+        findings += [_plausibility(sampled, name) for name in sampled.names if _is_merge(name)]
     return findings
 
 
@@ -85,16 +90,19 @@ def label(name: str) -> str:
     return "merged model" if name == "merged" else name
 
 
-def is_merge(name: str) -> bool:
-    """Whether a name in the pool is that of a merged model or a baseline."""
+def _is_merge(name: str) -> bool:
     return part_of(name) in ("merged", "baseline")
 
 
-def equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
-    """Models with the same weights, each with the first such model; reading ends once all are known to differ.
+def _same(first: str, second: str) -> Finding:
+    untouched = "It was not fine-tuned, or the wrong file is named."
+    hint = untouched if first == "base" and not _is_merge(second) else "Check that the right files are named."
+    text = f"the {label(second)} has the same weights as the {label(first)}"
+    return Finding("notice", label(second), text, hint)
 
-    Models stored in different dtypes are compared in the narrower one.
-    """
+
+def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
+    """Models with the same weights, each with the first such model; reading ends once all are known to differ."""
     groups = [list(sources)]
     for key in chain.parameter_keys():
         groups = [part for group in groups for part in _split(group, key, sources) if len(part) > 1]
@@ -116,64 +124,51 @@ def _split(group: Sequence[str], key: str, sources: Mapping[str, StateSource]) -
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
+    """Whether they are, in the narrower one's dtype."""
     narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(first.to(narrow), second.to(narrow))
 
 
-def _same(first: str, second: str) -> Finding:
-    untouched = "It was not fine-tuned, or the wrong file is named."
-    hint = untouched if first == "base" and not is_merge(second) else "Check that the right files are named."
-    return Finding(
-        "notice", label(second), f"the {label(second)} has the same weights as the {label(first)}", hint
-    )
-
-
-def _distances(sampled: SampledWeights) -> list[Finding]:
+def _distances(sampled: _Sampled) -> list[Finding]:
     """How far every model is from the base, or without one from the expert next to it."""
-    near = {name: found for name in sampled.names if (found := _nearest(sampled, name)) is not None}
-    findings = []
-    close = [found for name, (found, _) in near.items() if name in sampled.experts and found <= FOREIGN]
-    if close:
-        anchor = "the base" if "base" in sampled.names else "the next expert"
-        text = f"the experts' weights are {_span(close)} away from {anchor}, relative to its size"
-        findings.append(Finding("ok", "shared base", text))
-    return findings + [_foreign(name, *found) for name, found in near.items() if found[0] > FOREIGN]
+    has_base = "base" in sampled.names
+    close, foreign = [], []
+    for name in sampled.names:
+        others = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
+        if name == "base" or not others:
+            continue
+        distance, anchor = min((sampled.distance(name, other), other) for other in others)
+        if distance > FOREIGN:
+            text = (
+                f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, "
+                f"relative to its size; models of one base stay far below {FOREIGN}"
+            )
+            hint = (
+                "It seems to come from another base, and averages across bases mean nothing; check the file."
+            )
+            foreign.append(Finding("notice", label(name), text, hint))
+        elif name in sampled.experts:
+            close.append(distance)
+    if not close:
+        return foreign
+    nearest = "the base" if has_base else "the next expert"
+    text = f"the experts' weights are {_span(close)} away from {nearest}, relative to its size"
+    return [Finding("ok", "shared base", text), *foreign]
 
 
-def _nearest(sampled: SampledWeights, name: str) -> tuple[float, str] | None:
-    if name == "base":
-        return None
-    others = ["base"] if "base" in sampled.names else [expert for expert in sampled.experts if expert != name]
-    return min(((sampled.distance(name, other), other) for other in others), default=None)
-
-
-def _foreign(name: str, distance: float, anchor: str) -> Finding:
-    return Finding(
-        "notice",
-        label(name),
-        f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, relative to its size; "
-        f"models of one base stay far below {FOREIGN}",
-        "It seems to come from another base, and averages across bases mean nothing; check the file.",
-    )
-
-
-def _plausibility(sampled: SampledWeights, name: str) -> Finding:
+def _plausibility(sampled: _Sampled, name: str) -> Finding:
     """Whether a merged model is a combination of the experts, by least squares."""
-    model, fits = label(name), fit_merge(sampled, name)
+    model, fits = label(name), _fits(sampled, name)
     origin = "the base" if "base" in sampled.names else "the experts' mean"
-    if fits is None:
+    if not fits:
         return Finding("ok", model, f"the {model} is {origin}, up to rounding")
-    shared, own = fits
-    if shared.residual <= EXPLAINED:
-        text = f"is {origin} plus task vectors, coefficients {_span(shared.coefficients)}"
-        return Finding("ok", model, f"the {model} {text}; {shared.residual:.2%} is left")
-    if own.residual <= EXPLAINED:
-        text = (
-            f"is {origin} plus task vectors, coefficients {_span(own.coefficients)}, others in every matrix"
-        )
-        return Finding("ok", model, f"the {model} {text}; {own.residual:.2%} is left")
-    text = f"task vectors from {origin} leave {shared.residual:.0%} of the {model} unexplained"
-    if shared.residual <= UNEXPLAINED:
+    for (coefficients, left), which in zip(fits, ("", ", others in every matrix"), strict=True):
+        if left <= EXPLAINED:
+            text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{which}"
+            return Finding("ok", model, f"the {model} {text}; {left:.2%} is left")
+    left = fits[0][1]
+    text = f"task vectors from {origin} leave {left:.0%} of the {model} unexplained"
+    if left <= UNEXPLAINED:
         return Finding("ok", model, text, "Methods that trim, rescale or train the merge leave as much.")
     hint = "Methods that trim and rescale (TIES, DARE) leave much, but check that its own experts are named."
     return Finding("notice", model, text, hint)
@@ -185,52 +180,40 @@ def _span(values: Sequence[float] | Tensor) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-SAMPLED_ENTRIES = 1 << 18
-"""Entries read of each matrix: plenty to tell distances, and little to keep of twenty models at once."""
-ROUNDING = 1e-12
-"""Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
-
-
 @dataclass(frozen=True)
-class SampledWeights:
+class _Sampled:
     """Inner products of the models' weights, matrix by matrix.
 
     Attributes:
         names: of the models in the pool, in the order of rows and columns.
-        grams: per matrix the Gram matrix [models, models] of its sampled entries, float64.
+        grams: the Gram matrices of the sampled entries, [matrices, models, models], float64.
     """
 
     names: tuple[str, ...]
-    grams: tuple[Tensor, ...]
+    grams: Tensor
+
+    @classmethod
+    def of(cls, sources: Mapping[str, StateSource], slots: Sequence[Slot]) -> _Sampled:
+        grams = []
+        for slot in slots:
+            rows = [source.read(slot.key, slot.rows).double().flatten() for source in sources.values()]
+            stacked = torch.stack(rows)
+            grams.append(stacked @ stacked.T)
+        return cls(tuple(sources), torch.stack(grams))
 
     @property
-    def experts(self) -> tuple[str, ...]:
-        """Names of the experts."""
-        return tuple(name for name in self.names if task_of(name) is not None)
+    def experts(self) -> list[str]:
+        return [name for name in self.names if task_of(name) is not None]
 
     def distance(self, name: str, anchor: str) -> float:
         """|model - anchor| / |anchor|, the median over matrices."""
         i, j = self.names.index(name), self.names.index(anchor)
-        squares = [
-            (gram[i, i] - 2 * gram[i, j] + gram[j, j]).clamp_min(0) / gram[j, j] for gram in self.grams
-        ]
-        return float(torch.stack(squares).nan_to_num(0.0).sqrt().median())
+        own, other, between = self.grams[:, i, i], self.grams[:, j, j], self.grams[:, i, j]
+        squares = (own - 2 * between + other).clamp_min(0) / other
+        return float(squares.nan_to_num(0.0).sqrt().median())
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A least-squares fit by task vectors.
-
-    Attributes:
-        coefficients: per matrix and expert, [matrices, experts].
-        residual: share of the energy that the fit leaves.
-    """
-
-    coefficients: Tensor
-    residual: float
-
-
-def sampled_slots(chain: LayerChain, source: StateSource) -> list[Slot]:
+def _sampled_slots(chain: LayerChain, source: StateSource) -> list[Slot]:
     """The matrices of the first, middle and last block, cut to their first rows."""
     blocks = chain.blocks
     chosen = sorted({0, len(blocks) // 2, len(blocks) - 1}) if blocks else []
@@ -244,54 +227,36 @@ def sampled_slots(chain: LayerChain, source: StateSource) -> list[Slot]:
     return found
 
 
-def check_sampled(source: StateSource, slots: Sequence[Slot]) -> None:
-    """Refuse a model whose sampled weights hold NaN or infinity.
-
-    Raises:
-        NumericsError: they do; the message names the tensor.
-    """
-    for slot in slots:
-        check_finite(source.name, slot.key, source.read(slot.key, slot.rows))
-
-
-def sample_weights(sources: Mapping[str, StateSource], slots: Sequence[Slot]) -> SampledWeights:
-    """The inner products of all models on the given matrices."""
-    grams = []
-    for slot in slots:
-        rows = [source.read(slot.key, slot.rows).double().flatten() for source in sources.values()]
-        stacked = torch.stack(rows)
-        grams.append(stacked @ stacked.T)
-    return SampledWeights(tuple(sources), tuple(grams))
-
-
-def fit_merge(sampled: SampledWeights, name: str) -> tuple[Fit, Fit] | None:
+def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     """How well task vectors explain a merged model: with one coefficient per expert, and with one per matrix too.
 
     Task vectors start at the base, and the share is of the merged model's own task vector. Without a base they start at
     the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy.
 
     Returns:
-        Both fits, or None where the model is where the task vectors start, up to rounding.
+        For both fits the coefficients, [matrices, experts], and the share of the energy that is left; nothing where the
+        model is where the task vectors start, up to rounding.
     """
-    experts = [sampled.names.index(expert) for expert in sampled.experts]
-    each = torch.eye(len(sampled.names), dtype=torch.float64)
-    has_base = "base" in sampled.names
-    start = each[sampled.names.index("base")] if has_base else each[experts].mean(dim=0)
-    vectors, target = each[experts] - start, each[sampled.names.index(name)] - start
-    grams = torch.stack(sampled.grams)
+    grams, names = sampled.grams, sampled.names
+    experts = [names.index(expert) for expert in sampled.experts]
+    each = torch.eye(len(names), dtype=torch.float64)
+    has_base = "base" in names
+    start = each[names.index("base")] if has_base else each[experts].mean(dim=0)
+    vectors, target = each[experts] - start, each[names.index(name)] - start
     # In these coordinates a model is a vector over models, and a matrix's Gram matrix is the inner product.
     inner, cross = vectors @ grams @ vectors.T, vectors @ (grams @ target)[..., None]
     energies = grams @ target @ target
     size = torch.diagonal(inner, dim1=1, dim2=2).sum() / len(experts)
     energy = energies.sum() if has_base else torch.maximum(energies.sum(), size)
     if energy <= ROUNDING * torch.diagonal(grams, dim1=1, dim2=2).mean(dim=1).sum():
-        return None
+        return []
 
-    def fit(coefficients: Tensor) -> Fit:
+    def fit(coefficients: Tensor) -> tuple[Tensor, float]:
         left = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
-        return Fit(coefficients[..., 0], float(left.sum().clamp_min(0) / energy))
+        return coefficients[..., 0], float(left.sum().clamp_min(0) / energy)
 
-    return fit(_solved(inner.sum(dim=0), cross.sum(dim=0)).expand_as(cross)), fit(_solved(inner, cross))
+    shared = _solved(inner.sum(dim=0), cross.sum(dim=0)).expand_as(cross)
+    return [fit(shared), fit(_solved(inner, cross))]
 
 
 def _solved(inner: Tensor, cross: Tensor) -> Tensor:

@@ -6,8 +6,8 @@
     resolve(ties, {"density": 1}, "method 'ties'")  # {"density": 1.0}; refuses unknown names and bad values
 
 Nobody keeps a second list of names, types, defaults or bounds. Kinds of value: `float`, `int`, `bool`, `str`,
-`Literal`, a `Sequence` of these, and `None` beside any. In `Annotated`, `Bounds` say which numbers are allowed and a
-text says what the setting does.
+`Literal`, a `Sequence` of these, and `None` beside any. In `Annotated`, `Bounds` say which numbers are allowed, a
+text what the setting does, and a `Label` what a form calls it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class Bounds:
     unit: str = ""
 
 
+class Label(str):
+    """Metadata of `Annotated`: what a form calls the setting, where its name would say too little."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One parameter of a method, as its signature declares it; every field is plain data.
@@ -68,6 +72,7 @@ class Setting:
         many: whether the value is a sequence.
         optional: whether None is allowed.
         required: whether there is no default.
+        label: what a form calls it; its name where it is empty.
     """
 
     name: str
@@ -82,6 +87,7 @@ class Setting:
     many: bool = False
     optional: bool = False
     required: bool = False
+    label: str = ""
 
     @property
     def expected(self) -> str:
@@ -157,8 +163,10 @@ def _described(setting: Setting, annotation: Any) -> Setting:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         for said in arguments[1:]:
-            if isinstance(said, Bounds | str):
-                setting = replace(setting, **({"help": said} if isinstance(said, str) else vars(said)))
+            if isinstance(said, Bounds):
+                setting = replace(setting, **vars(said))
+            elif isinstance(said, str):
+                setting = replace(setting, **{"label" if isinstance(said, Label) else "help": str(said)})
         return _described(setting, arguments[0])
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         other = arguments[0] if arguments[1] is type(None) else arguments[1]

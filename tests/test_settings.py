@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 
 from driftlens.errors import SpecError
-from driftlens.settings import Bounds, Setting, resolve, settings_of
+from driftlens.settings import Bounds, Label, Setting, resolve, settings_of
 
 if TYPE_CHECKING:
     from nowhere import Tensors  # type: ignore[import-not-found]
@@ -45,6 +45,13 @@ class Owner:
 
 def settings() -> dict[str, Setting]:
     return {setting.name: setting for setting in settings_of(method)}
+
+
+def test_a_label_is_told_from_what_a_setting_does() -> None:
+    def labelled(*, lam: Annotated[float, Label("Ridge λ"), "pulls"] = 1.0) -> None: ...
+
+    (found,) = settings_of(labelled)
+    assert (found.label, found.help) == ("Ridge λ", "pulls") and settings()["density"].label == ""
 
 
 def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> None:

@@ -1,66 +1,98 @@
-"""The settings of a calibration as a form gives them, checked by the rules of the spec."""
+"""What a run can be calibrated with, as the command line tells it, and one calibration, as a form asks for it."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import Field, ValidationError
+import streamlit as st
 
-from driftlens.calibration.presets import preset
-from driftlens.errors import SpecError
-from driftlens.spec.problems import spec_error
-from driftlens.spec.types import Number, Part
+from driftlens.errors import SpecError, did_you_mean
+from driftlens.settings import Setting
+from driftlens_app.jobs.command_line import ask
+from driftlens_app.settings import Settings
+from driftlens_app.show import plain
 
-UPDATES = ("linear", "bias", "norm")
-"""Kinds of parameters that can be solved for."""
+_START, _ESTIMATE = "start-calibration", "estimate-calibration"
+_SUGGESTED = "_suggested_name"
+_OWN = "the run's spec, or the defaults"
+_NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
+"""Kinds of settings that are numbers, and what they are in Python."""
 
 REPLACE = "Replace a calibration of this name"
 """What the form's field `replace` is called; an error points to it."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}")
 _COUNTED = re.compile(r"(.+)-(\d{1,9})")
+_TOO_LARGE = 2**53
+"""A field of a web page holds no whole number from here on."""
 
 
-class _Coefficients(Part):
-    lam: Annotated[Number, Field(ge=0)] | None = None
-    rho: Annotated[Number, Field(ge=0)] | None = None
-    alpha: Annotated[Number, Field(ge=0, le=1)] | None = None
-    update: tuple[Literal["linear", "bias", "norm"], ...] | None = None
+@dataclass(frozen=True)
+class Method:
+    """A calibrator.
+
+    Attributes:
+        title: what it is called.
+        settings: by name, in the order of its declaration.
+        presets: published settings by name.
+        automatic: names of the settings that can be chosen on held-out calibration samples.
+    """
+
+    title: str
+    settings: Mapping[str, Setting]
+    presets: Mapping[str, Mapping[str, Any]]
+    automatic: tuple[str, ...]
+
+
+@st.cache_resource(show_spinner="Asking for the calibrators")
+def methods() -> Mapping[str, Method]:
+    """The calibrators by name. The command line is asked, once per server, since they need torch.
+
+    Raises:
+        DriftLensError: it gave no answer; this is not remembered.
+    """
+    found = ask(("methods", "--json"), Settings.from_environment().root)["calibrators"]
+    return {
+        name: Method(
+            title=entry["title"],
+            settings={setting["name"]: Setting(**setting) for setting in entry["settings"]},
+            presets=entry["presets"],
+            automatic=tuple(entry["automatic"]),
+        )
+        for name, entry in found.items()
+    }
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """One calibration, as a form asks for it. None leaves a value to the preset, then to the run's spec.
+    """One calibration, as a form asks for it. What is left out comes from the preset, then from the run's spec.
 
     Attributes:
         name: of the calibration; its variant is `calibrated:NAME`.
-        preset: name of a published setting.
-        lam: ridge, relative to a Gram matrix of norm 1.
-        rho: the anchor is rho * merged + (1 - rho) * base.
-        alpha: share of the expert in the target.
+        method: name of the calibrator.
+        preset: name of a published setting of it.
+        parameters: its own settings, over the preset's.
         samples: calibration samples per task.
         layers: pattern on module paths; empty is all blocks.
-        update: kinds of parameters that are solved for; empty leaves it to the preset.
-        auto: whether lambda, rho and alpha are chosen on held-out calibration samples.
+        auto: whether some of its settings are chosen on held-out calibration samples.
         save_weights: whether a folder is written that the original library loads, with a model card.
         replace: whether a calibration of that name may be replaced.
         resume: whether an interrupted calibration of that name goes on where it stopped.
     """
 
     name: str = "featcal"
+    method: str = "featcal"
     preset: str | None = "paper-clip"
-    lam: float | None = None
-    rho: float | None = None
-    alpha: float | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     samples: int | None = None
     layers: str = ""
-    update: tuple[str, ...] = ()
     auto: bool = False
     save_weights: bool = False
     replace: bool = False
@@ -71,28 +103,28 @@ class CalibrationSettings:
 
         Raises:
             SpecError: a value is out of its range; says which, and what is allowed.
+            DriftLensError: the command line does not say what is.
         """
         if not _NAME.fullmatch(self.name):
             raise SpecError(
                 f"{self.name!r} can't be the name of a calibration",
                 hint="Use letters, digits, `-`, `_` and `.`, for example featcal.",
             )
-        if self.preset is not None:
-            preset(self.preset)
-        if self.samples is not None and self.samples < 1:
+        if self.samples is not None and not 1 <= self.samples < _TOO_LARGE:
             raise SpecError(f"samples is {self.samples}, expected a whole number from 1 upwards")
         if not self.layers.isprintable() or self.layers.startswith("-"):
             raise SpecError(f"{self.layers!r} can't be a pattern on module paths")
-        if self.auto and (self.lam, self.rho, self.alpha) != (None, None, None):
+        method = _known("calibrator", self.method, methods())
+        if self.preset is not None:
+            _known("preset", self.preset, method.presets)
+        for name, value in self.parameters.items():
+            _known("setting", name, method.settings).read(value)
+        both = [name for name in method.automatic if name in self.parameters]
+        if self.auto and both:
             raise SpecError(
-                "lambda, rho and alpha are given, and are to be chosen too",
-                hint="Leave them empty, or switch the automatic choice off.",
+                f"{', '.join(both)}: given, and to be chosen too",
+                hint="Leave the fields empty, or switch the automatic choice off.",
             )
-        given = {"lam": self.lam, "rho": self.rho, "alpha": self.alpha, "update": list(self.update) or None}
-        try:
-            _Coefficients.model_validate({name: value for name, value in given.items() if value is not None})
-        except ValidationError as error:
-            raise spec_error(error, given, "calibration") from error
 
     def require_free_name(self, taken: Container[str]) -> None:
         """Refuse a name that a finished calibration has, unless that is to be replaced or gone on with.
@@ -118,65 +150,247 @@ class CalibrationSettings:
         """Options of `driftlens calibrate`, behind the run.
 
         Raises:
-            SpecError: a value is out of its range.
+            DriftLensError: as for `check`.
         """
         self.check()
         values = {
             "--name": self.name,
+            "--method": self.method,
             "--preset": self.preset,
-            "--lam": self.lam,
-            "--rho": self.rho,
-            "--alpha": self.alpha,
             "--samples": self.samples,
             "--layers": self.layers or None,
-            "--set": f"update=[{', '.join(self.update)}]" if self.update else None,
-            "--save-weights": str(self.export_folder(run)) if self.save_weights else None,
+            # Beside the run, which lists every file in it.
+            "--save-weights": run.parent / f"{run.name}-{self.name}" if self.save_weights else None,
         }
         flags = {"--auto": self.auto, "--replace": self.replace, "--resume": self.resume}
         # One argument each, so that no value can be taken for an option.
         options = [f"{option}={value}" for option, value in values.items() if value is not None]
+        options += [f"--set={name}={json.dumps(value)}" for name, value in self.parameters.items()]
         return (*options, *(flag for flag, is_given in flags.items() if is_given))
-
-    def resumed(self) -> Self:
-        """The same calibration, going on where it stopped."""
-        return dataclasses.replace(self, resume=True, replace=False)
-
-    def export_folder(self, run: Path) -> Path:
-        """Where the folder that the original library loads goes: beside the run, which lists every file in it."""
-        return run.parent / f"{run.name}-{self.name}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as JSON knows it."""
-        return {**dataclasses.asdict(self), "update": list(self.update)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave. What is missing or ill-typed stays at its default; values that can't be, all do."""
+        """What `dataclasses.asdict` gave, also that of older versions, which had FeatCal's settings beside the others.
+
+        What is missing or ill-typed stays at its default, and everything does where a value can't be.
+        """
         known = {
             name: values[name]
             for name, kinds in _KINDS.items()
             if name in values and type(values[name]) in kinds
         }
-        update = values.get("update")
-        known["update"] = tuple(name for name in UPDATES if isinstance(update, list) and name in update)
+        given = values.get("parameters", values)
         try:
-            for name in {"lam", "rho", "alpha"} & known.keys():
-                known[name] = None if known[name] is None else float(known[name])
+            method = _known("calibrator", known.get("method", cls.method), methods())
+            known["parameters"] = {
+                name: setting.read(given[name])
+                for name, setting in method.settings.items()
+                if isinstance(given, Mapping) and given.get(name) not in (None, [])
+            }
             settings = cls(**known)
             settings.check()
-        except (SpecError, OverflowError):
+        except SpecError:
             return cls()
-        # A field of a web page holds no larger whole number.
-        return settings if (settings.samples or 0) < 2**53 else cls()
+        whole = [value for value in settings.parameters.values() if isinstance(value, int)]
+        return settings if all(abs(value) < _TOO_LARGE for value in whole) else cls()
 
 
-_NUMBER = (float, int, type(None))
+def _known(kind: str, name: str, there: Mapping[str, Any]) -> Any:
+    if name not in there:
+        hint = did_you_mean(name, there) or f"There are {', '.join(there) or 'none'}."
+        raise SpecError(f"there is no {kind} {name!r}", hint=hint)
+    return there[name]
+
+
 _KINDS: Mapping[str, tuple[type, ...]] = {
-    "name": (str,),
+    **dict.fromkeys(("name", "method", "layers"), (str,)),
     "preset": (str, type(None)),
-    **dict.fromkeys(("lam", "rho", "alpha"), _NUMBER),
     "samples": (int, type(None)),
-    "layers": (str,),
     **dict.fromkeys(("auto", "save_weights", "replace", "resume"), (bool,)),
 }
 """What may stand in a record, exactly: True is no number."""
+
+
+def calibration_form(
+    last: CalibrationSettings | None, *, taken: Container[str], blocked: bool, may_export: bool
+) -> tuple[CalibrationSettings, str]:
+    """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
+
+    Its fields are the settings that the chosen calibrator declares; an empty one leaves its value to the preset, then
+    to the run's spec.
+
+    Args:
+        last: what it is filled in with on its first showing; its name also follows one that was used up.
+        taken: names that the run's calibrations have.
+        blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
+        may_export: whether a folder may be written beside the run.
+
+    Raises:
+        DriftLensError: the command line does not say which calibrators there are.
+    """
+    known = methods()
+    start, names = last or CalibrationSettings().with_free_name(taken), [*known]
+    if len(names) > 1:
+        called = st.selectbox(
+            "Calibrator",
+            names,
+            index=names.index(start.method),
+            format_func=lambda name: known[name].title,
+            key="method",
+        )
+        if called != start.method:
+            preset = next(iter(known[called].presets), None)
+            start = CalibrationSettings(called, called, preset).with_free_name(taken)
+    method = known[start.method]
+    _fill_name(start, taken)
+    with st.form("calibrate", enter_to_submit=False):
+        name = st.text_input(
+            "Name",
+            key="name",
+            help="The new variant is called calibrated:NAME. Letters, digits, - _ .",
+        )
+        presets = [_OWN, *method.presets]
+        preset = st.selectbox(
+            "Published settings",
+            presets,
+            index=presets.index(start.preset or _OWN),
+            format_func=lambda name: _preset_label(name, method.presets),
+            key=f"{start.method} preset",
+            help="Values from the paper or its code; the fields below go over them.",
+        )
+        parameters = _fields(start, method)
+        samples = st.number_input(
+            "Samples per task",
+            min_value=1,
+            value=start.samples,
+            step=1,
+            placeholder="as in the run's spec",
+            key="samples",
+            help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
+        )
+        auto = bool(method.automatic) and st.checkbox(
+            f"Choose {', '.join(method.automatic)} on held-out calibration samples",
+            start.auto,
+            key="auto",
+            help="Leave their fields empty then. Takes several calibrations' time.",
+        )
+        layers = st.text_input(
+            "Layers",
+            start.layers,
+            key="layers",
+            placeholder="all blocks",
+            help="Numbers or patterns on module paths, with commas between them.",
+        )
+        save = st.checkbox(
+            "Also export a folder that the original library loads",
+            start.save_weights and may_export,
+            key="save_weights",
+            disabled=not may_export,
+            help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
+        )
+        replace = st.checkbox(REPLACE, key="replace")
+        with st.container(horizontal=True):
+            calibrate = st.form_submit_button(
+                f"{method.title} calibrate",
+                type="primary",
+                icon=":material/tune:",
+                disabled=blocked,
+                key=_START,
+            )
+            estimate = st.form_submit_button(
+                "Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE
+            )
+    published = method.presets.get(preset, {})
+    settings = CalibrationSettings(
+        name=name.strip(),
+        method=start.method,
+        preset=None if preset == _OWN else preset,
+        parameters={key: value for key, value in parameters.items() if value != published.get(key)},
+        samples=samples,
+        layers=layers.strip(),
+        auto=auto,
+        save_weights=save,
+        replace=replace,
+    )
+    return settings, "calibrate" if calibrate else "estimate" if estimate else ""
+
+
+def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:
+    """Put the name to begin with into the form, and the next one once a calibration has got it or another is meant."""
+    state = st.session_state
+    if state.get(_START) or state.get(_ESTIMATE):
+        return  # What was just sent stands, even if somebody else took the name meanwhile.
+    suggested = state.get(_SUGGESTED)
+    is_used_up = start.name != suggested and (state.get("name") == suggested or state.get("name") in taken)
+    if "name" not in state or is_used_up:
+        state["name"], state["replace"] = start.name, start.replace
+    state[_SUGGESTED] = start.name
+
+
+def _fields(start: CalibrationSettings, method: Method) -> dict[str, Any]:
+    """What the fields of a calibrator's settings say; those that no published setting is about are folded away."""
+    published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
+    found = _values([method.settings[name] for name in method.settings if name in published], start)
+    rest = [method.settings[name] for name in method.settings if name not in published]
+    if rest:
+        with st.expander("More settings"):
+            found |= _values(rest, start)
+    return found
+
+
+def _values(settings: Sequence[Setting], start: CalibrationSettings) -> dict[str, Any]:
+    """The values of the fields that are not empty. Numbers stand side by side, before all else."""
+    numbers = [setting for setting in settings if setting.kind in _NUMBERS and not setting.many]
+    columns = st.columns(3) if numbers else []
+    places = {setting.name: columns[at % 3] for at, setting in enumerate(numbers)}
+    ordered = sorted(settings, key=lambda setting: setting.name not in places)
+    found = {setting.name: _value(setting, start, places.get(setting.name, st)) for setting in ordered}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _value(setting: Setting, start: CalibrationSettings, place: Any) -> Any:
+    """What the field of a setting says; None where it is empty."""
+    value, number = start.parameters.get(setting.name), _NUMBERS.get(setting.kind)
+    default = (
+        "" if setting.default is None else f"; {_in_words(setting.default)} unless something says otherwise"
+    )
+    look = {
+        "label": setting.label or setting.name,
+        "key": f"{start.method}.{setting.name}",
+        "placeholder": "as above",
+        "help": plain(f"{setting.help or setting.name}: {setting.expected}{default}."),
+    }
+    if setting.kind in ("choice", "flag"):
+        options = setting.choices or (True, False)
+        if setting.many:
+            chosen = place.multiselect(options=options, default=value, format_func=_in_words, **look)
+            return tuple(option for option in options if option in chosen) or None
+        index = None if value is None else options.index(value)
+        return place.selectbox(options=options, index=index, format_func=_in_words, **look)
+    if number is not None and not setting.many:
+        low, high, value = (
+            None if bound is None else number(bound) for bound in (setting.low, setting.high, value)
+        )
+        form = "%g" if number is float else "%d"
+        return place.number_input(min_value=low, max_value=high, value=value, format=form, **look)
+    text = place.text_input(value="" if value is None else _in_words(value), **look)
+    entries = tuple(_entry(part, number or str) for part in text.split(",") if part.strip())
+    return (entries or None) if setting.many else text.strip() or None
+
+
+def _entry(text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        return text  # the setting says what it expects
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _preset_label(name: str, presets: Mapping[str, Mapping[str, Any]]) -> str:
+    numbers = [(key, value) for key, value in presets.get(name, {}).items() if isinstance(value, int | float)]
+    return f"{name}: {', '.join(f'{key} {value:g}' for key, value in numbers)}" if numbers else name

@@ -9,9 +9,13 @@ import streamlit as st
 
 from driftlens.errors import RunError
 from driftlens.progress import ProgressEvent, duration
-from driftlens_app.jobs import Job, View, cancel, watch
+from driftlens.records.listing import is_analyzed
+from driftlens.records.run import DriftRun
+from driftlens.variants import title
+from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import dismiss, jobs_beside
+from driftlens_app.jobs.requests import explain_request
 from driftlens_app.jobs.watching import is_finished_since
 from driftlens_app.settings import Settings
 from driftlens_app.show import note, plain, show_error, shown_errors
@@ -41,6 +45,33 @@ def show_live(run: Path, *, read_only: bool, more: Callable[[View], None] | None
         return False
     _live(run, read_only, more)
     return True
+
+
+def offer(request: Request, label: str) -> None:
+    """A button that starts the job, unless one is live on its run, which is shown then; and how the last one failed."""
+    read_only = Settings.from_environment().read_only
+    is_live = show_live(request.run, read_only=read_only)
+    last = watch(request.run, request.kind)
+    if last is not None and last.job.settings == request.settings and last.state in BAD_ENDS:
+        show_ended(last)
+    if read_only or is_live:
+        return
+    if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
+        with shown_errors():
+            start(request)
+            st.rerun()
+
+
+def offer_attribution(run: DriftRun) -> None:
+    """Where variants were measured without tracing their drift back to layers, offer to do so now."""
+    rows = run.layers()
+    traced = rows[rows["variant"] != "base"].groupby(["variant", "task"])["jacobian_samples"].count()
+    lacking = {variant for variant, _ in traced[traced == 0].index}
+    if not lacking or not is_analyzed(run.manifest) or run.manifest.architecture.get("loader") == "live":
+        return
+    names = ", ".join(title(variant) for variant in run.variants if variant in lacking)
+    note(f"The drift of these models was measured and not traced back to layers: {plain(names)}.")
+    offer(explain_request(run), "Trace the drift back to layers")
 
 
 def show_new_runs(settings: Settings) -> bool:
@@ -186,6 +217,7 @@ def _what(job: Job) -> str:
         "demo": "Demo run",
         "analyze": f"Analysis {job.name}",
         "calibrate": f"Calibration {job.name}",
+        "explain": f"Attribution of {job.name}",
         "project": f"Layout {job.name}",
     }
     return plain(kinds[job.kind])

@@ -15,7 +15,7 @@ from driftlens.calibration.presets import PRESETS
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate, Wanted
 from driftlens.errors import SpecError
 from driftlens.models.chain import Parameters, Site
-from driftlens.settings import Bounds
+from driftlens.settings import Bounds, Label
 
 Update = Literal["linear", "bias", "norm"]
 UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")
@@ -30,7 +30,7 @@ class FeatCal(ClosedFormBase):
 
     Args:
         lam: ridge lambda >= 0, relative to a Gram matrix of Frobenius norm 1 (Eq. 15).
-        rho: the anchor is rho * merged + (1 - rho) * base (Eq. 11); above 1 it extrapolates away from the base.
+        rho: >= 0; the anchor is rho * merged + (1 - rho) * base (Eq. 11); above 1 it extrapolates away from the base.
         alpha: share in [0, 1] of the expert's features in the target (Eq. 10).
         eps: least Gram norm (Eq. 14). The authors' code also adds it to the matrix that is inverted and keeps LayerNorm
             determinants above it; here it doesn't, so that Eq. 16 and 59 hold exactly.
@@ -47,11 +47,24 @@ class FeatCal(ClosedFormBase):
 
     def __init__(
         self,
-        lam: Annotated[float, Bounds(low=0), "ridge, for Gram matrices of norm 1"] = 0.05,
-        rho: Annotated[float, "the anchor is rho * merged + (1 - rho) * base"] = 2.0,
-        alpha: Annotated[float, Bounds(low=0, high=1), "share of the expert in the target"] = 0.3,
+        lam: Annotated[
+            float,
+            Bounds(low=0),
+            Label("Ridge λ"),
+            "ridge, the pull towards the anchor, for Gram matrices of norm 1",
+        ] = 0.05,
+        rho: Annotated[
+            float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"
+        ] = 2.0,
+        alpha: Annotated[
+            float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"
+        ] = 0.3,
         eps: Annotated[float, Bounds(low=0), "least Gram norm"] = 1e-8,
-        update: Annotated[Sequence[Update], "what is solved for"] = UPDATES,
+        update: Annotated[
+            Sequence[Update],
+            Label("Parameters to solve for"),
+            "what is solved for: weights of linear modules, their biases, scale and shift of norms",
+        ] = UPDATES,
         anchor: Annotated[Literal["merged", "none"], "`none` drops the pull towards the anchor"] = "merged",
         last_block_tokens: Annotated[str | None, "how the last block's tokens count"] = None,
         solve_dtype: Annotated[Literal["float64", "float32"], "of sums and solves"] = "float64",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,6 +20,7 @@ from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Expander
 
+from driftlens_app import calibration
 from driftlens_app.jobs import command_line, processes
 from driftlens_app.settings import Settings
 from tests.records.full_run import write_full_run
@@ -35,6 +39,20 @@ def scanned_once() -> Iterator[None]:
             functools.cache(manifest_scanner.scan_component_manifests),
         )
         yield
+
+
+@functools.cache
+def catalogue() -> dict[str, Any]:
+    """What `driftlens methods --json` prints."""
+    command = [sys.executable, "-m", "driftlens", "methods", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(autouse=True)
+def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every server asks which calibrators there are; the command loads torch, and its answer stays the same."""
+    monkeypatch.setattr(calibration, "ask", lambda *_: catalogue())
 
 
 @pytest.fixture

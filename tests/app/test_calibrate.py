@@ -64,9 +64,9 @@ def with_calibration(run: Path) -> None:
 
 def test_the_button_starts_the_command_with_what_the_form_says(open_app: Open, root: Path, run: Path) -> None:
     app = open_app(root, "calibrate")
-    app.number_input(key="lam").set_value(0.5)
+    app.number_input(key="featcal.lam").set_value(0.5)
     app.number_input(key="samples").set_value(16)
-    app.multiselect(key="update").set_value(["norm", "linear"])
+    app.multiselect(key="featcal.update").set_value(["norm", "linear"])
     app.text_input(key="layers").set_value("*.resblocks.*")
     calibrate_as(app, "refused")
     until(lambda: state(run) == "failed", "the stand-in has refused")
@@ -76,12 +76,13 @@ def test_the_button_starts_the_command_with_what_the_form_says(open_app: Open, r
     assert called[2:4] == ["calibrate", str(run)]
     assert set(called[4:-2]) == {
         "--name=refused",
+        "--method=featcal",
         "--preset=paper-clip",
-        "--lam=0.5",
         "--samples=16",
         "--layers=*.resblocks.*",
-        "--set=update=[linear,",
-        "norm]",
+        "--set=lam=0.5",
+        '--set=update=["linear",',
+        '"norm"]',
     }
     assert called[-2:] == ["--progress", "jsonl"]
 
@@ -112,7 +113,7 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
     open_app: Open, root: Path, run: Path
 ) -> None:
     app = open_app(root, "calibrate")
-    app.number_input(key="rho").set_value(1.5)
+    app.number_input(key="featcal.rho").set_value(1.5)
     calibrate_as(app, "failing")
     step(run, 0)
     until(lambda: state(run) == "failed", "it has failed")
@@ -121,7 +122,9 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
         assert "Raise lam." in errors(tab)
         (log,) = opened_drawers(tab, "Log")
         assert "error: the Gram matrix" in log.code[0].value
-        assert tab.text_input(key="name").value == "failing" and tab.number_input(key="rho").value == 1.5
+        assert (
+            tab.text_input(key="name").value == "failing" and tab.number_input(key="featcal.rho").value == 1.5
+        )
 
 
 def test_a_cancelled_calibration_can_be_continued(open_app: Open, root: Path, run: Path) -> None:
@@ -191,16 +194,18 @@ def test_an_estimate_starts_no_job(open_app: Open, root: Path, run: Path) -> Non
     [
         ({"name": "../up"}, "can't be the name"),
         ({"name": ""}, "can't be the name"),
-        ({"lam": -0.1}, "calibration: lam: expected at least 0, got -0.1"),
-        ({"lam": float("nan")}, "calibration: lam: expected a finite number"),
-        ({"rho": -1.0}, "calibration: rho"),
-        ({"alpha": 1.5}, "calibration: alpha: expected at most 1, got 1.5"),
+        ({"method": "fietcal"}, "no calibrator 'fietcal'"),
+        ({"parameters": {"lam": -0.1}}, "lam is -0.1; expected a finite number at least 0"),
+        ({"parameters": {"lam": float("nan")}}, "lam is nan; expected a finite number"),
+        ({"parameters": {"rho": -1.0}}, "rho is -1.0; expected"),
+        ({"parameters": {"alpha": 1.5}}, "alpha is 1.5; expected a finite number at least 0 and at most 1"),
+        ({"parameters": {"update": ("everything",)}}, "update is .* one of linear, bias, norm"),
+        ({"parameters": {"ridge": 1.0}}, "no setting 'ridge'"),
         ({"samples": 0}, "samples is 0"),
-        ({"update": ("everything",)}, "calibration: update"),
-        ({"preset": "papier"}, "papier"),
+        ({"preset": "papier"}, "no preset 'papier'"),
         ({"layers": "--trust-code"}, "can't be a pattern"),
         ({"layers": "a\nb"}, "can't be a pattern"),
-        ({"auto": True, "lam": 0.5}, "chosen too"),
+        ({"auto": True, "parameters": {"lam": 0.5}}, "lam: given, and to be chosen too"),
     ],
     ids=lambda value: str(value),
 )

@@ -66,8 +66,8 @@ def chosen(app: AppTest) -> str:
     ],
 )
 def test_the_first_free_name_follows_its_stem(name: str, taken: list[str], free: str) -> None:
-    settings = CalibrationSettings(name=name, rho=1.5, replace=True).with_free_name(taken)
-    assert settings == CalibrationSettings(name=free, rho=1.5)
+    settings = CalibrationSettings(name=name, samples=5, replace=True).with_free_name(taken)
+    assert settings == CalibrationSettings(name=free, samples=5)
 
 
 def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run
     with pytest.raises(SpecError, match="has a calibration 'featcal' already") as caught:
         calibrate_request(opened, CalibrationSettings())
     assert caught.value.hint == "Tick 'Replace a calibration of this name', or choose another name."
-    for settings in (CalibrationSettings(replace=True), CalibrationSettings().resumed()):
+    for settings in (CalibrationSettings(replace=True), CalibrationSettings(resume=True)):
         assert calibrate_request(opened, settings).name == "featcal"
 
 

@@ -17,7 +17,14 @@ from driftlens_app.jobs.record import job_of, write_job
 from tests.app.conftest import Open
 from tests.app.test_pages import errors
 
-WANTED = CalibrationSettings(name="mine", lam=0.5, alpha=0.25, samples=16, update=("linear",))
+WANTED = CalibrationSettings(
+    name="mine", samples=16, parameters={"lam": 0.5, "alpha": 0.25, "update": ("linear",)}
+)
+
+
+def as_json(settings: CalibrationSettings) -> dict[str, Any]:
+    """The settings as a record has them."""
+    return dict(json.loads(json.dumps(dataclasses.asdict(settings))))
 
 
 @pytest.fixture
@@ -27,7 +34,7 @@ def record(root: Path) -> Path:
     (run / "logs").mkdir(exist_ok=True)
     log = run / "logs" / "calibrate-1.log"
     log.write_text("error: no\n")
-    settings = WANTED.as_dict()
+    settings = as_json(WANTED)
     write_job(
         Job(
             "calibrate",
@@ -111,7 +118,7 @@ def test_a_job_out_of_sight_whose_status_has_no_heartbeat_is_stopped(root: Path,
 
 @pytest.mark.parametrize("missing", [entry.name for entry in dataclasses.fields(CalibrationSettings)])
 def test_settings_without_one_value_keep_the_others(missing: str) -> None:
-    values = WANTED.as_dict()
+    values = as_json(WANTED)
     del values[missing]
     default = getattr(CalibrationSettings(), missing)
     assert CalibrationSettings.from_dict(values) == dataclasses.replace(WANTED, **{missing: default})
@@ -122,13 +129,13 @@ def test_settings_without_one_value_keep_the_others(missing: str) -> None:
     [
         ({"preset": 5}, {"preset": "paper-clip"}),
         ({"preset": None}, {"preset": None}),
-        ({"lam": "0.1"}, {"lam": None}),
-        ({"lam": True}, {"lam": None}),
-        ({"lam": 1}, {"lam": 1.0}),
+        ({"method": 5}, {}),
         ({"samples": 1.5}, {"samples": None}),
         ({"samples": True}, {"samples": None}),
-        ({"update": 5}, {"update": ()}),
-        ({"update": ["bias", {}, "odd"]}, {"update": ("bias",)}),
+        ({"parameters": 5}, {"parameters": {}}),
+        ({"parameters": {"lam": 1}}, {"parameters": {"lam": 1.0}}),
+        ({"parameters": {"lam": None, "update": []}}, {"parameters": {}}),
+        ({"parameters": {"odd": 5}}, {"parameters": {}}),
         ({"replace": 1}, {}),
         ({"unknown": 1}, {}),
     ],
@@ -137,18 +144,32 @@ def test_settings_without_one_value_keep_the_others(missing: str) -> None:
 def test_a_value_of_another_type_stays_at_its_default(
     values: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    found = CalibrationSettings.from_dict({**WANTED.as_dict(), **values})
+    found = CalibrationSettings.from_dict({**as_json(WANTED), **values})
     assert found == dataclasses.replace(WANTED, **expected)
-    assert found.lam is None or type(found.lam) is float
+    assert all(type(value) is not int for value in found.parameters.values())
+
+
+def test_a_record_of_an_older_version_has_the_methods_settings_beside_the_others() -> None:
+    record = {"name": "mine", "preset": "demo-clip", "lam": 0.5, "rho": None, "alpha": 1, "samples": 16}
+    record |= {"layers": "", "update": ["linear"], "auto": False, "save_weights": False, "replace": False}
+    expected = CalibrationSettings(
+        "mine", preset="demo-clip", parameters={"lam": 0.5, "alpha": 1.0, "update": ("linear",)}, samples=16
+    )
+    assert CalibrationSettings.from_dict(record) == expected
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"lam": -3},
-        {"lam": float("nan")},
-        {"lam": 10**400},
-        {"alpha": 7.0},
+        {"parameters": {"lam": -3}},
+        {"parameters": {"lam": float("nan")}},
+        {"parameters": {"lam": 10**400}},
+        {"parameters": {"lam": "0.1"}},
+        {"parameters": {"lam": True}},
+        {"parameters": {"alpha": 7.0}},
+        {"parameters": {"update": 5}},
+        {"parameters": {"update": ["bias", {}, "odd"]}},
+        {"method": "gone"},
         {"samples": 0},
         {"samples": 2**60},
         {"name": "../up"},
@@ -156,17 +177,17 @@ def test_a_value_of_another_type_stays_at_its_default(
         {"layers": "--trust-code"},
         {"auto": True},
     ],
-    ids=lambda values: str(values)[:30],
+    ids=lambda values: str(values)[:40],
 )
 def test_values_that_cannot_be_leave_the_form_at_its_defaults(
     open_app: Open, root: Path, record: Path, values: dict[str, Any]
 ) -> None:
-    assert CalibrationSettings.from_dict({**WANTED.as_dict(), **values}) == CalibrationSettings()
-    with_values(record, settings={**WANTED.as_dict(), **values})
+    assert CalibrationSettings.from_dict({**as_json(WANTED), **values}) == CalibrationSettings()
+    with_values(record, settings={**as_json(WANTED), **values})
     app = open_app(root, "calibrate")
     assert "mine" not in app.text_input(key="name").value
     assert "KeyError" not in errors(app) and "TypeError" not in errors(app)
-    assert app.number_input(key="lam").value is None
+    assert app.number_input(key="featcal.lam").value is None
 
 
 def test_remarks_beside_progress_are_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

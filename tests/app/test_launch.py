@@ -228,7 +228,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 from streamlit.testing.v1 import AppTest
-app = AppTest.from_file(sys.argv[1], default_timeout=60).run()
+app = AppTest.from_file(sys.argv[1], default_timeout=300).run()
 for view in sys.argv[2:]:
     app.switch_page(view).run()
     assert app.title and not app.exception and not app.error, (view, app.exception, app.error)

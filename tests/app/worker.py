@@ -31,7 +31,9 @@ def main(arguments: list[str]) -> int:
     name = options.get("--name", "steady")
     if command == "project":
         return 0
-    run = Path(arguments[1] if command == "calibrate" else arguments[arguments.index("--out") + 1])
+    run = Path(
+        arguments[1] if command in ("calibrate", "explain") else arguments[arguments.index("--out") + 1]
+    )
     if name == "refused":
         print("error: lam is -1, expected at least 0\nhint: Choose another ridge.", file=sys.stderr)
         return 2

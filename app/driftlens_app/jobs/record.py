@@ -18,7 +18,7 @@ from driftlens.files import write_json_atomic
 from driftlens.records.lock import Owner, utc_now
 from driftlens_app.inside import is_file_inside, is_inside
 
-Kind = Literal["demo", "analyze", "calibrate", "project"]
+Kind = Literal["demo", "analyze", "calibrate", "explain", "project"]
 
 _SIDE = ".driftlens"
 """Folder beside the runs for jobs that make one: a folder that is to become a run must be empty before."""

@@ -5,6 +5,7 @@ A spec is under the root, of a sane size, and found by looking, not by typing.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,12 @@ def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
     """
     settings.require_free_name(run.manifest.calibrations)
     arguments = ("calibrate", str(run.path), *settings.arguments(run.path), *_PROGRESS)
-    return Request("calibrate", settings.name, run.path, arguments, settings.as_dict())
+    return Request("calibrate", settings.name, run.path, arguments, dataclasses.asdict(settings))
+
+
+def explain_request(run: DriftRun) -> Request:
+    """The attribution that the run's variants lack."""
+    return Request("explain", run.manifest.name, run.path, ("explain", str(run.path), *_PROGRESS))
 
 
 def project_request(run: DriftRun, task: str, layer: int | str, method: str, seed: int) -> Request:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page
 from driftlens_app.selection import selection
 from driftlens_app.show import show_parts
@@ -18,6 +19,7 @@ PAGE = Page(
 def show() -> None:
     """Draw the page."""
     chosen = selection()
+    offer_attribution(chosen.run)
     show_parts("attribution", chosen.run, chosen.options(), key="causes")
 
 

@@ -21,8 +21,7 @@ from driftlens.records.before_after import (
 )
 from driftlens.records.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.records.run import DriftRun
-from driftlens_app.calibration import CalibrationSettings
-from driftlens_app.calibration_form import calibration_form
+from driftlens_app.calibration import CalibrationSettings, calibration_form
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.log import running_drift
@@ -95,15 +94,14 @@ def show() -> None:
         note("This dashboard is read-only: it starts no jobs.", "lock")
     left, right = st.columns([1, 2])
     blocked = is_live or settings.read_only
-    with left:
+    with left, shown_errors():
         wanted, pressed = calibration_form(
-            _beginning(run, job),
+            _last(run, job),
             taken=run.manifest.calibrations,
             blocked=blocked,
             may_export=not settings.is_one_run,
         )
-        with shown_errors():
-            _act(run, wanted, pressed, blocked=blocked)
+        _act(run, wanted, pressed, blocked=blocked)
     with right:
         show_live(run.path, read_only=settings.read_only, more=functools.partial(_curve, run))
         if job is not None and job.state in BAD_ENDS:
@@ -113,14 +111,13 @@ def show() -> None:
         _results(run, job)
 
 
-def _beginning(run: DriftRun, job: View | None) -> CalibrationSettings:
-    """What the form begins with: the newest job's settings, as they were if it is to be tried again."""
+def _last(run: DriftRun, job: View | None) -> CalibrationSettings | None:
+    """The newest job's settings, as they were if it is to be tried again, else under a name that is free."""
     if job is None:
-        return CalibrationSettings().with_free_name(run.manifest.calibrations)
+        return None
     last = CalibrationSettings.from_dict(job.job.settings)
-    if job.state != "done" and last.replace:
-        return last
-    return last.with_free_name(run.manifest.calibrations)
+    is_again = job.state != "done" and last.replace
+    return last if is_again else last.with_free_name(run.manifest.calibrations)
 
 
 def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str, *, blocked: bool) -> None:
@@ -142,12 +139,12 @@ def _act(run: DriftRun, wanted: CalibrationSettings, pressed: str, *, blocked: b
 def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:
     if not (run.path / begun_calibration(job.name)).is_file():
         return  # It ended before it had begun: with a fresh start nothing is lost.
-    settings = CalibrationSettings.from_dict(job.settings)
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
         with shown_errors():
+            last = CalibrationSettings.from_dict(job.settings)
             # A record may say anything, and the folder of an export lies beside the run.
-            resumed = replace(settings.resumed(), save_weights=settings.save_weights and may_export)
-            start(calibrate_request(run, resumed))
+            save = last.save_weights and may_export
+            start(calibrate_request(run, replace(last, resume=True, replace=False, save_weights=save)))
             st.rerun()
 
 

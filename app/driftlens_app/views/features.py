@@ -14,13 +14,11 @@ from driftlens.projection import METHODS
 from driftlens.projection.layouts import FEWEST_POINTS
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
-from driftlens_app.jobs import start, watch
 from driftlens_app.jobs.requests import project_request
-from driftlens_app.live import BAD_ENDS, show_ended, show_live
+from driftlens_app.live import offer
 from driftlens_app.pages import Page
 from driftlens_app.samples import choose_sample, show_hover_pictures, show_story
 from driftlens_app.selection import Selection, selection
-from driftlens_app.settings import Settings
 from driftlens_app.show import note, plain, show_chart
 from driftlens_reports.charts.chart import ChartOptions, charts, parts_of
 from driftlens_reports.charts.picking import chosen_variants
@@ -135,20 +133,10 @@ def _classes(run: DriftRun, task: str) -> list[str]:
 
 def _layout_job(run: DriftRun, task: str, options: ChartOptions) -> None:
     """Offer to compute a layout that the run lacks, and show the job that does."""
-    settings = Settings.from_environment()
     # One layout serves every choice of variants.
     if options.method == "pca" or charts["scatter"].missing(run, replace(options, variants=None)) is None:
         return
-    request = project_request(run, task, options.layer, options.method, options.seed)
-    is_live = show_live(run.path, read_only=settings.read_only)
-    last = watch(run.path, "project")
-    if last is not None and last.job.settings == request.settings and last.state in BAD_ENDS:
-        show_ended(last)
-    if settings.read_only or is_live:
-        return
-    if st.button("Compute this layout", type="primary", icon=":material/play_arrow:", key="project"):
-        start(request)
-        st.rerun()
+    offer(project_request(run, task, options.layer, options.method, options.seed), "Compute this layout")
 
 
 def _selected(event: Any) -> list[str]:

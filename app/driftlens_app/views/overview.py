@@ -11,6 +11,7 @@ import streamlit as st
 
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
+from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.selection import Selection, selection
 from driftlens_app.show import note, page_title, plain, show_chart, shown_errors, when
@@ -89,6 +90,7 @@ def _origins(chosen: Selection) -> None:
         anchor=False,
         help="The three layers with the largest share of each task's final drift, by attribution.",
     )
+    offer_attribution(chosen.run)
     found = [entry for entry in facts.origins(chosen.run) if entry.task in chosen.tasks]
     if not any(entry.layers for entry in found):
         note("Neither shares nor local mismatch were measured in this run.")

@@ -1,0 +1,98 @@
+"""A run that was measured without tracing its drift back to layers: its pages offer to do so as a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from driftlens.records.run import open_run
+from driftlens_app.jobs import processes, watch
+from driftlens_app.jobs.log import log_text
+from driftlens_app.jobs.record import job_of
+from tests.app.conftest import Open, until
+from tests.app.test_calibrate import is_disabled, press
+from tests.app.test_jobs import finish, state, step
+from tests.app.test_pages import errors, said
+
+pytestmark = pytest.mark.usefixtures("worker")
+BUTTON = "Trace the drift back to layers"
+VIEWS = ("attribution", "overview")
+COLUMNS = ("final_share", "remainder_share", "prefix_share", "jacobian_error", "jacobian_samples", "nodes")
+
+
+def leave_out(run: Path, *variants: str) -> bytes:
+    """Take the attribution of these variants out, as `--no-attribution` does; returns the table as it was."""
+    file = run / "tables" / "layers.parquet"
+    before, rows = file.read_bytes(), pq.read_table(file)
+    is_left_out = pc.is_in(rows["variant"], pa.array(variants))
+    for name in COLUMNS:
+        at = rows.schema.get_field_index(name)
+        empty = pa.nulls(len(rows), rows.schema.field(at).type)
+        rows = rows.set_column(at, rows.schema.field(at), pc.if_else(is_left_out, empty, rows[name]))
+    pq.write_table(rows, file)
+    return before
+
+
+@pytest.fixture
+def run(root: Path) -> Path:
+    """A run of which no variant has an attribution."""
+    leave_out(root / "full", *open_run(root / "full").variants)
+    return root / "full"
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns_are_there(
+    open_app: Open, root: Path, view: str
+) -> None:
+    run = root / "full"
+    before = leave_out(run, "merged", "calibrated:featcal")
+    app = press(open_app(root, view), BUTTON)
+    until(lambda: state(run) == "running", "it runs")
+    job = job_of(run)
+    assert job is not None and job.kind == "explain"
+    assert log_text(job.log).splitlines()[0].split()[2:] == ["explain", str(run), "--progress", "jsonl"]
+    step(run, 0)
+    until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "one layer is done")  # type: ignore[union-attr]
+    app.run()
+    assert "Attribution of a *full* run" in said(app) and "layer 3 of 6" in said(app)
+    assert BUTTON not in [button.label for button in app.button]
+    (run / "tables" / "layers.parquet").write_bytes(before)
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
+    app.run()
+    assert "not traced back" not in said(app) and not app.error
+    assert not {BUTTON, "Cancel"} & {button.label for button in app.button}
+
+
+def test_it_can_be_cancelled_and_started_again(open_app: Open, root: Path, run: Path) -> None:
+    app = press(open_app(root, "attribution"), BUTTON)
+    until(lambda: state(run) == "running", "it runs")
+    press(app.run(), "Cancel")
+    until(lambda: state(run) == "cancelled", "it has stopped")
+    assert "was cancelled" in said(app.run())
+    assert not is_disabled(app, BUTTON)
+
+
+def test_only_the_models_that_lack_it_are_named(open_app: Open, root: Path) -> None:
+    leave_out(root / "full", "calibrated:featcal")
+    app = open_app(root, "attribution")
+    assert "not traced back to layers: featcal." in said(app)
+    assert len(app.get("plotly_chart")) > 0
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_run_with_it_offers_nothing(open_app: Open, root: Path, view: str) -> None:
+    app = open_app(root, view)
+    assert BUTTON not in [button.label for button in app.button] and "not traced back" not in said(app)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_read_only_dashboard_only_says_so(open_app: Open, root: Path, run: Path, view: str) -> None:
+    app = open_app(root, view, read_only=True)
+    assert "not traced back to layers" in said(app)
+    assert BUTTON not in [button.label for button in app.button] and not errors(app)
+    assert not processes._CHILDREN

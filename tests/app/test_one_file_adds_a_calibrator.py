@@ -1,0 +1,181 @@
+"""The form of the page Calibrate is made of what calibrators say of themselves, also of one that one file adds."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import streamlit as st
+from streamlit.testing.v1 import AppTest
+
+from driftlens_app import calibration
+from driftlens_app.jobs import command_line
+from driftlens_app.jobs.log import log_text
+from driftlens_app.jobs.record import job_of
+from tests.app.conftest import Open, catalogue, until
+from tests.app.test_calibrate import press
+from tests.app.test_jobs import state
+from tests.app.test_pages import errors
+from tests.contracts.one_file.test_calibrators import CLOSED, TRAINED
+
+OF_EVERY_KIND = '''
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from driftlens.calibration.calibrator import ClosedFormBase, calibrators
+from driftlens.settings import Bounds, Label
+
+
+@calibrators.register("toy-kinds")
+class ToyKinds(ClosedFormBase):
+    """A setting of every kind."""
+
+    title = "Toy of kinds"
+
+    def __init__(
+        self,
+        share: Annotated[float, Bounds(low=0, high=1), Label("Share σ"), "of *what* is kept"] = 0.5,
+        rounds: Annotated[int, Bounds(low=1), "how often"] = 3,
+        is_exact: Annotated[bool, "whether to take long"] = False,
+        norm: Annotated[Literal["l1", "l2"] | None, "which"] = None,
+        parts: Annotated[Sequence[Literal["a", "b", "c"]], "of the model"] = ("a", "b"),
+        path: Annotated[str | None, "a name"] = None,
+        steps: Annotated[Sequence[int], "one after another"] = (1, 2),
+    ) -> None:
+        self.share = share
+
+    def solve(self, problem):
+        return []
+'''
+ASKED = """
+import sys
+sys.path[:0] = {folders!r}
+if sys.argv[1] == "methods":
+    import toy_closed, toy_trained, toy_kinds
+    from driftlens.cli.main import main
+    main(sys.argv[1:])
+else:
+    from tests.app.worker import main
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def toys(worker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line knows three calibrators more, each from a module of its own; jobs run the stand-in."""
+    sources = {"toy_closed": CLOSED, "toy_trained": TRAINED, "toy_kinds": OF_EVERY_KIND}
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    asked = tmp_path / "asked.py"
+    tests = Path(__file__).parents[2]
+    asked.write_text(ASKED.format(folders=[str(tmp_path), str(tests)]), encoding="utf-8")
+    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(asked)))
+    monkeypatch.setattr(calibration, "ask", command_line.ask)
+
+
+def opened(open_app: Open, root: Path, method: str) -> AppTest:
+    app = open_app(root, "calibrate")
+    assert not errors(app)
+    app.selectbox(key="method").set_value(method)
+    return app.run()
+
+
+def called(run: Path) -> list[str]:
+    """The arguments that the page has started the command with."""
+    until(lambda: state(run) in ("running", "failed", "done"), "it has begun")
+    job = job_of(run)
+    assert job is not None
+    return log_text(job.log).splitlines()[0].split()
+
+
+def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
+    toys: None, open_app: Open, root: Path
+) -> None:
+    app = opened(open_app, root, "toy-scale")
+    assert app.text_input(key="name").value == "toy-scale"
+    assert not [field.key for field in app.number_input if field.key.startswith("featcal.")]
+    pull = app.number_input(key="toy-scale.pull")
+    assert (pull.label, pull.value, pull.min) == ("pull", None, 0.0) and "How strongly" not in pull.help
+    assert "how strongly towards 1" in pull.help and "0.5" in pull.help.replace("\\", "")
+
+    app.selectbox(key="method").set_value("toy-kinds").run()
+    assert app.text_input(key="name").value == "toy-kinds"
+    share = app.number_input(key="toy-kinds.share")
+    assert (share.label, share.max) == ("Share σ", 1.0) and r"\*what\*" in share.help
+    assert app.selectbox(key="toy-kinds.is_exact").options == ["on", "off"]
+    app.number_input(key="toy-kinds.rounds").set_value(5)
+    app.selectbox(key="toy-kinds.is_exact").set_value(True)
+    app.selectbox(key="toy-kinds.norm").set_value("l2")
+    app.multiselect(key="toy-kinds.parts").set_value(["c", "a"])
+    app.text_input(key="toy-kinds.path").set_value("x=1")
+    app.text_input(key="toy-kinds.steps").set_value("4, 5")
+    press(app, "Toy of kinds calibrate")
+    arguments = called(root / "full")
+    assert arguments[4:6] == ["--name=toy-kinds", "--method=toy-kinds"]
+    given = re.findall(r"--set=(\w+)=(.*?)(?= --)", " ".join(arguments))
+    assert dict(given) == {
+        "rounds": "5",
+        "is_exact": "true",
+        "norm": '"l2"',
+        "parts": '["a", "c"]',
+        "path": '"x=1"',
+        "steps": "[4, 5]",
+    }
+
+
+def test_a_trained_one_has_its_own_fields_and_a_refused_value_starts_nothing(
+    toys: None, open_app: Open, root: Path
+) -> None:
+    app = opened(open_app, root, "toy-map")
+    assert not [box for box in app.checkbox if box.key == "auto"], "nothing that --auto could choose"
+    epochs = app.number_input(key="toy-map.epochs")
+    assert (epochs.label, epochs.min, epochs.step) == ("epochs", 1, 1)
+    app.selectbox(key="method").set_value("toy-kinds").run()
+    app.text_input(key="toy-kinds.steps").set_value("4, x")
+    press(app, "Toy of kinds calibrate")
+    assert "steps is" in errors(app) and "a list, each entry a whole number" in errors(app)
+    assert job_of(root / "full") is None
+
+
+def test_without_a_second_calibrator_there_is_nothing_to_choose_and_presets_are_its_own(
+    open_app: Open, root: Path
+) -> None:
+    app = open_app(root, "calibrate")
+    assert not [box for box in app.selectbox if box.key == "method"]
+    entry = catalogue()["calibrators"]["featcal"]
+    preset = app.selectbox(key="featcal preset")
+    assert preset.options[1:] == [
+        "paper-clip: lam 0.05, rho 2, alpha 0.3",
+        "demo-clip: lam 0.05, rho 2.2, alpha 0.25",
+    ]
+    fields = [*app.number_input, *app.selectbox, *app.multiselect, *app.text_input]
+    assert {f"featcal.{setting['name']}" for setting in entry["settings"]} <= {field.key for field in fields}
+    labels = [app.number_input(key=f"featcal.{name}").label for name in entry["automatic"]]
+    assert labels == ["Ridge λ", "Anchor ρ", "Target α"]
+
+
+def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open, root: Path) -> None:
+    app = open_app(root, "calibrate")
+    app.number_input(key="featcal.lam").set_value(0.05)
+    app.number_input(key="featcal.rho").set_value(1.0)
+    press(app, "FeatCal calibrate")
+    assert [part for part in called(root / "full") if part.startswith("--set")] == ["--set=rho=1.0"]
+
+
+def test_a_command_that_does_not_answer_is_told_and_asked_again(
+    open_app: Open, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import sys\nprint('error: torch is not *there*\\nhint: Install it.', file=sys.stderr)\nsys.exit(1)"
+    )
+    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(broken)))
+    monkeypatch.setattr(calibration, "ask", command_line.ask)
+    app = open_app(root, "calibrate")
+    assert not app.exception and "torch is not *there*" in errors(app) and "Install it." in errors(app)
+    assert "Before and after featcal" in [element.value for element in app.subheader]
+    monkeypatch.setattr(calibration, "ask", lambda *_: catalogue())
+    assert app.run().number_input(key="featcal.lam").value is None and not app.error
+    st.cache_resource.clear()

@@ -165,8 +165,10 @@ def _described(setting: Setting, annotation: Any) -> Setting:
         for said in arguments[1:]:
             if isinstance(said, Bounds):
                 setting = replace(setting, **vars(said))
+            elif isinstance(said, Label):
+                setting = replace(setting, label=str(said))
             elif isinstance(said, str):
-                setting = replace(setting, **{"label" if isinstance(said, Label) else "help": str(said)})
+                setting = replace(setting, help=said)
         return _described(setting, arguments[0])
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         other = arguments[0] if arguments[1] is type(None) else arguments[1]

@@ -266,9 +266,7 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
     lock = RunLock(folder)
     lock.acquire()
     try:
-        manifest = read_manifest(folder)
-        manifest = dataclasses.replace(manifest, files=settled(folder, manifest), rewriting={})
-        contents = RunContents(folder, manifest, lock)
+        contents = RunContents(folder, settled(folder, read_manifest(folder)), lock)
         with contents.file(relative) as written:
             yield written
             lock.require_own()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import urllib.parse
 
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"
@@ -34,8 +33,8 @@ _UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
 def escape(name: str) -> str:
     """A file name for any task or variant name: `:` becomes `__`, the unsafe is percent-escaped.
 
-    So are underscores that could be taken for a colon, and a leading dot: `unescape` gives the name back, and
-    no name leaves its folder.
+    So are underscores that could be taken for a colon, and a leading dot: no two names have one file name, and none
+    leaves its folder.
 
     Raises:
         ValueError: the name is empty.
@@ -43,11 +42,6 @@ def escape(name: str) -> str:
     if not name:
         raise ValueError("an empty name can't be a file name")
     return _UNSAFE.sub(lambda found: "__" if found[0] == ":" else _percent(found[0]), name)
-
-
-def unescape(file_name: str) -> str:
-    """The name that `escape` turned into `file_name`."""
-    return urllib.parse.unquote(file_name.replace("__", ":"))
 
 
 def table_file(name: str) -> str:

@@ -154,10 +154,9 @@ def _state_by(status: Status | None, run: DriftRun) -> str:
 
 
 def _end_of(manifest: Manifest, name: str) -> str:
-    states = [phase.state for key, phase in manifest.phases.items() if is_phase_of(name, key)]
     ends = {"cancelled": "was cancelled", "failed": "failed"}
-    end = next((ends[state] for state in states if state in ends), "was interrupted")
-    return f"calibration {name!r} {end}"
+    states = [phase.state for key, phase in manifest.phases.items() if is_phase_of(name, key)]
+    return f"calibration {name!r} {next((ends[s] for s in states if s in ends), 'was interrupted')}"
 
 
 def _looks_like_a_run(folder: pathlib.Path) -> bool:
@@ -166,7 +165,10 @@ def _looks_like_a_run(folder: pathlib.Path) -> bool:
 
 def _summarise(folder: pathlib.Path) -> RunSummary:
     try:
-        run = open_run(folder)
+        run, final_drift = open_run(folder), {}
+        if "merged" in run.variants and run.manifest.layers:
+            rows = run.layers(variant="merged", layer="final").set_index("task")
+            final_drift = {str(task): float(drift) for task, drift in rows["drift_l2_mean"].dropna().items()}
         return RunSummary(
             path=folder,
             id=run.id,
@@ -175,20 +177,12 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
             tasks=run.tasks,
             variants=run.variants,
             state=current_state(run),
-            final_drift=_final_drift(run),
+            final_drift=final_drift,
             bytes=sum(file.bytes for file in run.manifest.files.values()),
             left=left_undone(run),
         )
     except DriftLensError as error:
         return RunSummary(path=folder, name=folder.name, problem=error.message)
-
-
-def _final_drift(run: DriftRun) -> dict[str, float]:
-    if "merged" not in run.variants or not run.manifest.layers:
-        return {}
-    rows = run.layers(variant="merged", layer="final")
-    found = dict(zip(rows["task"], rows["drift_l2_mean"], strict=True))
-    return {task: float(drift) for task, drift in found.items() if not math.isnan(drift)}
 
 
 def final_drift_html(run: DriftRun) -> str:
@@ -197,12 +191,8 @@ def final_drift_html(run: DriftRun) -> str:
     final = run.layers(layer="final") if run.manifest.layers else run.layers()
     drift = final.pivot(index="task", columns="variant", values="drift_l2_mean")
     header = "".join(f"<th>{html.escape(variant)}</th>" for variant in drift.columns)
-    body = "".join(
-        f"<tr><th>{html.escape(str(task))}</th>{''.join(_cell(value) for value in values)}</tr>"
-        for task, values in zip(drift.index, drift.to_numpy(), strict=True)
-    )
+    body = ""
+    for task, values in zip(drift.index, drift.to_numpy(), strict=True):
+        cells = "".join(f"<td>{'–' if math.isnan(value) else format(value, '.4g')}</td>" for value in values)
+        body += f"<tr><th>{html.escape(str(task))}</th>{cells}</tr>"
     return f"<table><caption>{html.escape(caption)}</caption><tr><th>task</th>{header}</tr>{body}</table>"
-
-
-def _cell(value: float) -> str:
-    return f"<td>{'–' if math.isnan(value) else format(value, '.4g')}</td>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,19 +47,11 @@ def verify(path: str | pathlib.Path) -> VerifyResult:
     """
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
-    listed = manifest.files
+    # A writer that died while replacing a file leaves the old one or the new one, both whole.
+    listed = settled(folder, manifest).files
     there = set(run_files(folder))
     present = sorted(there.intersection(listed))
-    changed = [
-        name
-        for name in present
-        if not any(
-            is_as_described(folder / name, entries[name])
-            # A writer that died while replacing a file leaves the old one or the new one, both whole.
-            for entries in (listed, manifest.rewriting)
-            if name in entries
-        )
-    ]
+    changed = [name for name in present if not is_as_described(folder / name, listed[name])]
     if not manifest_is_intact(folder):
         changed.append(MANIFEST)
     return VerifyResult(
@@ -94,8 +87,8 @@ def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
         raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error
 
 
-def settled(folder: pathlib.Path, manifest: Manifest) -> dict[str, FileInfo]:
-    """The files of a manifest, where those that a writer was replacing when it died are what they are now.
+def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
+    """The manifest, where files that a writer was replacing when it died are what they are now.
 
     A file that is neither the old nor the new one keeps its old entry: `verify` is to find it.
 
@@ -107,7 +100,7 @@ def settled(folder: pathlib.Path, manifest: Manifest) -> dict[str, FileInfo]:
         for name, new in manifest.rewriting.items()
         if (folder / name).is_file() and is_as_described(folder / name, new)
     }
-    return {**manifest.files, **landed}
+    return dataclasses.replace(manifest, files={**manifest.files, **landed}, rewriting={})
 
 
 def _rows(path: pathlib.Path) -> int | None:

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,14 +26,6 @@ from driftlens.records.status import Failure, State, Status, append_event, final
 from driftlens.records.verify import describe_file, run_files, settled
 
 _STATUS_SECONDS = 0.5
-
-
-@dataclass
-class PhaseUsage:
-    """What a phase used, None where it can't be read; the writer adds time and memory."""
-
-    peak_gpu_bytes: int | None = None
-    energy_wh: float | None = None
 
 
 class RunWriter(RunContents):
@@ -77,7 +68,9 @@ class RunWriter(RunContents):
         previous = lock.acquire()
         try:
             refuse_occupied(folder, force=force)
-            clear(folder)
+            for entry in layout.ENTRIES:
+                if entry not in (layout.LOCK, layout.GUARD):
+                    remove_tree(folder / entry)
             writer = cls(folder, new_manifest(name, spec_digest), lock)
             writer._begin("created", previous)
             write_text_atomic(folder / layout.SPEC, spec_yaml)
@@ -102,14 +95,11 @@ class RunWriter(RunContents):
         try:
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / layout.MANIFEST, minor=True)
-            sweep(folder)
-            manifest = dataclasses.replace(
-                manifest,
-                schema_version=SCHEMA_VERSION,
-                files=settled(folder, manifest),
-                rewriting={},
+            for scratch in folder.rglob(layout.PARTIAL):  # a killed writer left it behind
+                shutil.rmtree(scratch, ignore_errors=True)
+            writer = cls(
+                folder, dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION), lock
             )
-            writer = cls(folder, manifest, lock)
             writer._begin("resumed", previous)
             writer._notice_versions()
         except BaseException:
@@ -137,20 +127,25 @@ class RunWriter(RunContents):
             self._lock.release()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[PhaseUsage]:
-        """A block that does one phase; its state, time and memory are recorded. Ask `done` before."""
-        usage, started, clock = PhaseUsage(), utc_now(), self._clock()
+    def phase(self, name: str) -> Iterator[dict[str, Any]]:
+        """A block that does one phase; its state, time and memory are recorded. Ask `done` before.
+
+        Yields:
+            What else it used, to be filled in: other columns of the table `resources`.
+        """
+        used: dict[str, Any] = {}
+        started, clock = utc_now(), self._clock()
         self._set_phase(name, PhaseInfo("running", 0.0, started))
         self.status("running", phase=name)
         try:
-            yield usage
+            yield used
         except BaseException as error:
             with suppress(OSError):  # the disk may be what failed; the error at hand is the one to report
                 self._set_phase(name, PhaseInfo(final_state(error), self._clock() - clock, started))
             raise
         seconds = self._clock() - clock
-        row = {"phase": name, "seconds": seconds, "peak_rss_bytes": _peak_rss_bytes()}
-        self.append("resources", pd.DataFrame([row | dataclasses.asdict(usage)]), replace=True)
+        row = {"phase": name, "seconds": seconds, "peak_rss_bytes": _peak_rss_bytes(), **used}
+        self.append("resources", pd.DataFrame([row]), replace=True)
         self._set_phase(name, PhaseInfo("done", seconds, started))
 
     def done(self, phase: str) -> bool:
@@ -239,11 +234,11 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
     Raises:
         SpecError: the folder is not empty and `force` is not given, or what is in the way is not a run.
     """
-    if folder.exists() and not folder.is_dir():
+    if not folder.exists():
+        return
+    if not folder.is_dir():
         raise SpecError(f"{folder} is a file", hint="Give a folder that is new or empty.")
-    there = (
-        {child.name for child in folder.iterdir()} - {layout.LOCK, layout.GUARD} if folder.exists() else set()
-    )
+    there = {child.name for child in folder.iterdir()} - {layout.LOCK, layout.GUARD}
     if not there:
         return
     if not force:
@@ -251,33 +246,12 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
             f"{folder} is not empty", hint="Give another one, or --force to replace the run in it."
         )
     in_the_way = sorted(there.intersection(layout.ENTRIES))
-    if in_the_way and not _is_run(folder):
+    if not in_the_way:
+        return
+    try:
+        read_manifest(folder)
+    except RunError as error:
         raise SpecError(
             f"{folder} holds {in_the_way[0]}, but no run that could be replaced",
             hint="Give another folder, or remove what is in this one yourself.",
-        )
-
-
-def clear(folder: pathlib.Path) -> None:
-    """Remove the run in `folder`; its lock and files of other names stay.
-
-    Raises:
-        RunError: something can't be removed.
-    """
-    for name in layout.ENTRIES:
-        if name not in (layout.LOCK, layout.GUARD):
-            remove_tree(folder / name)
-
-
-def sweep(folder: pathlib.Path) -> None:
-    """Remove the scratch folders that a killed writer left behind."""
-    for scratch in folder.rglob(layout.PARTIAL):
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _is_run(folder: pathlib.Path) -> bool:
-    try:
-        read_manifest(folder)
-    except RunError:
-        return False
-    return True
+        ) from error

@@ -118,7 +118,7 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
 def test_a_finished_phase_is_not_done_again(tmp_path: pathlib.Path) -> None:
     with pytest.raises(DataError), new(tmp_path / "r") as writer:
         with writer.phase("load") as usage:
-            usage.energy_wh = 0.25
+            usage["energy_wh"] = 0.25
         with writer.phase("walk"):
             raise DataError("no images")
     with RunWriter.resume(tmp_path / "r") as writer:

@@ -135,7 +135,7 @@ def run_phase(
             torch.cuda.reset_peak_memory_stats()
         work()
         if torch.cuda.is_available():
-            usage.peak_gpu_bytes = torch.cuda.max_memory_allocated()
+            usage["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
 
 
 @contextmanager

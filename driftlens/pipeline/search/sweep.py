@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,38 +17,30 @@ from driftlens.access import Access
 from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
-from driftlens.errors import SingularGramError, SpecError
+from driftlens.errors import DataError, SingularGramError, SpecError, did_you_mean
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows
 from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
 from driftlens.pipeline.calibrate.request import CalibrationRequest
-from driftlens.pipeline.search.sweep_points import (
-    FACTORS,
-    Setting,
-    SweepPoint,
-    is_there,
-    numbered,
-    require_factors,
-    samples_by_seed,
-    settings_of,
-)
-from driftlens.pipeline.search.trials import Trials, part_of, with_settings
-from driftlens.pipeline.study.reopening import require_same_models, require_same_samples
-from driftlens.pipeline.study.study import Study
+from driftlens.pipeline.search.trials import Trials, Tried, part_of, with_settings
+from driftlens.pipeline.study.opening import open_data
+from driftlens.pipeline.study.reopening import redrawn, require_same_models, require_same_samples
+from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import SWEEPS
 from driftlens.records.tables import append_rows
 from driftlens.records.writer import RunWriter
-from driftlens.spec import load_spec
+from driftlens.spec import RunSpec, load_spec
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
 PHASE = "sweep"
+FACTORS = ("lam", "rho", "alpha", "n")
+"""What a sweep can vary; `n` is the number of calibration samples per task."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +64,35 @@ class SweepRequest:
     preset: str | None = None
     samples: int | None = None
     accuracy: bool = True
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One calibration: the hyperparameters that sweeps vary, and the samples per task."""
+
+    lam: float
+    rho: float
+    alpha: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Mapping[Any, Any]) -> Setting:
+        """The setting that these values are about, among others that don't matter."""
+        return cls(float(values["lam"]), float(values["rho"]), float(values["alpha"]), int(values["n"]))
+
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """What the calibrator is told of it."""
+        return {"lam": self.lam, "rho": self.rho, "alpha": self.alpha}
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A setting's place in a sweep; `sweep` names what is varied, several factors joined by `+`."""
+
+    sweep: str
+    point: int
+    setting: Setting
 
 
 def sweep(
@@ -103,25 +126,29 @@ def sweep(
         DriftLensError: see the tree in `driftlens.errors`.
     """
     folder = pathlib.Path(path)
-    require_factors(request.values)
+    _require_factors(request.values)
     if request.seeds < 1:
         raise SpecError(f"seeds is {request.seeds}, expected a whole number from 1 upwards")
     opened, around = _open(folder, request, access=access)
-    sweeps = settings_of(request.values, around, grid=request.grid)
+    sweeps = _settings_of(request.values, around, grid=request.grid)
     for setting in {setting for settings in sweeps.values() for setting in settings}:
         with_settings(opened.plan.calibrator, setting.hyperparameters).check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
-    numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
+    _numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
     require_same_samples(opened.manifest, opened.study)
     spec = load_spec(folder / layout.SPEC)
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
-    first = opened.plan.samples
-    samples, tasks = samples_by_seed(spec, opened.models, opened.study, first, seeds, access=access)
+    samples, tasks = _samples_by_seed(spec, opened, seeds, access)
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
+    scored = [task for task, at in tasks.items() if at.test is not None and at.head is not None]
+    unsolved: dict[Setting, SingularGramError] = {}
     with RunWriter.resume(folder) as writer:
         rows = open_run(folder).sweeps()
-        outdated = rows["sweep"].isin(sweeps) & replace
+        is_outdated = rows["sweep"].isin(sweeps) & replace
+        outdated = set(rows["sweep"][is_outdated])
+        points = _numbered(sweeps, rows[~is_outdated])
+        kept = rows[~is_outdated] if resume else rows[:0]
         trials = Trials(
             study,
             opened.plan.sites,
@@ -129,23 +156,28 @@ def sweep(
             functools.partial(_measured, study, accuracy=request.accuracy),
             Reporter(all_of(writer.progress, on_progress), cancel),
             PHASE,
-            folder / layout.SCRATCH / PHASE,
+            spill=folder / layout.SCRATCH / PHASE,
         )
-        job = _Job(
-            writer,
-            trials,
-            opened.plan.calibrator,
-            numbered(sweeps, rows[~outdated]),
-            _scored(study) if request.accuracy else [],
-            rows[~outdated] if resume else rows[:0],
-            set(rows["sweep"][outdated]),
-        )
+        (folder / layout.SCRATCH).mkdir(exist_ok=True)
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
-                phase = f"{PHASE}:{seed}"
+                phase, wanted = f"{PHASE}:{seed}", scored if request.accuracy else []
+                missing = [point for point in points if not _is_there(point, seed, tasks, wanted, kept)]
                 with writer.phase(phase), suitable_threads(writer, phase, study):
-                    job.run(seed, drawn)
-    job.require_all()
+                    for setting, tried in _tried(trials, opened.plan.calibrator, missing, drawn):
+                        if tried.error is not None:
+                            unsolved.setdefault(setting, tried.error)
+                            continue
+                        known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
+                        found = [
+                            {"sweep": point.sweep, "point": point.point, **known, **row}
+                            for point in missing
+                            if point.setting == setting
+                            for row in tried.by_task.values()
+                        ]
+                        _write(writer, found, outdated)
+    if unsolved:
+        raise _incomplete(unsolved)
     return open_run(folder)
 
 
@@ -164,10 +196,6 @@ def _open(folder: pathlib.Path, request: SweepRequest, **options: Any) -> tuple[
     return opened, Setting.of(settings)
 
 
-def _scored(study: Study) -> list[str]:
-    return [task for task, at in study.tasks.items() if at.test is not None and at.head is not None]
-
-
 def _measured(
     study: Study, model: str, task: str, found: Tensor, expert: Tensor, *, accuracy: bool
 ) -> dict[str, Any]:
@@ -178,88 +206,155 @@ def _measured(
     return row
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The points of all sweeps, and those of them that are there already.
+def _tried(
+    trials: Trials[dict[str, Any]],
+    start: Calibrator,
+    missing: Sequence[_Point],
+    samples: Mapping[str, SampleSet],
+) -> Iterator[tuple[Setting, Tried[dict[str, Any]]]]:
+    """What became of every setting of the missing points, calibrated on these samples."""
+    settings = list(dict.fromkeys(point.setting for point in missing))
+    if not settings:
+        return
+    cuts = sorted({setting.n for setting in settings})
+    parts = {
+        task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
+        for task, drawn in samples.items()
+    }
+    lanes = []
+    for setting in settings:
+        calibrator = closed_form(with_settings(start, setting.hyperparameters))
+        lanes.append(Lane(calibrator, frozenset(range(cuts.index(setting.n) + 1))))
+    yield from zip(settings, trials.run(parts, lanes), strict=True)
 
-    Attributes:
-        writer: of the run.
-        trials: which give rows without their settings.
-        start: the calibrator whose settings are varied.
-        points: of all sweeps.
-        scored: tasks whose accuracy is wanted.
-        kept: rows of points that need not be measured again.
-        outdated: sweeps whose rows go when the first new ones come.
-        unsolved: settings that can't be solved for, and why.
-    """
 
-    writer: RunWriter
-    trials: Trials[dict[str, Any]]
-    start: Calibrator
-    points: Sequence[SweepPoint]
-    scored: Sequence[str]
-    kept: pd.DataFrame
-    outdated: set[str]
-    unsolved: dict[Setting, SingularGramError] = field(default_factory=dict)
+def _write(writer: RunWriter, rows: Sequence[Mapping[str, Any]], outdated: set[str]) -> None:
+    """Append rows; once, the first time, those of outdated sweeps go, and the others keep their exact values."""
+    import pandas as pd
 
-    def run(self, seed: int, samples: Mapping[str, SampleSet]) -> None:
-        """Measure what is missing of one seed; the rows of every setting are written as soon as they are known."""
-        missing = [p for p in self.points if not is_there(p, seed, samples, self.scored, self.kept)]
-        settings = list(dict.fromkeys(point.setting for point in missing))
-        if not settings:
-            return
-        cuts = sorted({setting.n for setting in settings})
-        parts = {
-            task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
-            for task, drawn in samples.items()
-        }
-        lanes = [
-            Lane(
-                closed_form(with_settings(self.start, setting.hyperparameters)),
-                frozenset(range(cuts.index(setting.n) + 1)),
+    if outdated:
+        there = open_run(writer.folder).sweeps()
+        with writer.file(layout.table_file(SWEEPS.name)) as file:
+            append_rows(file, SWEEPS, there[~there["sweep"].isin(outdated)])
+        outdated.clear()
+    writer.append("sweeps", pd.DataFrame(rows), replace=True)
+
+
+def _incomplete(unsolved: Mapping[Setting, SingularGramError]) -> SingularGramError:
+    """Names the settings that could not be measured; every other point is in the run."""
+    named = "; ".join(
+        f"lam {setting.lam:g}, rho {setting.rho:g}, alpha {setting.alpha:g}, {setting.n} samples"
+        for setting in unsolved
+    )
+    error = next(iter(unsolved.values()))
+    return SingularGramError(
+        f"not measured, because they can't be solved for: {named}. The first one: {error.message}",
+        hint=f"All other points are in the run. {error.hint}",
+        **error.context,
+    )
+
+
+def _require_factors(values: Mapping[str, Sequence[float]]) -> None:
+    """Refuse an unknown factor, one without values, a value that can't be, or nothing at all."""
+    if not values:
+        raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
+    for name, wanted in values.items():
+        if name not in FACTORS:
+            raise SpecError(
+                f"a sweep can't vary {name!r}; it varies {', '.join(FACTORS)}",
+                hint=did_you_mean(name, FACTORS),
             )
+        if not wanted:
+            raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")
+        for value in wanted:
+            if not math.isfinite(value) or (name == "n" and (value < 1 or value != int(value))):
+                expected = "a whole number from 1 upwards" if name == "n" else "a finite number"
+                raise SpecError(f"{name} is {value:g}, expected {expected}")
+
+
+def _settings_of(
+    values: Mapping[str, Sequence[float]], around: Setting, *, grid: bool
+) -> dict[str, list[Setting]]:
+    """The settings to visit around another one, by sweep, in the order of the values; none twice."""
+    groups = [tuple(values)] if grid else [(name,) for name in values]
+    return {
+        "+".join(names): list(
+            dict.fromkeys(
+                Setting.of(dataclasses.asdict(around) | dict(zip(names, chosen, strict=True)))
+                for chosen in itertools.product(*(values[name] for name in names))
+            )
+        )
+        for names in groups
+    }
+
+
+def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> list[_Point]:
+    """The settings as points: one that the run has in `rows` keeps its number, a new one gets the next."""
+    points = []
+    for name, settings in sweeps.items():
+        there = rows[rows["sweep"] == name].to_dict("records")
+        known = {Setting.of(row): int(row["point"]) for row in there}
+        _require_same_rest(name, settings, known)
+        following = itertools.count(max(known.values(), default=-1) + 1)
+        points += [
+            _Point(name, known[setting] if setting in known else next(following), setting)
             for setting in settings
         ]
-        (self.writer.folder / layout.SCRATCH).mkdir(exist_ok=True)
-        for setting, tried in zip(settings, self.trials.run(parts, lanes), strict=True):
-            if tried.error is not None:
-                self.unsolved.setdefault(setting, tried.error)
-                continue
-            known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
-            self._write(
-                [
-                    {"sweep": point.sweep, "point": point.point, **known, **row}
-                    for point in missing
-                    if point.setting == setting
-                    for row in tried.by_task.values()
-                ]
+    return points
+
+
+def _is_there(
+    point: _Point, seed: int, tasks: Collection[str], scored: Collection[str], rows: pd.DataFrame
+) -> bool:
+    """Whether the run has a point's rows of one seed for all tasks, with an accuracy for those `scored`."""
+    mine = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point) & (rows["seed"] == seed)]
+    has_accuracy = set(mine["task"][mine["accuracy"].notna()])
+    return set(mine["task"]) >= set(tasks) and has_accuracy >= set(scored)
+
+
+def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:
+    varied = sweep.split("+")
+    for name in FACTORS:
+        before = {getattr(setting, name) for setting in known}
+        if name not in varied and before and before != {getattr(settings[0], name)}:
+            there = ", ".join(f"{value:g}" for value in sorted(before))
+            raise SpecError(
+                f"the run has a sweep of {sweep} with {name} {there}; "
+                f"now {name} is {getattr(settings[0], name):g}",
+                hint="Points of one curve share everything else; --replace takes the earlier ones out.",
             )
 
-    def require_all(self) -> None:
-        """Complain of what could not be measured.
 
-        Raises:
-            SingularGramError: names the settings; every other point is in the run.
-        """
-        if not self.unsolved:
-            return
-        named = "; ".join(
-            f"lam {setting.lam:g}, rho {setting.rho:g}, alpha {setting.alpha:g}, {setting.n} samples"
-            for setting in self.unsolved
-        )
-        error = next(iter(self.unsolved.values()))
-        raise SingularGramError(
-            f"not measured, because they can't be solved for: {named}. The first one: {error.message}",
-            hint=f"All other points are in the run. {error.hint}",
-            **error.context,
-        )
+def _samples_by_seed(
+    spec: RunSpec, opened: OpenCalibration, seeds: Sequence[int], access: Access
+) -> tuple[dict[int, dict[str, SampleSet]], dict[str, TaskSamples]]:
+    """The calibration samples of every seed by task, and the tasks without what some seed calibrates on.
 
-    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        import pandas as pd
+    A seed draws as many as the run's own, as the spec would with that seed. Diagnosis and test samples can only be
+    among them where a task's splits draw from the same place.
+    """
+    first, preprocess = opened.plan.samples, opened.models.architecture.preprocess
+    assert preprocess is not None  # every loader that a spec can name brings one
+    found, tasks, sources = {seeds[0]: dict(first)}, dict(opened.study.tasks), {}
+    for seed in seeds[1:]:
+        drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
+        sources = {task: open_data(drawn, task, preprocess, access=access) for task in first}
+        found[seed] = {task: data.calibration() for task, data in sources.items()}
+    for task, data in sources.items():
+        seen = {name for samples in found.values() for name in samples[task].ids}
+        at = tasks[task]
+        diagnosis = _without(at.diagnosis, seen) if data.shares("diagnosis") else at.diagnosis
+        test = _without(at.test, seen) if data.shares("test") and at.test is not None else at.test
+        if not len(diagnosis) or (test is not None and not len(test)):
+            raise DataError(
+                f"task {task}: over {len(seeds)} seeds every sample serves calibration, none is left to measure with",
+                hint="Sweep with fewer seeds or fewer samples, or give calibration a split of its own.",
+            )
+        tasks[task] = dataclasses.replace(at, diagnosis=diagnosis, test=test)
+    return found, tasks
 
-        if self.outdated:  # the others keep their exact values
-            there = open_run(self.writer.folder).sweeps()
-            with self.writer.file(layout.table_file(SWEEPS.name)) as file:
-                append_rows(file, SWEEPS, there[~there["sweep"].isin(self.outdated)])
-            self.outdated.clear()
-        self.writer.append("sweeps", pd.DataFrame(rows), replace=True)
+
+def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
+    """The samples whose ids are not among `ids`; the very same set where that is all of them."""
+    kept = [position for position, sample in enumerate(samples.ids) if sample not in ids]
+    return samples if len(kept) == len(samples) else part_of(samples, kept)

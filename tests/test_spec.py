@@ -34,7 +34,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert (jacobian.tolerance, jacobian.spectral) == (1e-4, False)
     metrics = spec.metrics
     assert (metrics.contributions, metrics.prefix, metrics.cka, metrics.adjoint) == (True, True, False, False)
-    assert (spec.layers.select, spec.layers.pool) == ("blocks", "cls")
+    assert (spec.layers.select, spec.layers.pool) == ("blocks", None), "the pooling is the model family's"
     assert (compute.device, compute.dtype) == ("auto", "float32")
     assert compute.feature_budget == 2 * 2**30
     assert spec.calibration is None

@@ -24,7 +24,6 @@ else:
     Picture: TypeAlias = Any
 
 Split: TypeAlias = Literal["calibration", "diagnosis", "test"]
-Modality: TypeAlias = Literal["image", "text"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class SplitView:
         class_names: the classes as the source names them; None when it has no labels or doesn't name them.
         label: position -> class name, or None where the sample has no label.
         read: position -> the image, or the pair of texts (input, target).
-        holds: what the samples are.
+        holds: what the samples are, `image` or `text`; a model reads one of them (`models.chain.Modality`).
     """
 
     origin: str
@@ -45,7 +44,7 @@ class SplitView:
     class_names: tuple[str, ...] | None
     label: Callable[[int], str | None]
     read: Callable[[int], Any]
-    holds: Modality = "image"
+    holds: str = "image"
 
     def __len__(self) -> int:
         return len(self.ids)

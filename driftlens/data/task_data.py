@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
 from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
-from driftlens.data.sources import Modality, Picture, Split, SplitView, data_sources
+from driftlens.data.sources import Picture, Split, SplitView, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def open_task_data(
     defaults: DataDefaults,
     preprocess: Preprocess,
     *,
+    reads: str | None,
     head_classes: Sequence[str] | None = None,
-    reads: Modality = "image",
     access: Access = Access(),
 ) -> TaskData:
     """The task's samples, drawn, with labels as class names; images are read batch by batch, later.
@@ -91,8 +91,8 @@ def open_task_data(
         entry: its entry in the spec's `data` section.
         defaults: counts, seed and batch size that the entry doesn't set.
         preprocess: what turns a batch of pictures (or pairs of texts) into the model's raw inputs.
+        reads: what the model takes, by the name of its modality; None where that is not known.
         head_classes: the names of the head's rows; None takes the data's own names.
-        reads: what the model takes.
         access: what may be used, and on which device.
 
     Raises:
@@ -106,9 +106,11 @@ def open_task_data(
         own.append("diagnosis")
     views = {split: source(entry, split, access) for split in own}
     views.setdefault("diagnosis", views["test"])
-    if views["test"].holds != reads:
+    holds = views["test"].holds
+    if reads is not None and holds != reads:
         raise DataError(
-            f"task {task}: {views['test'].origin} holds {views['test'].holds} samples, but the model reads {reads}",
+            f"task {task}: {views['test'].origin} (kind {entry.kind}) holds {holds} samples, but the model reads "
+            f"{reads}",
             hint="Text tasks (kind: jsonl) need a text model; image models need a source of images.",
         )
     class_names = _agreed_classes(task, views, head_classes)
@@ -196,7 +198,7 @@ def _notices(
             f"{task}: calibration and test draw from the same samples, {origin}; "
             f"the {num_calibration} calibration samples are kept out of the test"
         )
-    if views["test"].holds == "image" and sets["test"].labels is None:
+    if sets["test"].labels is None:
         yield f"{task}: the test samples have no labels, so there is no accuracy"
 
 

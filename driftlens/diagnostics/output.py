@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from driftlens.linalg.state import (
     gauss_legendre,
     softmax_change,
 )
-from driftlens.models.heads import ScoreMap
+from driftlens.models.heads import ScoreMap, class_rows
 from driftlens.records.schema import OUTPUTS
 
 GAIN_NODES = 4
@@ -111,12 +110,6 @@ def _margin(scores: Tensor) -> Tensor:
         return torch.full_like(scores[:, 0], float("nan"))
     best = scores.topk(2, dim=1).values
     return best[:, 0] - best[:, 1]
-
-
-def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
-    """Row of each label in the head, [n]; labels meet rows by name."""
-    row = {name: position for position, name in enumerate(head.classes)}
-    return torch.tensor([row[label] for label in labels])
 
 
 @dataclass(frozen=True)

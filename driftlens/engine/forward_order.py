@@ -145,7 +145,7 @@ def calibrate_side_by_side(
     spill: Path | None = None,
     done: Mapping[int, Mapping[str, Tensor]] | None = None,
     on_step: Callable[[int, str], None] | None = None,
-    pooling: Pool = "cls",
+    pooling: Pool | None = None,
     objectives: bool = False,
 ) -> Iterator[list[CalibratedLayer]]:
     """The same layer calibrated in every lane, in the order of the lanes, layer after layer. The rest as `calibrate`.
@@ -179,7 +179,7 @@ def calibrate_side_by_side(
         merged=merged,
         base=base,
         on_step=on_step or (lambda layer, task: None),
-        pooling=pooling,
+        pooling=pooling or pool.chain.modality.pool,
         objectives=objectives,
     )
     return _layers(walk, remaining, finished)

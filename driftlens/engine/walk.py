@@ -273,14 +273,14 @@ def waiting_bytes(pool: ModelPool, model: str, inputs: object) -> int:
 
 @torch.no_grad()
 def capture(
-    module: nn.Module, inputs: Iterable[Any], *, pool: Pool = "cls"
+    module: nn.Module, inputs: Iterable[Any], *, pool: Pool | None = None
 ) -> Iterator[tuple[Layer, Tensor]]:
     """Each layer with its pooled features [n, d], in forward order; one boundary of features is alive at a time.
 
     Args:
         module: any module an adapter understands; run in eval mode, not modified.
         inputs: batches of raw inputs, each read once.
-        pool: how one vector per sample is taken from a layer's state.
+        pool: how one vector per sample is taken from a layer's state; None takes what suits the model's modality.
 
     Raises:
         IncompatibleModelsError: no adapter understands the module.
@@ -292,8 +292,9 @@ def capture(
     models = ModelPool(
         chain, module, sources, device=first.device, dtype=first.dtype, modules={"model": module}
     )
+    how = pool or chain.modality.pool
     for layer, states in layer_states(models, "model", _numbered(inputs)):
-        vectors = [pooled(state[layer.stream], pool, side.mask(layer.stream)) for _, state, side in states]
+        vectors = [pooled(state[layer.stream], how, side.mask(layer.stream)) for _, state, side in states]
         yield layer, torch.cat(vectors)
 
 

@@ -55,7 +55,7 @@ class Architecture:
         skeleton: the library's own module in eval mode; parameters are on meta unless the loader is `live`.
         chain: the skeleton taken apart.
         layout: how checkpoints name its parameters; None where they must match exactly.
-        preprocess: images -> pixels; None when the caller brings tensors.
+        preprocess: samples -> raw inputs; None when the caller brings these.
         folder: how to save it for the original library; None when only a state dict can be saved.
         notices: what the user should know, in sentences.
         open_text: the base's weights under their own key names -> its text tower; None where there is none.

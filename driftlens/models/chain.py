@@ -11,7 +11,7 @@ returns zeros in their rows, so that padding carries no drift.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.errors import SpecError
+from driftlens.models.heads import ScoreMap, scores_own_class
 
 if TYPE_CHECKING:
     from driftlens.models.frames import Frame, Inputs
@@ -37,6 +38,27 @@ ParameterKey = tuple[int, str]
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]
+
+
+@dataclass(frozen=True)
+class Modality:
+    """What a family of models reads, and how its answers are judged.
+
+    Attributes:
+        name: what one sample is: `image`, `text`; `tensor` where callers bring inputs of their own.
+        pool: how one vector per sample is taken where nobody says.
+        metric: the name that its share of right answers has in the accuracy table.
+        is_right: (score map, final features [n, d], labels) -> which samples are answered rightly, [n], on the CPU.
+    """
+
+    name: str
+    pool: Pool = "cls"
+    metric: str = "accuracy"
+    is_right: Callable[[ScoreMap, Tensor, Sequence[str]], Tensor] = scores_own_class
+
+
+IMAGE = Modality("image")
+TENSOR = Modality("tensor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +192,8 @@ class LayerChain:
         require_shared: (models by name, a batch) -> nothing; refuses models that the side inputs of one of them don't
             serve. None where side inputs come from the raw inputs alone.
         tied: of every checkpoint key whose tensor lies under several keys, all of these.
-        settings: what the architecture fixes beyond shapes (activation, eps, heads), for comparison and the manifest.
+        settings: what the architecture fixes beyond shapes (activation, eps, heads), for messages.
+        modality: what the model reads.
     """
 
     architecture: str
@@ -181,6 +204,7 @@ class LayerChain:
     require_shared: Callable[[Iterable[tuple[str, nn.Module]], Any], None] | None = None
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
+    modality: Modality = TENSOR
 
     def __post_init__(self) -> None:
         roles = [layer.role for layer in self.layers]

@@ -87,6 +87,17 @@ class Head:
         return bound
 
 
+def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
+    """Row of each label in the head, [n]; labels meet rows by name."""
+    row = {name: position for position, name in enumerate(head.classes)}
+    return torch.tensor([row[label] for label in labels])
+
+
+def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
+    """Whether each sample's best score is that of its own label, [n], on the CPU."""
+    return head.scores(features).argmax(dim=1).cpu() == class_rows(head, labels)
+
+
 def class_names(given: ClassNames) -> tuple[str, ...]:
     """Class names from a list, or from a JSON file that holds a list.
 

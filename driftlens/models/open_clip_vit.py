@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.chain import Layer, LayerChain, Site, Slot, State
+from driftlens.models.chain import IMAGE, Layer, LayerChain, Site, Slot, State
 from driftlens.models.registry import adapters
 from driftlens.models.vit import (
     ACTIVATIONS,
@@ -95,6 +95,7 @@ class OpenClipViT:
             library_states=_library_states,
             token_weights=token_weight_rules(tower.positional_embedding.shape[0]),
             settings=_settings(tower),
+            modality=IMAGE,
         )
 
     def tiny(self) -> nn.Module:

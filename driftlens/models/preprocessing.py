@@ -1,4 +1,4 @@
-"""Images to the pixels a tower was trained on: resize, crop and normalise as the model's own files say."""
+"""Samples to the inputs a model was trained on; images are resized, cropped and normalised as its own files say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from driftlens.errors import DataError, IncompatibleModelsError
 
@@ -18,29 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Images -> pixels [n, 3, h, w], float32, normalised.
+    """Samples as data sources hand them over -> a model's raw inputs.
+
+    Of images (PIL's in any mode, uint8 arrays [h, w, 3] or [h, w]) these are pixels [n, 3, h, w], float32, normalised.
 
     Attributes:
-        backend: which code resizes; backends differ by up to 0.015 per normalised pixel, so runs record it.
-        image_size: height and width that the tower takes.
-        transform: RGB images -> pixels.
+        backend: which code does it; of images, backends differ by up to 0.015 per normalised pixel, so runs record it.
+        transform: samples -> raw inputs; a DataError where it can't.
         settings: what the model's files say, in the library's own terms.
         notice: what the user should know, or nothing.
     """
 
     backend: str
-    image_size: tuple[int, int]
-    transform: Callable[[list[Image]], Tensor]
+    transform: Callable[[Sequence[Any]], Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     notice: str = ""
 
-    def __call__(self, images: Sequence[Image | np.ndarray[Any, Any]]) -> Tensor:
-        """Pixels [n, 3, h, w] of PIL images in any mode, or of uint8 arrays [h, w, 3] or [h, w].
-
-        Raises:
-            DataError: an array is of another type or shape.
-        """
-        return self.transform([_rgb(image) for image in images])
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """The raw inputs of a batch."""
+        return self.transform(samples)
 
 
 def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
@@ -67,13 +62,12 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
     processor_class = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
     processor = processor_class.from_dict(stated)
 
-    def transform(images: list[Image]) -> Tensor:
-        pixels: Tensor = processor(images=images, return_tensors="pt")["pixel_values"]
-        return pixels
+    def transform(images: Sequence[Any]) -> Any:
+        return processor(images=[_rgb(image) for image in images], return_tensors="pt")["pixel_values"]
 
     notice = _default_notice(source, "preprocessor_config.json") if config is None else ""
     backend = f"transformers {processor_class.__name__}"
-    return _checked(Preprocess(backend, image_size, transform, stated, notice), source)
+    return _checked(Preprocess(backend, transform, stated, notice), image_size, source)
 
 
 def open_clip_preprocess(
@@ -101,11 +95,11 @@ def open_clip_preprocess(
             hint="Check interpolation (bicubic, bilinear) and resize_mode (shortest, longest, squash).",
         ) from error
 
-    def transform(images: list[Image]) -> Tensor:
-        return torch.stack([one(image) for image in images])
+    def transform(images: Sequence[Any]) -> Any:
+        return torch.stack([one(_rgb(image)) for image in images])
 
     notice = _default_notice(source, "preprocess_cfg") if config is None else ""
-    return _checked(Preprocess("open_clip torchvision-PIL", image_size, transform, stated, notice), source)
+    return _checked(Preprocess("open_clip torchvision-PIL", transform, stated, notice), image_size, source)
 
 
 def _hf_default(image_size: tuple[int, int]) -> dict[str, Any]:
@@ -134,11 +128,11 @@ def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
     return images.fromarray(array).convert("RGB")
 
 
-def _checked(preprocess: Preprocess, source: str) -> Preprocess:
+def _checked(preprocess: Preprocess, image_size: tuple[int, int], source: str) -> Preprocess:
     """`preprocess`, tried on one image: a wrong size would otherwise show up in the middle of a run."""
     height, width = preprocess([np.zeros((48, 64, 3), dtype=np.uint8)]).shape[-2:]
-    if (height, width) != preprocess.image_size:
-        wanted = "x".join(map(str, preprocess.image_size))
+    if (height, width) != image_size:
+        wanted = "x".join(map(str, image_size))
         raise IncompatibleModelsError(
             f"{source}: preprocessing gives {height}x{width} pixels, the tower takes {wanted}",
             hint="The preprocessor file belongs to another model; use the one that came with the tower.",

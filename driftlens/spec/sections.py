@@ -134,11 +134,11 @@ class Layers(Part):
 
     Attributes:
         select: `blocks` for all, a pattern on module paths, or a list of patterns and layer numbers.
-        pool: `cls`, `mean`, `last`, or `all` for the whole state.
+        pool: `cls`, `mean`, `last`, or `all` for the whole state; null takes what suits the kind of model.
     """
 
     select: Selection = "blocks"
-    pool: Literal["cls", "mean", "last", "all"] = "cls"
+    pool: Literal["cls", "mean", "last", "all"] | None = None
 
 
 class JacobianMetrics(Part):

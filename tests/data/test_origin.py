@@ -25,7 +25,11 @@ def origins(folder: Path, *, n_diagnosis: int = 3, **values: Any) -> tuple[str, 
         "test": str(folder / "test"),
     } | values
     data = open_task_data(
-        "cars", entry_of(**entry), DataDefaults(n=2, n_diagnosis=n_diagnosis), lambda pictures: len(pictures)
+        "cars",
+        entry_of(**entry),
+        DataDefaults(n=2, n_diagnosis=n_diagnosis),
+        lambda pictures: len(pictures),
+        reads="image",
     )
     return data.diagnosis().origin(), data.test().origin()
 

@@ -27,7 +27,7 @@ def opened(
 ) -> TaskData:
     n, n_diagnosis, n_test = counts
     defaults = DataDefaults(n=n, n_diagnosis=n_diagnosis, n_test=n_test, batch_size=2)
-    return open_task_data("Autos 車", entry_of(**values), defaults, first_red, **options)
+    return open_task_data("Autos 車", entry_of(**values), defaults, first_red, reads="image", **options)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_inputs_labels_and_ids_stay_together(folders: dict[str, str]) -> None:
 def test_opening_again_draws_the_same_and_another_seed_does_not(folders: dict[str, str]) -> None:
     def ids(seed: int) -> tuple[str, ...]:
         defaults = DataDefaults(n=6, n_diagnosis=3, seed=seed)
-        return open_task_data("t", entry_of(**folders), defaults, first_red).calibration().ids
+        return open_task_data("t", entry_of(**folders), defaults, first_red, reads="image").calibration().ids
 
     assert ids(1) == ids(1)
     assert ids(1) != ids(2)

@@ -23,10 +23,10 @@ from driftlens.diagnostics.adjoint import (
     margin_target,
 )
 from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
-from driftlens.diagnostics.output import class_rows
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State
 from driftlens.models.chain import Layer
+from driftlens.models.heads import class_rows
 from driftlens.pipeline.analyze.diagnosis import LayerMeter
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter

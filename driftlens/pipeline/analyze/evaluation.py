@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from driftlens.data.samples import Batch, SampleSet
-from driftlens.diagnostics.output import class_rows
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
 from driftlens.linalg.state import expert_cosine
@@ -44,7 +43,7 @@ def accuracy_rows(
         {
             "task": task,
             "variant": variant,
-            "metric": "accuracy",
+            "metric": study.pool.chain.modality.metric,
             "value": right / count,
             "n": count,
             "ci_low": low,
@@ -61,7 +60,7 @@ def _hits(
 ) -> dict[str, int]:
     """Samples that each variant gets right; a sample is read once for all of them."""
     assert samples.labels is not None
-    wanted = class_rows(head, samples.labels)
+    is_right = study.pool.chain.modality.is_right
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
@@ -73,8 +72,8 @@ def _hits(
             step(f"task {task}: {variant}", chunk)
             model = expert_of(task) if variant == "expert" else variant
             for start, features in forward(study.pool, model, chunk, task=task):
-                predicted = head.scores(features).argmax(dim=1).cpu()
-                hits[variant] += int((predicted == wanted[start : start + len(predicted)]).sum())
+                labels = samples.labels[start : start + len(features)]
+                hits[variant] += int(is_right(head, features, labels).sum())
     step(f"task {task}", [])
     return hits
 

@@ -77,6 +77,9 @@ def analyze(
         merge_of(resolved, resolved.merge.method, resolved.merge.parameters)
     calibration_settings(resolved)
     study, models = open_study(resolved, access=access)
+    # A run says how it pooled, also where its spec left that to the models.
+    layers = resolved.layers.model_copy(update={"pool": study.settings.pool})
+    resolved = resolved.model_copy(update={"layers": layers})
     goes_on = resume and (Path(out) / "manifest.json").exists()
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
         _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel))

@@ -46,7 +46,7 @@ def live_study(
     layers: str | Sequence[str | int] = "blocks",
     blocks: str | None = None,
     mask: Mask = None,
-    pool: Pool = "cls",
+    pool: Pool | None = None,
     n: int | None = 256,
     batch_size: int = 32,
     cka: bool = False,
@@ -68,7 +68,7 @@ def live_study(
         blocks: path of the list of blocks, where it can't be found by itself (generic modules only).
         mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
             of a batch, or False where nothing is padded; `attention_mask` is found by itself.
-        pool: how one vector per sample is taken.
+        pool: how one vector per sample is taken; None takes what suits the models' modality.
         n: samples per task, drawn at random; None takes all.
         batch_size: samples per forward pass.
         cka: whether linear CKA is computed.
@@ -118,7 +118,7 @@ def live_study(
         variants=(*(["base"] if base is not None else []), "merged"),
         tasks={task: _task(samples, head_of.get(task)) for task, samples in diagnosis.items()},
         settings=Settings(
-            pool=pool,
+            pool=pool or chain.modality.pool,
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], layers)),
             options=frozenset(name for name, on in {"cka": cka, "adjoint": adjoint}.items() if on),
             jacobian=jacobian,

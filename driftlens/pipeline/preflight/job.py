@@ -55,12 +55,13 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
         checks.ok("device", f"{place}, {spec.compute.dtype}")
     architecture = _check_architecture(spec, checks, access)
     models = None if architecture is None else check_models(spec, architecture, checks, access)
-    preprocess = None if architecture is None else architecture.preprocess
-    data = check_data(spec, preprocess, checks, access=access)
+    data = check_data(spec, architecture, checks, access=access)
     layers: tuple[LayerCost, ...] = ()
     if architecture is not None and data:
         sample, dtype = next(iter(data.values())).diagnosis().load([0]), getattr(torch, spec.compute.dtype)
-        layers = layer_costs(architecture, sample, dtype, spec.layers.pool)
+        layers = layer_costs(
+            architecture, sample, dtype, spec.layers.pool or architecture.chain.modality.pool
+        )
     if models is not None:
         check_heads(spec, models, data, layers[-1].width if layers else None, checks)
         checks.findings += suspicions(models.architecture.chain, models.sources)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
 from driftlens.access import Access
 from driftlens.data.task_data import TaskData
 from driftlens.errors import DataError
+from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.preflight.outcome import Preflight
@@ -21,13 +22,13 @@ from driftlens.spec import RunSpec, TextHead
 
 
 def check_data(
-    spec: RunSpec, preprocess: Callable[[list[Any]], Any] | None, checks: Preflight, *, access: Access
+    spec: RunSpec, architecture: Architecture | None, checks: Preflight, *, access: Access
 ) -> dict[str, TaskData]:
     """The data of every task that can be opened; the others become findings.
 
     Args:
         spec: names them.
-        preprocess: the architecture's; without one no sample is read.
+        architecture: says what is read, and how; without one no sample is read.
         checks: where findings go.
         access: what may be used, and on which device.
     """
@@ -35,8 +36,8 @@ def check_data(
     for task in spec.tasks:
 
         def open_one(task: str = task) -> TaskData:
-            data = open_data(spec, task, preprocess or list, access=access)
-            if preprocess is not None:
+            data = open_data(spec, task, architecture, access=access)
+            if architecture is not None:
                 data.diagnosis().load([0])
             return data
 

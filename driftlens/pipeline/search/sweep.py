@@ -333,12 +333,11 @@ def _samples_by_seed(
     A seed draws as many as the run's own, as the spec would with that seed. Diagnosis and test samples can only be
     among them where a task's splits draw from the same place.
     """
-    first, preprocess = opened.plan.samples, opened.models.architecture.preprocess
-    assert preprocess is not None  # every loader that a spec can name brings one
+    first, architecture = opened.plan.samples, opened.models.architecture
     found, tasks, sources = {seeds[0]: dict(first)}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
         drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
-        sources = {task: open_data(drawn, task, preprocess, access=access) for task in first}
+        sources = {task: open_data(drawn, task, architecture, access=access) for task in first}
         found[seed] = {task: data.calibration() for task, data in sources.items()}
     for task, data in sources.items():
         seen = {name for samples in found.values() for name in samples[task].ids}

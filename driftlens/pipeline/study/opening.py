@@ -206,7 +206,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     settings = settings_of(spec, pool.chain)
     preprocess = models.architecture.preprocess
     assert preprocess is not None  # every loader that a spec can name brings one
-    data = {task: open_data(spec, task, preprocess, access=access) for task in spec.tasks}
+    data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
     calibration = {task: opened.calibration().ids for task, opened in data.items()}
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
@@ -229,15 +229,13 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     return study, models
 
 
-def open_data(
-    spec: RunSpec, task: str, preprocess: Callable[[list[Any]], Any], *, access: Access
-) -> TaskData:
+def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
     """The samples of one task, drawn.
 
     Args:
         spec: the run.
         task: one of its tasks.
-        preprocess: the architecture's.
+        architecture: says what is read, and how; without one samples can be listed but not read.
         access: what may be used, and on which device.
 
     Raises:
@@ -248,7 +246,16 @@ def open_data(
     if entry is None:
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
-    return open_task_data(task, entry, spec.data.defaults, preprocess, head_classes=named, access=access)
+    preprocess = None if architecture is None else architecture.preprocess
+    return open_task_data(
+        task,
+        entry,
+        spec.data.defaults,
+        preprocess or list,
+        reads=None if architecture is None else architecture.chain.modality.name,
+        head_classes=named,
+        access=access,
+    )
 
 
 def _task_samples(data: TaskData, head: ScoreMap | None) -> TaskSamples:
@@ -277,7 +284,7 @@ def settings_of(spec: RunSpec, chain: LayerChain) -> Settings:
             seed=spec.data.defaults.seed,
         )
     return Settings(
-        pool=spec.layers.pool,
+        pool=spec.layers.pool or chain.modality.pool,
         stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
         options=metrics.options,
         jacobian=jacobian,

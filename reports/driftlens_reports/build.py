@@ -133,19 +133,19 @@ def _known(name: str) -> str:
 
 
 def _html(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.interactive import interactive_page
+    from driftlens_reports.formats.page import interactive_page
 
     return {"report.html": interactive_page(made.content, made.drawn)}
 
 
 def _html_light(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.light import light_page
+    from driftlens_reports.formats.page import light_page
 
     return {"report-light.html": light_page(made.content, made.drawn)}
 
 
 def _json(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.document import json_document
+    from driftlens_reports.formats.tables import json_document
 
     return {"report.json": json_document(made.content)}
 
@@ -160,7 +160,7 @@ def _md(run: DriftRun, made: Composed) -> dict[str, bytes]:
 
 
 def _csv(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.spreadsheets import spreadsheets
+    from driftlens_reports.formats.tables import spreadsheets
 
     return {f"csv/{name}": data for name, data in spreadsheets(run, made.content).items()}
 

@@ -3,6 +3,7 @@ r"""The LaTeX format: a fragment per table, to \input, with booktabs rules, a ca
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from driftlens.records import layout
@@ -35,7 +36,7 @@ def _fragment(content: ReportContent, table: Table) -> str:
     notes = [f"Run {content.run.name} ({content.run.id}).", table.note, *content.stamps]
     if table.has_gaps:
         notes.append("A dash: not measured.")
-    parts = _parts(_grid(_without_empty(table)))
+    parts = _parts(_grid(table))
     below = {len(parts): [note for note in notes if note]}
     return "".join(
         to_latex([part], table.name, f"{table.title}.", notes=below.get(at, ()), part=at)
@@ -43,58 +44,38 @@ def _fragment(content: ReportContent, table: Table) -> str:
     )
 
 
-def _without_empty(table: Table) -> Table:
-    """The table without columns of words that say nothing in any row."""
-    kept = [
+def _grid(table: Table) -> grid.Grid:
+    """The first column names the lines; columns of words that say nothing in any row are left out."""
+    first, *others = [
         at
         for at, column in enumerate(table.columns)
         if at == 0 or column.kind != "text" or any(row[at] for row in table.rows)
     ]
-    return table.model_copy(
-        update={
-            "columns": tuple(table.columns[at] for at in kept),
-            "rows": tuple(tuple(row[at] for at in kept) for row in table.rows),
-        }
-    )
-
-
-def _grid(table: Table) -> grid.Grid:
-    """The first column names the lines; percentages carry their sign in the heading."""
-    first, *others = table.columns
-    wraps = _wraps(table)
-    columns = tuple(
-        grid.Column(_heading(column), _digits(table, column), best=None, wrap=wrap)
-        for column, wrap in zip(others, wraps[1:], strict=True)
-    )
-    lines = tuple(
-        grid.Line(
-            str(row[0]),
-            {
-                _heading(column): grid.Cell(_value(cell, column))
-                for column, cell in zip(others, row[1:], strict=True)
-            },
-            role="reference",
-        )
-        for row in table.rows
-    )
-    return grid.Grid(columns, (grid.Block(lines),), first=first.name, wrap=wraps[0])
-
-
-def _wraps(table: Table) -> list[float]:
-    """Width in em of each column whose words go on in the next line; 0 for the others, and where all fits."""
-    cells = [[column.name, *texts] for column, texts in zip(table.columns, _columns_of(table), strict=True)]
-    longest = [max(map(len, texts)) for texts in cells]
-    if sum(longest) + _BETWEEN * len(longest) <= _LINE:
-        return [0.0] * len(longest)
-    return [
-        _WRAPPED * _LETTER_EM if column.kind == "text" and letters > _WRAPPED else 0.0
-        for column, letters in zip(table.columns, longest, strict=True)
+    wraps = _wraps(table, [first, *others])
+    heads = {at: _heading(table.columns[at]) for at in others}
+    columns = [
+        grid.Column(head, _digits(table, table.columns[at]), best=None, wrap=wraps[at])
+        for at, head in heads.items()
     ]
+    lines = []
+    for row in table.rows:
+        cells = {head: grid.Cell(_value(row[at], table.columns[at])) for at, head in heads.items()}
+        lines.append(grid.Line(str(row[first]), cells, role="reference"))
+    name = table.columns[first].name
+    return grid.Grid(tuple(columns), (grid.Block(tuple(lines)),), first=name, wrap=wraps[first])
 
 
-def _columns_of(table: Table) -> list[list[str]]:
+def _wraps(table: Table, shown: Sequence[int]) -> dict[int, float]:
+    """Width in em of each column whose words go on in the next line; 0 for the others, and where all fits."""
     texts = table.texts()
-    return [[row[at] for row in texts] for at in range(len(table.columns))]
+    longest = {at: max(map(len, [table.columns[at].name, *(row[at] for row in texts)])) for at in shown}
+    is_wide = sum(longest.values()) + _BETWEEN * len(longest) > _LINE
+    return {
+        at: _WRAPPED * _LETTER_EM
+        if is_wide and table.columns[at].kind == "text" and letters > _WRAPPED
+        else 0.0
+        for at, letters in longest.items()
+    }
 
 
 def _parts(whole: grid.Grid) -> list[grid.Grid]:
@@ -102,7 +83,9 @@ def _parts(whole: grid.Grid) -> list[grid.Grid]:
     pages: list[list[grid.Line]] = [[]]
     room = _PAGE
     for line in whole.lines:
-        height = _height(whole, line)
+        words = [line.label] if whole.wrap else []
+        words += [str(line.cells[column.title].value) for column in whole.columns if column.wrap]
+        height = max((math.ceil(len(text) / _WRAPPED) for text in words), default=1)
         if height > room and pages[-1]:
             pages.append([])
             room = _PAGE
@@ -111,35 +94,23 @@ def _parts(whole: grid.Grid) -> list[grid.Grid]:
     return [replace(whole, blocks=(grid.Block(tuple(lines)),)) for lines in pages]
 
 
-def _height(whole: grid.Grid, line: grid.Line) -> int:
-    """Lines of text that a line of the grid takes."""
-    words = [line.label] if whole.wrap else []
-    words += [
-        value
-        for column in whole.columns
-        if column.wrap and isinstance(value := line.cells[column.title].value, str)
-    ]
-    return max((math.ceil(len(text) / _WRAPPED) for text in words), default=1)
-
-
 def _digits(table: Table, column: Column) -> int | None:
     """Decimals of a column, the same for all of one unit; None for words and errors, which have their own."""
     if column.kind != "number":
         return {"count": 0, "share": 1}.get(column.kind)
-    alike = [
-        at for at, other in enumerate(table.columns) if (other.kind, other.unit) == ("number", column.unit)
-    ]
-    return max(_digits_at(table, at) for at in alike)
-
-
-def _digits_at(table: Table, at: int) -> int:
-    sizes = [abs(cell) for row in table.rows if isinstance(cell := row[at], (int, float))]
-    largest = max(sizes, default=0.0)
-    above = math.floor(math.log10(largest)) if largest else 0
-    return min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS)
+    decimals = []
+    for at, other in enumerate(table.columns):
+        if (other.kind, other.unit) == ("number", column.unit):
+            largest = max(
+                (abs(cell) for row in table.rows if isinstance(cell := row[at], (int, float))), default=0.0
+            )
+            above = math.floor(math.log10(largest)) if largest else 0
+            decimals.append(min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS))
+    return max(decimals)
 
 
 def _heading(column: Column) -> str:
+    """Percentages carry their sign in the heading."""
     return f"{column.name} (%)" if column.kind == "share" else column.name
 
 

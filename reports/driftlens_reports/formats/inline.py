@@ -16,29 +16,12 @@ if TYPE_CHECKING:
 
 _ELEMENTS = {"svg", "g", "defs", "clipPath", "pattern", "path", "rect", "use", "text"}
 _PLACES = {
-    "d",
-    "transform",
-    "x",
-    "y",
-    "width",
-    "height",
-    "viewBox",
-    "href",
-    "clip-path",
-    "id",
-    "patternUnits",
+    *("d", "transform", "x", "y", "width", "height", "viewBox"),
+    *("href", "clip-path", "id", "patternUnits"),
 }
 _LOOKS = {
-    *(
-        "fill",
-        "fill-opacity",
-        "stroke",
-        "stroke-width",
-        "stroke-opacity",
-        "stroke-dasharray",
-        "stroke-linecap",
-    ),
-    *("stroke-dashoffset", "stroke-linejoin", "opacity", "text-anchor", "font-size"),
+    *("fill", "fill-opacity", "stroke", "stroke-width", "stroke-opacity", "stroke-dasharray"),
+    *("stroke-linecap", "stroke-dashoffset", "stroke-linejoin", "opacity", "text-anchor", "font-size"),
 }
 """Style properties that are attributes of SVG too; a page's policy allows attributes, but no styles on elements."""
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")

@@ -1,18 +1,20 @@
-"""The page that both HTML formats share: its template, its style sheet, and the policy that closes it off."""
+"""The HTML formats, of one template: interactive, with plotly inside it, and light, with drawings and no script."""
 
 from __future__ import annotations
 
 import base64
 import functools
 import hashlib
+import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from driftlens_reports.charts.theme import Palette, palette
+from driftlens_reports.charts.chart import Drawn
+from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import ReportContent, Table, written
+from driftlens_reports.formats.inline import inline_svg
 from driftlens_reports.sections.verdict import signed
 
 if TYPE_CHECKING:
@@ -20,59 +22,112 @@ if TYPE_CHECKING:
 
 _LONG = 24
 """Letters beyond which a column's texts may break anywhere."""
+_MOST_ROWS = 2_000
+"""Rows of a figure's data table beyond which a browser gets slow; the JSON and CSV formats have them."""
+_MOST_BYTES = 950_000
+_BUDGETS = (16_000, 6_000, 0)
+"""Cells of figures' data tables in one light page; the next budget is tried while the page is too large."""
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What one HTML format adds to the page.
+def interactive_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
+    """The report as one HTML file that asks the network for nothing, always in light colours, as it also prints.
 
-    Attributes:
-        dark: whether the page follows a reader's wish for dark colours.
-        drawn: SVG by name of the figure, harmless already.
+    Args:
+        content: what the report says.
+        drawn: the drawn charts, by name of the figure.
+    """
+    from plotly.offline import get_plotlyjs
+
+    own = pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8")
+    scripts = (get_plotlyjs(), own)
+    sources = [f"'{_digest(source)}'" for source in scripts]
+    if any(trace.type.endswith("gl") for entry in drawn.values() for trace in entry.figure.data):
+        # Plotly's WebGL traces compile their drawing commands; only a report with raw points has any.
+        sources.append("'unsafe-eval'")
+    # Our two scripts and nothing else; images that plotly makes of a chart, and the styles it sets on elements.
+    policy = f"script-src {' '.join(sources)}; style-src 'unsafe-inline'; img-src data: blob:"
+    plots = {name: json.loads(entry.figure.to_json()) for name, entry in drawn.items()}
+    shown = {name for name, table in _data_tables(content).items() if len(table.rows) <= _MOST_ROWS}
+    return _render(content, shown, plots=plots, scripts=scripts, policy=policy)
+
+
+def light_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
+    """The report as one HTML file with drawings in it; it follows a reader's wish for dark colours.
+
+    A page that would be too large for a mail leaves out data tables first, then its largest drawings.
+
+    Args:
+        content: what the report says.
+        drawn: the drawn charts, by name of the figure.
+    """
+    drawings = {name: inline_svg(entry.figure, _anchor(name), entry.alt) for name, entry in drawn.items()}
+    page = b""
+    for cells in _BUDGETS:
+        page = _render(content, _fitting(content, cells), drawings=drawings)
+        if len(page) <= _MOST_BYTES:
+            return page
+    while drawings and len(page) > _MOST_BYTES:
+        del drawings[max(drawings, key=lambda name: len(drawings[name]))]
+        page = _render(content, set(), drawings=drawings)
+    return page
+
+
+def _data_tables(content: ReportContent) -> dict[str, Table]:
+    return {figure.name: figure.data for figure in content.figures if figure.data is not None}
+
+
+def _fitting(content: ReportContent, cells: int) -> set[str]:
+    """The figures whose numbers fit into so many cells, the smallest tables first."""
+    left, shown = cells, set()
+    sizes = {name: len(table.rows) * len(table.columns) for name, table in _data_tables(content).items()}
+    for name, size in sorted(sizes.items(), key=lambda entry: entry[1]):
+        if size <= left:
+            left -= size
+            shown.add(name)
+    return shown
+
+
+def _render(
+    content: ReportContent,
+    shown_data: set[str],
+    *,
+    drawings: Mapping[str, str] | None = None,
+    plots: Mapping[str, Any] | None = None,
+    scripts: Sequence[str] = (),
+    policy: str = "",
+) -> bytes:
+    """The page; everything that came with the run is escaped.
+
+    Args:
+        content: what the report says.
         shown_data: figures whose numbers stand below them.
-        plots: JSON by name of the figure, escaped for a script element.
+        drawings: SVG by name of the figure, harmless already; the page then follows a wish for dark colours.
+        plots: plotly's figures by name of the figure.
         scripts: JavaScript, in the order in which it runs.
         policy: the part of the security policy about scripts and what they need; empty without scripts.
     """
-
-    dark: bool
-    drawn: Mapping[str, str]
-    shown_data: frozenset[str]
-    plots: Mapping[str, str] = field(default_factory=dict)
-    scripts: Sequence[str] = ()
-    policy: str = ""
-
-
-def render(content: ReportContent, extras: Extras) -> bytes:
-    """The page; everything that came with the run is escaped."""
     from markupsafe import Markup
 
     environment = _environment()
-    style = environment.get_template("report.css.jinja").render(
-        light=_theme(dark=False), dark=_theme(dark=True) if extras.dark else None, twins=_twins()
-    )
-    policy = extras.policy or f"style-src '{digest(style)}'"
+    themes = {"light": palette(False), "dark": palette(True) if drawings is not None else None}
+    style = environment.get_template("report.css.jinja").render(**themes, twins=_twins())
+    policy = policy or f"style-src '{_digest(style)}'"
     text = environment.get_template("report.html.jinja").render(
         content=content,
-        # Ours, not the run's: the style sheet and scripts stand as they are.
+        # Ours, not the run's: the style sheet, drawings and scripts stand as they are.
         style=Markup(style),
-        scripts=[Markup(source) for source in extras.scripts],
-        plots={name: Markup(source) for name, source in extras.plots.items()},
+        scripts=[Markup(source) for source in scripts],
+        plots=plots or {},
         policy=f"default-src 'none'; {policy}; base-uri 'none'; form-action 'none'",
-        drawn={name: Markup(drawing) for name, drawing in extras.drawn.items()},
-        shown_data=extras.shown_data,
+        drawn={name: Markup(drawing) for name, drawing in (drawings or {}).items()},
+        shown_data=shown_data,
     )
     return text.encode()
 
 
-def digest(source: str) -> str:
+def _digest(source: str) -> str:
     """The hash by which a policy allows one inline style sheet or script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
-
-
-def template_text(name: str) -> str:
-    """The text of a packaged file of this folder."""
-    return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -80,23 +135,19 @@ def _environment() -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(template_text),
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=lambda name: not (name or "").endswith(".css.jinja"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
-    environment.filters.update(
-        anchor=anchor,
-        looks=_looks,
-        signed=signed,
-        written=written,
-    )
+    environment.filters.update(anchor=_anchor, looks=_looks, signed=signed, written=written)
     return environment
 
 
-def anchor(name: str) -> str:
+def _anchor(name: str) -> str:
     """A name as an id of an element."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name)
 
@@ -110,24 +161,10 @@ def _looks(table: Table) -> list[str]:
     ]
 
 
-def _theme(*, dark: bool) -> dict[str, Any]:
-    """What the style sheet needs of one theme."""
-    return {
-        "palette": palette(dark),
-        "soft": "#1E1E1E" if dark else "#F7F7F5",
-        "stamp": "#3D3212" if dark else "#FFF3D6",
-        "bad": "#FF9A8A" if dark else "#B3261E",
-    }
-
-
 def _twins() -> dict[str, str]:
     """The dark colour of every colour that drawings have in light, as these write it."""
-
-    def colours(theme: Palette) -> list[str]:
-        shades = [shade for role in theme.roles.values() for shade in role]
-        return [theme.ink, theme.quiet, theme.grid, theme.gap, *shades]
-
-    return {
-        light.lower(): dark
-        for light, dark in zip(colours(palette(False)), colours(palette(True)), strict=True)
-    }
+    shades = []
+    for theme in (palette(False), palette(True)):
+        roles = [shade for role in theme.roles.values() for shade in role]
+        shades.append([theme.ink, theme.quiet, theme.grid, theme.gap, *roles])
+    return {light.lower(): dark for light, dark in zip(*shades, strict=True)}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from driftlens_reports.columns import printable
-from driftlens_reports.content import Figure, ReportContent, Section, Table
+from driftlens_reports.content import ReportContent
+
+if TYPE_CHECKING:
+    import jinja2
 
 MOST_CHARACTERS = 60_000
 """GitHub takes 65 536; the rest is for what people write around it."""
@@ -34,19 +40,32 @@ def markdown(content: ReportContent, pictures: Mapping[str, str]) -> bytes:
         content: what it says.
         pictures: path of a figure's picture, relative to the report, for figures that have one.
     """
-    parts = [_head(content)]
+    parts = [f"## Drift report: {escape(content.run.name)}", *(f"> {prose(text)}" for text in content.stamps)]
     left_out = []
-    shown = [section for section in content.sections if section.name not in _SECTIONS]
-    for section in shown:
-        part = "\n\n".join(_section(section, pictures))
+    for section in content.sections:
+        tables = [table for table in section.tables if table.name not in _TABLES]
+        if section.name in _SECTIONS or not (section.sentences or tables or section.figures):
+            continue
+        text = _template().render(section=section, tables=tables, pictures=pictures, most_rows=_MOST_ROWS)
+        part = text.strip()
         if sum(map(len, parts)) + len(part) > MOST_CHARACTERS:
             left_out.append(section.title)
-        elif part:
+        else:
             parts.append(part)
     if left_out:
         parts.append(f"Left out for length: {', '.join(left_out)}. The other formats have them.")
     parts.append(f"<sub>DriftLens {escape(content.driftlens)}, run {escape(content.run.id)}</sub>")
     return ("\n\n".join(parts) + "\n").encode()
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters.update(literal=escape, prose=prose)
+    source = pathlib.Path(__file__).with_name("section.md.jinja").read_text(encoding="utf-8")
+    return environment.from_string(source)
 
 
 def escape(text: str) -> str:
@@ -67,53 +86,3 @@ def prose(text: str) -> str:
     if len(parts) % 2 == 0:  # a backtick without its twin is a letter like any other
         return escape(text)
     return "".join(f"`{part}`" if at % 2 else escape(part) for at, part in enumerate(parts))
-
-
-def _head(content: ReportContent) -> str:
-    stamps = [f"> {prose(text)}" for text in content.stamps]
-    return "\n\n".join([f"## Drift report: {escape(content.run.name)}", *stamps])
-
-
-def _section(section: Section, pictures: Mapping[str, str]) -> Iterator[str]:
-    tables = [table for table in section.tables if table.name not in _TABLES]
-    if not section.sentences and not tables and not section.figures:
-        return
-    yield f"### {section.title}"
-    sentences = [prose(text) for text in section.sentences] + [
-        _in_words(figure) for figure in section.figures
-    ]
-    if sentences:
-        yield "\n".join(f"- {text}" for text in sentences)
-    for figure in section.figures:
-        if figure.name in pictures:
-            yield f"![{escape(figure.alt)}]({pictures[figure.name]})"
-    for table in tables:
-        yield from _table(table)
-
-
-def _table(table: Table) -> Iterator[str]:
-    sides = [":--" if column.kind == "text" else "--:" for column in table.columns]
-    lines = [
-        _line([escape(column.name) for column in table.columns]),
-        _line(sides),
-        *(_line([escape(cell) for cell in row]) for row in table.texts()[:_MOST_ROWS]),
-    ]
-    notes = [table.note] if table.note else []
-    if table.has_gaps:
-        notes.append("A dash: not measured.")
-    if len(table.rows) > _MOST_ROWS:
-        notes.append(f"{len(table.rows) - _MOST_ROWS} more rows in the other formats.")
-    yield f"**{escape(table.title)}**"
-    yield "\n".join(lines)
-    if notes:
-        yield f"<sub>{prose(' '.join(notes))}</sub>"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _in_words(figure: Figure) -> str:
-    if figure.missing:
-        return f"*{escape(figure.title)}*: not measured; {prose(figure.missing)}"
-    return f"*{escape(figure.title)}*: {prose(figure.alt)}"

@@ -13,7 +13,7 @@ import driftlens_reports
 from driftlens.records.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import ReportContent
-from driftlens_reports.formats.document import json_schema
+from driftlens_reports.formats.tables import json_schema
 
 GOLDEN = pathlib.Path(__file__).with_name("report-1.0.json")
 """Fields of version 1.0: within a major version they only ever grow."""

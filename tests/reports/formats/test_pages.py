@@ -14,7 +14,7 @@ import pytest
 from driftlens.records.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
-from driftlens_reports.formats.interactive import interactive_page
+from driftlens_reports.formats.page import interactive_page
 from tests.records.full_run import Size, write_full_run
 from tests.reports.conftest import HOSTILE
 from tests.reports.formats.reading import Page

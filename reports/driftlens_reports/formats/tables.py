@@ -1,18 +1,35 @@
-"""The CSV format: a file per table with every digit, and beside it what its columns mean."""
+"""The formats that are data: JSON, which is the content itself, and CSV, a file per table with every digit."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 
 from driftlens.records import layout, schema
 from driftlens.records.run import DriftRun
-from driftlens_reports.content import ReportContent, Table
+from driftlens_reports.content import VERSION, ReportContent
 from driftlens_reports.paper.export import csv_text
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
 """Tables of the run with a row per sample: only in a report with raw data."""
+
+
+def json_document(content: ReportContent) -> bytes:
+    """The report as one JSON object; a number that was not measured is null, never NaN."""
+    text = json.dumps(content.model_dump(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"{text}\n".encode()
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the format, as the model declares it; `report.schema.json` ships the same."""
+    return {
+        **ReportContent.model_json_schema(mode="serialization"),
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"DriftLens report {VERSION.partition('.')[0]}",
+    }
 
 
 def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
@@ -41,18 +58,17 @@ def _run_tables(run: DriftRun, raw: bool) -> Iterator[tuple[str, pd.DataFrame, p
 
 
 def _report_tables(content: ReportContent) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
+    kinds = {"text": "object", "count": "Int64"}  # whole numbers stay whole where some are missing
     figures = [figure.data for figure in content.figures if figure.data is not None]
     for table in (*content.tables, *figures):
         prefix = "" if table.name.startswith("figure-") else "report-"
         units = [(column.name, column.unit) for column in table.columns]
-        yield f"{prefix}{table.name}", _frame(table), pd.DataFrame(units, columns=["column", "unit"])
-
-
-def _frame(table: Table) -> pd.DataFrame:
-    """The rows as a frame whose whole numbers stay whole where some are missing."""
-    columns = {}
-    for at, column in enumerate(table.columns):
-        values = [row[at] for row in table.rows]
-        kind = {"text": "object", "count": "Int64"}.get(column.kind, "float64")
-        columns[column.name] = pd.Series(values, dtype=kind)
-    return pd.DataFrame(columns)
+        rows = pd.DataFrame(
+            {
+                column.name: pd.Series(
+                    [row[at] for row in table.rows], dtype=kinds.get(column.kind, "float64")
+                )
+                for at, column in enumerate(table.columns)
+            }
+        )
+        yield f"{prefix}{table.name}", rows, pd.DataFrame(units, columns=["column", "unit"])

@@ -11,13 +11,12 @@ import streamlit as st
 
 from driftlens.errors import RunError
 from driftlens.records.manifest import read_manifest
-from driftlens_app.inside import require_root
 from driftlens_app.jobs import start, watch
 from driftlens_app.jobs.requests import DEMO, demo_request
 from driftlens_app.live import show_new_runs
 from driftlens_app.pages import path_of
 from driftlens_app.selection import RUN
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, require_root
 from driftlens_app.show import note, page_title, plain, shown_errors
 
 _AWAITED, _WELCOMED = "_awaited_run", "_welcomed_on"

@@ -18,7 +18,7 @@ from driftlens.records.lock import require_unlocked
 from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
-from driftlens_app.inside import is_file_inside
+from driftlens_app.settings import is_file_inside
 from driftlens_app.show import plain
 from driftlens_reports.wording import size
 

@@ -14,8 +14,7 @@ from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.lock import living_owner_of
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
-from driftlens_app.inside import is_file_inside, is_inside, require_links_inside
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, is_file_inside, is_inside, require_links_inside
 
 _ID = re.compile(r"[A-Za-z0-9._-]+")
 _SUBFOLDER = "runs"

@@ -16,7 +16,7 @@ from driftlens.records.run import DriftRun
 from driftlens.records.thumbs import read_thumbs, thumbs_file
 from driftlens.variants import title
 from driftlens_app.in_browser import component
-from driftlens_app.inside import require_inside
+from driftlens_app.settings import require_inside
 from driftlens_app.show import note, plain, show_drawn, show_table, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.page_curves import sample_curves

@@ -1,4 +1,8 @@
-"""What the dashboard may look at and do, handed from the launcher to the app in its environment."""
+"""What the dashboard may look at and do, handed from the launcher to the app in its environment.
+
+A run may come from anywhere, and with it links and names in its records. Nothing behind one that leaves the one folder
+that the dashboard may look at is read or written.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from driftlens.errors import RunError
 from driftlens.records.layout import MANIFEST
 
 _ROOT, _READ_ONLY = "DRIFTLENS_APP_ROOT", "DRIFTLENS_APP_READ_ONLY"
+_HINT = "Remove the link, or put a copy of what it stands for in its place."
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,80 @@ class Settings:
             read_only=root is None or os.environ.get(_READ_ONLY, "") == "1",
         )
 
-    @staticmethod
-    def variables() -> tuple[str, str]:
-        """Names of the variables; a job does not inherit them."""
-        return _ROOT, _READ_ONLY
+
+def is_inside(path: Path, root: Path | None = None) -> bool:
+    """Whether `path`, which need not exist, is the root or below it once all links are followed.
+
+    Args:
+        path: a path whose name came from a run, a record or a listing.
+        root: with links resolved; None is the folder that the dashboard was opened on.
+    """
+    try:
+        real = os.path.realpath(path)  # unlike Path.resolve, it takes links that run in circles
+    except (OSError, ValueError):  # no name that a file can have
+        return False
+    return Path(real).is_relative_to(Settings.from_environment().root if root is None else root)
+
+
+def require_root(root: Path) -> None:
+    """Refuse to look into a folder that was removed while the dashboard was open on it.
+
+    Raises:
+        RunError: it is gone.
+    """
+    if not root.is_dir():
+        raise RunError(
+            f"the folder {root}, which the dashboard was opened on, is gone",
+            hint="Put it back, or open the dashboard on another one: `driftlens ui FOLDER`.",
+        )
+
+
+def is_file_inside(path: Path) -> bool:
+    """Whether `path` is a regular file inside the root; a pipe, which would block its reader, is none."""
+    return is_inside(path) and path.is_file()
+
+
+def require_inside(path: Path) -> None:
+    """Refuse a path that leaves the root.
+
+    Raises:
+        RunError: it does.
+    """
+    if not is_inside(path):
+        raise RunError(f"{path} is, or lies behind, a link that leaves this folder", hint=_HINT)
+
+
+def require_links_inside(run: Path, root: Path) -> None:
+    """Refuse a run with a link anywhere in it that leaves the root. Looks at every name: cache it.
+
+    Args:
+        run: the run directory.
+        root: with links resolved.
+
+    Raises:
+        RunError: there is such a link, or a folder that can't be searched for one.
+    """
+    seen: set[str] = set()
+    waiting = [str(run)]
+    while waiting:
+        folder = waiting.pop()
+        real = os.path.realpath(folder)
+        if real in seen:  # links may run in circles
+            continue
+        seen.add(real)
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):  # a job that is at work has removed it
+            continue
+        except OSError as error:
+            name = os.path.relpath(folder, run)
+            raise RunError(
+                f"its folder {name} can't be searched for links: {error.strerror}",
+                hint="Check its permissions.",
+            ) from error
+        for entry in entries:
+            if entry.is_symlink() and not is_inside(Path(entry.path), root):
+                name = os.path.relpath(entry.path, run)
+                raise RunError(f"its {name} is a link that leaves the folder {root}", hint=_HINT)
+            if entry.is_dir():
+                waiting.append(entry.path)

@@ -11,15 +11,14 @@ import pytest
 
 from driftlens.errors import RunError
 from driftlens.records.run import open_run
-from driftlens_app import inside, runs, samples
+from driftlens_app import runs, samples, settings
 from driftlens_app.calibration import CalibrationSettings
-from driftlens_app.inside import is_inside, require_links_inside
 from driftlens_app.jobs import processes, start, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import Job, job_of, jobs_beside, write_job
 from driftlens_app.jobs.requests import analyze_request, calibrate_request
 from driftlens_app.runs import hint_for, listed_runs, opened
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
 from tests.app.test_pages import errors, said
 from tests.records.full_run import write_full_run
@@ -187,7 +186,7 @@ def test_a_folder_that_cannot_be_searched_is_not_taken_for_one_without_links(
         return look(path)
 
     (run / "features").mkdir(exist_ok=True)
-    monkeypatch.setattr(inside.os, "scandir", scandir)
+    monkeypatch.setattr(settings.os, "scandir", scandir)
     with pytest.raises(RunError, match="features can't be searched for links: Permission denied"):
         require_links_inside(run, root)
 

@@ -258,11 +258,13 @@ def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
 
 
 def test_settings_survive_for_the_form(run: Path) -> None:
-    wanted = CalibrationSettings(name="refused", lam=0.5, update=("norm", "linear"), samples=16)
+    wanted = CalibrationSettings(
+        name="refused", parameters={"lam": 0.5, "update": ("linear", "norm")}, samples=16
+    )
     start(calibrate_request(open_run(run), wanted))
     job = job_of(run)
     assert job is not None
-    assert CalibrationSettings.from_dict(job.settings) == replace(wanted, update=("linear", "norm"))
+    assert CalibrationSettings.from_dict(job.settings) == wanted
     until(lambda: state(run) == "failed", "it is refused")
 
 

@@ -200,7 +200,7 @@ def test_another_host_warns_and_looks_only_unless_told_otherwise(
 
     def execve(_program: str, _arguments: list[str], environment: dict[str, str]) -> None:
         with monkeypatch.context() as patch:
-            for name in Settings.variables():
+            for name in Settings(tmp_path).environment():
                 patch.setenv(name, environment[name])
             started.append(Settings.from_environment())
 

@@ -14,7 +14,7 @@ from filelock import FileLock
 from driftlens.errors import RunError, RunLockedError
 from driftlens.records.run import open_run
 from driftlens_app.calibration import CalibrationSettings
-from driftlens_app.jobs import Request, processes, start, starting
+from driftlens_app.jobs import Request, processes, start
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import calibrate_request, demo_request
 from driftlens_app.settings import Settings
@@ -49,7 +49,7 @@ def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(starting.Path, "open", refuse)
+    monkeypatch.setattr(processes.Path, "open", refuse)
     with pytest.raises(RunError, match=r"can't start a job .* Permission denied") as refusal:
         start(request_)
     assert "permissions" in refusal.value.hint and not processes._CHILDREN
@@ -58,7 +58,7 @@ def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
 def test_a_start_that_takes_too_long_elsewhere_is_named(
     request_: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "_PATIENCE_SECONDS", 0.0)
     request_.folder.mkdir(exist_ok=True)
     other = FileLock(request_.folder / "start.lock", timeout=0)
     other.acquire()

@@ -29,7 +29,7 @@ _TURNS = threading.BoundedSemaphore(2)
 
 def environment() -> dict[str, str]:
     """The environment of a job: this server's, without its own settings, and without colours in the log."""
-    own = Settings.variables()
+    own = Settings(Path()).environment()
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -78,13 +78,11 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     try:
         document = json.loads(done.stdout)
     except ValueError:
-        raise _failure(arguments[0], done.returncode, done.stderr) from None
+        failure = told_failure(done.stderr)
+        if failure is None:
+            said = f"ended with exit code {done.returncode} and said nothing"
+            raise RunError(f"`driftlens {arguments[0]}` {said}") from None
+        kind = _KINDS.get(done.returncode, DriftLensError)
+        raise kind(failure.message, hint=failure.hint) from None
     assert isinstance(document, dict)
     return document
-
-
-def _failure(command: str, code: int, said: str) -> DriftLensError:
-    failure = told_failure(said)
-    if failure is None:
-        return RunError(f"`driftlens {command}` ended with exit code {code} and said nothing")
-    return _KINDS.get(code, DriftLensError)(failure.message, hint=failure.hint)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from driftlens.progress import ProgressEvent
 from driftlens.records.layout import EVENTS
 from driftlens.records.status import Failure
-from driftlens_app.inside import is_file_inside
 from driftlens_app.jobs.record import Job
+from driftlens_app.settings import is_file_inside
 
+_EVENT = TypeAdapter(ProgressEvent)
 _TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
 
@@ -20,10 +24,13 @@ def log_text(log: Path) -> str:
     return "\n".join(_said(line) for line in _lines(log) if _progress(line) is None)
 
 
-def last_progress(log: Path) -> dict[str, Any] | None:
+def last_progress(log: Path) -> ProgressEvent | None:
     """The newest progress event in the log, or None."""
     found = [event for line in _lines(log) if (event := _progress(line)) is not None]
-    return found[-1] if found else None
+    try:
+        return _EVENT.validate_python({**found[-1], "metrics": {}}) if found else None
+    except ValueError:
+        return None
 
 
 def logged_failure(log: Path) -> Failure | None:
@@ -48,18 +55,14 @@ def told_failure(said: str) -> Failure | None:
 def running_drift(job: Job) -> dict[int, float]:
     """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
     found: dict[int, float] = {}
-    for event in _events(job):
+    for event in map(_object, _end(job.run / EVENTS, _EVENT_BYTES)[0]):
+        if event is None or str(event.get("time", "")) < job.started:
+            continue  # half a line, left for the next look, or an earlier job's
         numbers = event.get("metrics", event)
         layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
         if isinstance(layer, int | float) and isinstance(drift, int | float):
             found[int(layer)] = float(drift)
     return dict(sorted(found.items()))
-
-
-def _events(job: Job) -> list[Mapping[str, object]]:
-    """Events since the job began; half a line at the end is left for the next look."""
-    told = (_object(line) for line in _end(job.run / EVENTS, _EVENT_BYTES)[0])
-    return [event for event in told if event is not None and str(event.get("time", "")) >= job.started]
 
 
 def _lines(log: Path) -> Iterator[str]:

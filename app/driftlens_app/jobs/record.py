@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 from driftlens.errors import RunError
 from driftlens.files import write_json_atomic
 from driftlens.records.lock import Owner, utc_now
-from driftlens_app.inside import is_file_inside, is_inside
+from driftlens_app.settings import is_file_inside, is_inside
 
 Kind = Literal["demo", "analyze", "calibrate", "explain", "project"]
 
@@ -47,23 +47,19 @@ class Request:
     @property
     def folder(self) -> Path:
         """Where its record and log go."""
-        return _beside(self.run) if self.kind in ("demo", "analyze") else _within(self.run)
+        return _beside(self.run) if self.kind in ("demo", "analyze") else self.run / "logs"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was started.
+    """A job that was started: kind, name, run and settings of its request, and what became of it.
 
     Attributes:
-        kind: which command it is.
-        name: what it makes, in the user's words.
-        run: the run directory that it writes to.
         log: the file with what it printed.
         pid: its process.
         process_started: when that process began, in seconds since 1970; tells it from a later one of that id.
         host: name of the machine that it runs on.
         started: when it was started, UTC.
-        settings: values of the form behind it.
         cancelled: when it was asked to stop, UTC; empty if it was not.
         code: its exit code, once a server has seen it end; negative is the signal that ended it.
         dismissed: whether somebody has read how it ended and wants to see no more of it.
@@ -96,7 +92,7 @@ def write_job(job: Job) -> None:
     record = dataclasses.asdict(job)
     # Relative, so that a folder of runs may be moved.
     record |= {"run": job.run.name, "log": job.log.name, "settings": dict(job.settings)}
-    write_json_atomic(job.log.parent / _record(job.kind), record)
+    write_json_atomic(job.log.parent / f"{job.kind}-job.json", record)
 
 
 def note_cancelled(job: Job) -> None:
@@ -136,7 +132,7 @@ def job_of(run: Path, kind: Kind | None = None) -> Job | None:
         run: the run directory.
         kind: only jobs of this kind; None is any.
     """
-    found = [*_jobs(_within(run), run), *_jobs(_beside(run), run)]
+    found = [*_jobs(run / "logs", run), *_jobs(_beside(run), run)]
     wanted = [job for job in found if kind in (None, job.kind)]
     return max(wanted, key=lambda job: job.started, default=None)
 
@@ -149,16 +145,8 @@ def jobs_beside(root: Path) -> list[Job]:
     return sorted(found, key=lambda job: job.started, reverse=True)
 
 
-def _within(run: Path) -> Path:
-    return run / "logs"
-
-
 def _beside(run: Path) -> Path:
     return run.parent / _SIDE / run.name
-
-
-def _record(kind: Kind) -> str:
-    return f"{kind}-job.json"
 
 
 def _jobs(folder: Path, run: Path) -> list[Job]:
@@ -168,7 +156,7 @@ def _jobs(folder: Path, run: Path) -> list[Job]:
 
 def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
     """The newest job of that kind on record in `folder`; one whose record makes no sense counts as none."""
-    file = folder / _record(kind)
+    file = folder / f"{kind}-job.json"
     if not is_file_inside(file):
         return None
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from driftlens.errors import SpecError
@@ -16,19 +15,16 @@ from driftlens.records.layout import MANIFEST
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings
-from driftlens_app.inside import is_inside, require_root
 from driftlens_app.jobs.record import Request, job_of
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, is_inside, require_root
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 _PROGRESS = ("--progress", "jsonl")
-DEMO = "driftlens-demo"
-"""Folder of the demo run, as the command line has it."""
-
-
 _SUFFIXES = (".yaml", ".yml")
 _MOST_BYTES = 1_000_000
 _MOST_FILES = 200
+DEMO = "driftlens-demo"
+"""Folder of the demo run, as the command line has it."""
 
 
 def demo_request(settings: Settings) -> Request:
@@ -116,10 +112,16 @@ def spec_files(root: Path) -> list[str]:
         RunError: the root is gone.
     """
     require_root(root)
-    found = sorted(
-        file.relative_to(root).as_posix() for file in _candidates(root) if _may_be_read(root, file)
-    )
-    return found[:_MOST_FILES]
+    folders = [root, *(child for child in _entries(root) if child.is_dir())]
+    found = [
+        file.relative_to(root).as_posix()
+        for folder in folders
+        if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root)
+        for file in _entries(folder)
+        if file.suffix.lower() in _SUFFIXES and file.is_file() and is_inside(file, root)
+        if file.stat().st_size <= _MOST_BYTES
+    ]
+    return sorted(found)[:_MOST_FILES]
 
 
 def spec_file(root: Path, relative: str) -> Path:
@@ -134,18 +136,8 @@ def spec_file(root: Path, relative: str) -> Path:
     return root / relative
 
 
-def _candidates(root: Path) -> Iterator[Path]:
-    for folder in (root, *(child for child in _entries(root) if child.is_dir())):
-        if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root):
-            yield from (file for file in _entries(folder) if file.suffix.lower() in _SUFFIXES)
-
-
 def _entries(folder: Path) -> list[Path]:
     try:
         return [*folder.iterdir()]
     except OSError:  # removed a moment ago, or not ours to look into
         return []
-
-
-def _may_be_read(root: Path, file: Path) -> bool:
-    return file.is_file() and is_inside(file, root) and file.stat().st_size <= _MOST_BYTES

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from driftlens.errors import Cancelled, RunError
 from driftlens.progress import ProgressEvent
 from driftlens.records.layout import STATUS
 from driftlens.records.status import Failure, Status, read_status
-from driftlens_app.inside import is_inside
 from driftlens_app.jobs.log import last_progress, logged_failure
 from driftlens_app.jobs.processes import exit_code, insist
 from driftlens_app.jobs.record import Job, Kind, job_of, write_job
+from driftlens_app.settings import is_inside
 
 State = Literal["starting", "running", "cancelling", "cancelled", "failed", "stopped", "done"]
 
@@ -63,7 +62,12 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
     job = job_of(run, kind)
     if job is None:
         return None
-    job = _with_exit_code(job)
+    code = exit_code(job.pid) if job.code is None else None
+    if code is not None:
+        # On record for the next server; on a full disk this one tells it all the same, and tries again later.
+        job = dataclasses.replace(job, code=code)
+        with contextlib.suppress(RunError):
+            write_job(job)
     status = _own_status(job)
     if job.code is None and job.owner.is_alive:
         insist(job)
@@ -77,18 +81,6 @@ def is_finished_since(job: Job) -> bool:
     """Whether the job's run was finished after the job began, for example in a terminal."""
     status = _status(job.run)
     return status is not None and status.state == "done" and str(status.heartbeat) > job.started
-
-
-def _with_exit_code(job: Job) -> Job:
-    """The job, with its exit code once it is known; then it stays on record for the next server."""
-    code = exit_code(job.pid) if job.code is None else None
-    if code is None:
-        return job
-    ended = dataclasses.replace(job, code=code)
-    # On a full disk this server tells how the job ended all the same, and tries again at the next look.
-    with contextlib.suppress(RunError):
-        write_job(ended)
-    return ended
 
 
 def _own_status(job: Job) -> Status | None:
@@ -112,13 +104,14 @@ def _status(run: Path) -> Status | None:
 
 def _ended(job: Job, status: Status | None) -> View:
     progress = _progress(job, status)
-    says = None if status is None else status.state
-    failure = (status.error if status is not None else None) or logged_failure(job.log)
+    says, error = (None, None) if status is None else (status.state, status.error)
+    failure = error or logged_failure(job.log)
+    was_killed = job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     if job.code == 0 or (job.code is None and says == "done"):
         return View(job, "done", progress)
-    if says == "cancelled" or job.code == Cancelled.exit_code or (job.cancelled and _was_killed(job)):
+    if says == "cancelled" or job.code == Cancelled.exit_code or (job.cancelled and was_killed):
         return View(job, "cancelled", progress)
-    if says == "failed" or (failure is not None and not _was_killed(job)):
+    if says == "failed" or (failure is not None and not was_killed):
         return View(job, "failed", progress, failure or Failure("Error", "it gave no reason"))
     if job.code is None and _is_fresh(status):
         # Its process can't be seen from here, but it has just written: wait before calling it dead.
@@ -126,10 +119,6 @@ def _ended(job: Job, status: Status | None) -> View:
     if job.code is not None and job.code > 0:
         return View(job, "failed", progress, Failure("Error", f"it ended with exit code {job.code}"))
     return View(job, "stopped", progress)
-
-
-def _was_killed(job: Job) -> bool:
-    return job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 def _is_fresh(status: Status | None) -> bool:
@@ -142,23 +131,5 @@ def _is_fresh(status: Status | None) -> bool:
 def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
     """From the run's status, or before there is one, from the log: a demo trains models before its run begins."""
     if status is not None and status.phase:
-        metrics = {name: value for name, value in status.metrics.items() if value is not None}
-        return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds, metrics)
-    return _event(last_progress(job.log))
-
-
-def _event(record: Mapping[str, Any] | None) -> ProgressEvent | None:
-    try:
-        return (
-            None
-            if record is None
-            else ProgressEvent(
-                str(record["phase"]),
-                int(record["done"]),
-                None if record["total"] is None else int(record["total"]),
-                str(record["label"]),
-                float(record["seconds"]),
-            )
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
+        return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds)
+    return last_progress(job.log)

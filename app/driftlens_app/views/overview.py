@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -40,48 +40,114 @@ def show() -> None:
 
 
 def _show_cards(chosen: Selection) -> None:
-    run = chosen.run
-    variant = shown_variant(run, chosen.variants)
+    """Final drift, cosine and changed decisions of one variant, compared with the merged model, and the closure."""
+    run, tasks = chosen.run, chosen.tasks
+    variant = _shown_variant(run, chosen.variants)
     if variant is None:
         reason = "The run has no merged model to look at yet."
-        if shown_variant(run, ()) is not None:
+        if _shown_variant(run, ()) is not None:
             reason = "The base has no cards: they are of merged and calibrated models. Choose one of those variants."
         note(reason)
         return
-    found = cards(run, variant, chosen.tasks, relative=chosen.relative)
     over = "all tasks" if chosen.task is None else chosen.task
     st.subheader(f"Final feature: {plain(title(variant))}, {plain(over)}", anchor=False)
-    for place, card in zip(st.columns(len(found) + 1), [*found, None], strict=True):
-        with place:
-            if card is None:
-                _closure(run)
-            else:
-                _show_card(card)
-    if not any(name.startswith("calibrated:") for name in run.variants):
+    before = "merged" if variant != "merged" and "merged" in run.variants else None
+    final = [row for row in facts.final_drift(run) if row.task in tasks]
+
+    def sides(name: str) -> list[dict[str, float]]:
+        """The numbers of this name by task, now and before."""
+        return [
+            {row.task: getattr(row, name) for row in final if row.variant == of} for of in (variant, before)
+        ]
+
+    places = st.columns(4)
+    _card(
+        places[0],
+        "Relative final drift" if chosen.relative else "Final drift",
+        *sides("relative" if chosen.relative else "drift"),
+        words=number,
+        help="Mean L2 distance of the final feature to the expert's, over samples, then over tasks."
+        + (" In units of the expert's feature norm." if chosen.relative else ""),
+    )
+    _card(
+        places[1],
+        "Cosine to expert",
+        *sides("cosine"),
+        words=number,
+        lower_is_better=False,
+        help="Mean cosine of the final feature to the expert's, over samples, then over tasks.",
+    )
+    _card(
+        places[2],
+        "Changed decisions",
+        _flips(run, variant, tasks),
+        _flips(run, before, tasks) if before else {},
+        words=percent,
+        difference=lambda share: f"{100 * share:.1f} points",
+        help="Share of diagnosis samples whose predicted class differs from the expert's.",
+    )
+    check = facts.self_checks(run)[0]
+    with places[3].container(border=True, height="stretch"):
+        st.metric("Closure error", error(check.largest), help=f"Self-check: {check.claim}.")
+        verdict = None if facts.is_measured(check.largest) else "not checked"
+        st.caption(verdict or ("holds" if check.holds else f"does not hold: above {error(check.limit)}"))
+    if not any(part_of(name) == "calibrated" for name in run.variants):
         st.page_link(
             path_of("calibrate"), label="Not calibrated yet: calibrate this run", icon=":material/tune:"
         )
 
 
-def _show_card(card: Card) -> None:
-    with st.container(border=True, height="stretch"):
+def _shown_variant(run: DriftRun, asked: Sequence[str]) -> str | None:
+    """The variant that the cards show: the newest calibrated one of those asked for, or of all, else the merged model.
+
+    None where the base is all there is, or all that was asked for.
+    """
+    candidates = [variant for variant in asked or run.variants if variant not in ("base", "expert")]
+    calibrated = [variant for variant in candidates if part_of(variant) == "calibrated"]
+    if calibrated:
+        return calibrated[-1]
+    return "merged" if "merged" in candidates else next(iter(candidates), None)
+
+
+def _card(
+    place: Any,
+    label: str,
+    now: dict[str, float],
+    then: dict[str, float],
+    *,
+    words: Callable[[float], str],
+    difference: Callable[[float], str] = number,
+    help: str,
+    lower_is_better: bool = True,
+) -> None:
+    """The mean over tasks, its change in the card's own unit, and which task is worst."""
+    measured = {task: value for task, value in now.items() if facts.is_measured(value)}
+    mean, before = _mean(measured), _mean({task: then[task] for task in measured if task in then})
+    # The sign comes first, as Streamlit reads it.
+    change = f"{'-' if mean < before else '+'}{difference(abs(mean - before))} against merged"
+    is_known = not (math.isnan(mean) or math.isnan(before))
+    worst = (max if lower_is_better else min)(measured, key=lambda task: measured[task], default="")
+    with place.container(border=True, height="stretch"):
         st.metric(
-            card.label,
-            card.value,
-            card.change or None,
-            delta_color="inverse" if card.lower_is_better else "normal",
-            help=card.help,
+            label,
+            words(mean),
+            change if is_known else None,
+            delta_color="inverse" if lower_is_better else "normal",
+            help=help,
         )
-        if card.worst:
-            st.caption(plain(card.worst))
+        if len(measured) > 1:
+            st.caption(plain(f"worst: {worst} {words(measured[worst])}"))
 
 
-def _closure(run: DriftRun) -> None:
-    check = facts.self_checks(run)[0]
-    with st.container(border=True, height="stretch"):
-        st.metric("Closure error", error(check.largest), help=f"Self-check: {check.claim}.")
-        verdict = "not checked" if not facts.is_measured(check.largest) else None
-        st.caption(verdict or ("holds" if check.holds else f"does not hold: above {error(check.limit)}"))
+def _flips(run: DriftRun, variant: str, tasks: Sequence[str]) -> dict[str, float]:
+    rows = run.outputs(variant=variant)
+    rows = rows[rows["task"].isin(list(tasks)) & rows["flipped"].notna()]
+    shares = rows.groupby("task")["flipped"].mean()
+    return {str(task): float(share) for task, share in shares.items()}
+
+
+def _mean(values: dict[str, float]) -> float:
+    return sum(values.values()) / len(values) if values else math.nan
 
 
 def _origins(chosen: Selection) -> None:
@@ -122,127 +188,6 @@ def _provenance(run: DriftRun) -> None:
         st.dataframe(rows, hide_index=True, key="provenance", alt="Provenance of the run")
         for notice in manifest.notices:
             st.caption(plain(notice))
-
-
-@dataclass(frozen=True)
-class Card:
-    """One number of a run.
-
-    Attributes:
-        label: what it is.
-        value: the number in words, over the tasks asked for.
-        change: how it differs from the merged model's; empty where nothing is compared.
-        worst: which task is worst, and how bad; empty with a single task.
-        lower_is_better: which way is an improvement.
-        help: what is averaged over what.
-    """
-
-    label: str
-    value: str
-    change: str
-    worst: str
-    lower_is_better: bool
-    help: str
-
-
-def shown_variant(run: DriftRun, asked: Sequence[str]) -> str | None:
-    """The variant that the cards show: the newest calibrated one of those asked for, or of all, else the merged model.
-
-    None where the base is all there is, or all that was asked for.
-    """
-    candidates = [variant for variant in asked or run.variants if variant not in ("base", "expert")]
-    calibrated = [variant for variant in candidates if part_of(variant) == "calibrated"]
-    if calibrated:
-        return calibrated[-1]
-    return "merged" if "merged" in candidates else next(iter(candidates), None)
-
-
-def cards(run: DriftRun, variant: str, tasks: Sequence[str], *, relative: bool) -> list[Card]:
-    """Final drift, cosine, changed decisions and closure of one variant, compared with the merged model.
-
-    Raises:
-        RunError: a table can't be read.
-    """
-    before = "merged" if variant != "merged" and "merged" in run.variants else None
-    final = [row for row in facts.final_drift(run) if row.task in tasks]
-
-    def sides(name: str) -> list[dict[str, float]]:
-        """The numbers of this name by task, now and before."""
-        return [
-            {row.task: getattr(row, name) for row in final if row.variant == of} for of in (variant, before)
-        ]
-
-    return [
-        _card(
-            "Relative final drift" if relative else "Final drift",
-            *sides("relative" if relative else "drift"),
-            words=number,
-            help="Mean L2 distance of the final feature to the expert's, over samples, then over tasks."
-            + (" In units of the expert's feature norm." if relative else ""),
-        ),
-        _card(
-            "Cosine to expert",
-            *sides("cosine"),
-            words=number,
-            lower_is_better=False,
-            help="Mean cosine of the final feature to the expert's, over samples, then over tasks.",
-        ),
-        _card(
-            "Changed decisions",
-            _flips(run, variant, tasks),
-            _flips(run, before, tasks) if before else {},
-            words=percent,
-            difference=_points,
-            help="Share of diagnosis samples whose predicted class differs from the expert's.",
-        ),
-    ]
-
-
-def _card(
-    label: str,
-    now: dict[str, float],
-    then: dict[str, float],
-    *,
-    words: Callable[[float], str],
-    difference: Callable[[float], str] = number,
-    help: str,
-    lower_is_better: bool = True,
-) -> Card:
-    measured = {task: value for task, value in now.items() if facts.is_measured(value)}
-    worst = (max if lower_is_better else min)(measured, key=lambda task: measured[task], default="")
-    return Card(
-        label=label,
-        value=words(_mean(measured)),
-        change=_change(
-            _mean(measured), _mean({task: then[task] for task in measured if task in then}), difference
-        ),
-        worst=f"worst: {worst} {words(measured[worst])}" if len(measured) > 1 else "",
-        lower_is_better=lower_is_better,
-        help=help,
-    )
-
-
-def _change(now: float, then: float, words: Callable[[float], str]) -> str:
-    """The difference in the card's own unit, signed; the sign comes first, as Streamlit reads it."""
-    if math.isnan(now) or math.isnan(then):
-        return ""
-    sign = "-" if now < then else "+"
-    return f"{sign}{words(abs(now - then))} against merged"
-
-
-def _points(share: float) -> str:
-    return f"{100 * share:.1f} points"
-
-
-def _flips(run: DriftRun, variant: str, tasks: Sequence[str]) -> dict[str, float]:
-    rows = run.outputs(variant=variant)
-    rows = rows[rows["task"].isin(list(tasks)) & rows["flipped"].notna()]
-    shares = rows.groupby("task")["flipped"].mean()
-    return {str(task): float(share) for task, share in shares.items()}
-
-
-def _mean(values: dict[str, float]) -> float:
-    return sum(values.values()) / len(values) if values else math.nan
 
 
 if __name__ == "__main__":

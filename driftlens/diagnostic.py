@@ -62,7 +62,8 @@ class Seen:
         expert: the expert's, [n, d].
         columns: what the `per_view` functions found, [n] each in float64, by name.
         base: `drift_l2` of the base model, as in `columns`; None without one.
-        head: the task's score map (`driftlens.models.heads.ScoreMap`); None where no classes are known.
+        head: the variant's score map for the task (`driftlens.models.chain.ScoreMap`); None where no classes are known.
+        expert_head: the expert's.
         labels: class of each sample; None without.
     """
 
@@ -71,6 +72,7 @@ class Seen:
     columns: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     base: Mapping[str, NDArray[np.float64]] | None = None
     head: Any = None
+    expert_head: Any = None
     labels: Sequence[str] | None = None
 
 

@@ -16,7 +16,7 @@ from torch.func import vjp
 
 from driftlens.diagnostic import diagnostic
 from driftlens.linalg.state import PathJacobian, State, composite_nodes, inner
-from driftlens.models.heads import ScoreMap
+from driftlens.models.chain import ScoreMap
 from driftlens.records.schema import ADJOINT
 
 SCORE_PANELS = 8
@@ -87,7 +87,7 @@ def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor)
     u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both on their segments.
 
     Args:
-        head: the task's score map.
+        head: the variant's score map for the task; what another map of the expert's changes is no drift.
         expert: final features, [n, d].
         variant: final features, [n, d].
         labels: row of the true class, [n].

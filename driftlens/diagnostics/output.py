@@ -17,7 +17,7 @@ from driftlens.linalg.state import (
     gauss_legendre,
     softmax_change,
 )
-from driftlens.models.heads import ScoreMap, class_rows
+from driftlens.models.chain import ScoreMap, class_rows
 from driftlens.records.schema import OUTPUTS
 
 GAIN_NODES = 4
@@ -25,20 +25,27 @@ GAIN_ITERATIONS = 30
 
 
 def output_columns(
-    head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor | None
+    head: ScoreMap,
+    expert: Tensor,
+    variant: Tensor,
+    labels: Tensor | None,
+    *,
+    expert_head: ScoreMap | None = None,
 ) -> dict[str, Tensor]:
     """How far a variant's scores are from the expert's, sample by sample.
 
-    Delta z = score map(variant) - score map(expert) (Eq. 6), at most B |e_L| plus the score-map mismatch (Eq. 7), which
-    is zero here: CLIP's score map is shared by all models. A decision is certified when |Delta z|_inf < margin / 2,
-    the margin being the expert's best score minus its second best (Eq. 44): then the variant decides as the expert
-    does. Ties and single classes have no certificate. Source: FeatCal (arXiv:2605.13030).
+    Delta z = score map(variant) - score map(expert) (Eq. 6), at most B |e_L| plus the score-map mismatch (Eq. 7): how
+    far the two score maps are apart on the expert's features, zero where models share one, as CLIP's do. A decision is
+    certified when |Delta z|_inf < margin / 2, the margin being the expert's best score minus its second best (Eq. 44):
+    then the variant decides as the expert does. Ties and single classes have no certificate.
+    Source: FeatCal (arXiv:2605.13030).
 
     Args:
-        head: the task's score map.
+        head: the variant's score map for the task.
         expert: final features of the expert, [n, d].
         variant: final features of the variant, [n, d].
         labels: row of the true class, [n], or None.
+        expert_head: the expert's score map, with the same classes; None where it is `head`, too.
 
     Returns:
         Columns [n]: `expert_pred` and `pred` (rows of the head), `flipped`, `score_drift_l2`, `score_drift_inf`, the
@@ -49,12 +56,17 @@ def output_columns(
         `ce_integral_error`.
     """
     expert, variant = expert.double(), variant.double()
-    scores, expert_scores = head.scores(variant), head.scores(expert)
+    scores, expert_scores = head.scores(variant), (expert_head or head).scores(expert)
     drift = scores - expert_scores
     log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
     prediction, expert_prediction = scores.argmax(dim=1), expert_scores.argmax(dim=1)
     margin = _margin(expert_scores)
     largest = drift.abs().amax(dim=1)
+    mismatch = (
+        torch.zeros_like(largest)
+        if expert_head is None or expert_head is head
+        else torch.linalg.vector_norm(head.scores(expert) - expert_scores, dim=1)
+    )
     gains = score_gains(head, expert, variant)
     columns = {
         "expert_pred": expert_prediction,
@@ -66,8 +78,8 @@ def output_columns(
         "score_gain": gains.directional,
         "score_gain_spectral": gains.spectral,
         "score_gain_certified": gains.certified,
-        "score_bound": gains.certified * torch.linalg.vector_norm(variant - expert, dim=1),
-        "score_map_mismatch": torch.zeros_like(largest),
+        "score_bound": gains.certified * torch.linalg.vector_norm(variant - expert, dim=1) + mismatch,
+        "score_map_mismatch": mismatch,
         "margin": margin,
         "certified": largest < margin / 2,
         "confidence": _largest_probability(log_p),
@@ -91,7 +103,10 @@ def _of_samples(seen: Seen) -> dict[str, Any]:
     head: ScoreMap = seen.head
     expert, variant = torch.from_numpy(seen.expert), torch.from_numpy(seen.variant)
     rows = class_rows(head, seen.labels) if seen.labels is not None else None
-    columns = {name: value.numpy() for name, value in output_columns(head, expert, variant, rows).items()}
+    columns = {
+        name: value.numpy()
+        for name, value in output_columns(head, expert, variant, rows, expert_head=seen.expert_head).items()
+    }
     names = np.array(head.classes, dtype=object)
     return columns | {name: names[columns[name]] for name in ("expert_pred", "pred")}
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.errors import SpecError
-from driftlens.models.heads import ScoreMap, scores_own_class
+from driftlens.errors import DataError, SpecError
 
 if TYPE_CHECKING:
     from driftlens.models.frames import Frame, Inputs
@@ -38,6 +38,77 @@ ParameterKey = tuple[int, str]
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
 Pool = Literal["cls", "mean", "last", "all"]
+
+
+class ScoreMap(Protocol):
+    """How final features become class scores.
+
+    Attributes:
+        classes: names of the scores.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the scores, in their order."""
+        ...
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Class scores [n, classes] of final features [n, d]; differentiable."""
+        ...
+
+    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
+        """A number per sample, [n], that the gain nowhere exceeds on the segment between two features [n, d].
+
+        It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7); None where no bound is known.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """A `ScoreMap` of CLIP: scale * <feature / |feature|, class embedding>.
+
+    Attributes:
+        classes: names of the rows.
+        embeddings: [classes, d], unit norm.
+        logit_scale: factor on the cosines (100 for OpenAI's CLIP).
+    """
+
+    classes: tuple[str, ...]
+    embeddings: Tensor
+    logit_scale: float
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
+
+        Raises:
+            DataError: the features are not as wide as the class embeddings.
+        """
+        if features.shape[-1] != self.embeddings.shape[-1]:
+            raise DataError(
+                f"the class embeddings have {self.embeddings.shape[-1]} entries, the features {features.shape[-1]}",
+                hint="The head was made with another CLIP; make it with this base's text tower.",
+            )
+        return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
+
+    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
+        """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
+        drift = end - start
+        t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
+        shortest = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
+        bound: Tensor = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2) / shortest
+        return bound
+
+
+def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
+    """Row of each label in the head, [n]; labels meet rows by name."""
+    row = {name: position for position, name in enumerate(head.classes)}
+    return torch.tensor([row[label] for label in labels])
+
+
+def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
+    """Whether each sample's best score is that of its own label, [n], on the CPU."""
+    return head.scores(features).argmax(dim=1).cpu() == class_rows(head, labels)
 
 
 @dataclass(frozen=True)

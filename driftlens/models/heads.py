@@ -1,4 +1,4 @@
-"""How final features become class scores; one head per task, shared by all variants."""
+"""Where score maps come from: files of class embeddings, or class names read by the base's text tower."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import pathlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
+from driftlens.models.chain import Head
 from driftlens.models.loading import open_checkpoint
 
 if TYPE_CHECKING:
@@ -25,77 +25,6 @@ ClassNames = Sequence[str] | str | os.PathLike[str]
 
 _NORM_TOLERANCE = 1e-2
 """How far from 1 a row's norm may be; rounding to float16 moves it by less than 1e-3."""
-
-
-class ScoreMap(Protocol):
-    """How final features become class scores.
-
-    Attributes:
-        classes: names of the scores.
-    """
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the scores, in their order."""
-        ...
-
-    def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d]; differentiable."""
-        ...
-
-    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
-        """A number per sample, [n], that the gain nowhere exceeds on the segment between two features [n, d].
-
-        It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7); None where no bound is known.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Head:
-    """A `ScoreMap` of CLIP: scale * <feature / |feature|, class embedding>.
-
-    Attributes:
-        classes: names of the rows.
-        embeddings: [classes, d], unit norm.
-        logit_scale: factor on the cosines (100 for OpenAI's CLIP).
-    """
-
-    classes: tuple[str, ...]
-    embeddings: Tensor
-    logit_scale: float
-
-    def scores(self, features: Tensor) -> Tensor:
-        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
-
-        Raises:
-            DataError: the features are not as wide as the class embeddings.
-        """
-        if features.shape[-1] != self.embeddings.shape[-1]:
-            raise DataError(
-                f"the class embeddings have {self.embeddings.shape[-1]} entries, the features {features.shape[-1]}",
-                hint="The head was made with another CLIP; make it with this base's text tower.",
-            )
-        return self.logit_scale * F.normalize(features, dim=-1) @ self.embeddings.to(features).mT
-
-    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
-        """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
-        drift = end - start
-        t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
-        shortest = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
-        bound: Tensor = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2) / shortest
-        return bound
-
-
-def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
-    """Row of each label in the head, [n]; labels meet rows by name."""
-    row = {name: position for position, name in enumerate(head.classes)}
-    return torch.tensor([row[label] for label in labels])
-
-
-def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
-    """Whether each sample's best score is that of its own label, [n], on the CPU."""
-    return head.scores(features).argmax(dim=1).cpu() == class_rows(head, labels)
 
 
 def class_names(given: ClassNames) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.chain import IMAGE, Layer, LayerChain, Site, Slot, State
+from driftlens.models.chain import IMAGE, Layer, LayerChain, Site, Slot
 from driftlens.models.registry import adapters
 from driftlens.models.vit import (
     ACTIVATIONS,
@@ -27,7 +27,7 @@ from driftlens.models.vit import (
     block_sites,
     known_activation,
     layer_call,
-    record_outputs,
+    library_states,
     scrambled,
     start,
     token_weight_rules,
@@ -89,11 +89,13 @@ class HfClipViT:
             )
         tower, prefix = _tower(module)
         blocks = [_block(block, prefix, index) for index, block in enumerate(tower.encoder.layers)]
+        last = "visual_projection" if hasattr(module, "visual_projection") else f"{prefix}post_layernorm"
+        paths = [f"{prefix}pre_layrnorm", *(block.path for block in blocks), last]
         return LayerChain(
             architecture=self.name,
             layers=(_stem(tower, prefix), *blocks, _head(module, tower, prefix)),
             start=start,
-            library_states=_library_states,
+            library_states=partial(library_states, paths=paths, run=_run),
             token_weights=token_weight_rules(tower.embeddings.position_embedding.weight.shape[0]),
             settings=_settings(tower),
             modality=IMAGE,
@@ -144,15 +146,9 @@ def _tower(module: nn.Module) -> tuple[Any, str]:
     return (module, "") if inner is None else (inner, "vision_model.")
 
 
-def _library_states(module: nn.Module, inputs: Tensor) -> list[State]:
-    tower, _ = _tower(module)
-    last = getattr(module, "visual_projection", tower.post_layernorm)
+def _run(module: nn.Module, pixels: Tensor) -> object:
     # A whole CLIPModel would want text as well.
-    run = getattr(module, "get_image_features", module)
-    outputs = record_outputs(
-        [tower.pre_layrnorm, *tower.encoder.layers, last], lambda: run(pixel_values=inputs)
-    )
-    return [{"hidden": output} for output in outputs]
+    return getattr(module, "get_image_features", module)(pixel_values=pixels)
 
 
 def _stem(tower: Any, prefix: str) -> Layer:

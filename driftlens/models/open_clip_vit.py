@@ -11,11 +11,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.chain import IMAGE, Layer, LayerChain, Site, Slot, State
+from driftlens.models.chain import IMAGE, Layer, LayerChain, Site, Slot
 from driftlens.models.registry import adapters
 from driftlens.models.vit import (
     ACTIVATIONS,
@@ -27,7 +27,7 @@ from driftlens.models.vit import (
     block_sites,
     known_activation,
     layer_call,
-    record_outputs,
+    library_states,
     scrambled,
     start,
     token_weight_rules,
@@ -88,11 +88,12 @@ class OpenClipViT:
             )
         tower, prefix = _tower(module)
         blocks = [_block(block, prefix, index) for index, block in enumerate(tower.transformer.resblocks)]
+        paths = [f"{prefix}ln_pre", *(block.path for block in blocks), prefix.removesuffix(".")]
         return LayerChain(
             architecture=self.name,
             layers=(_stem(tower, prefix), *blocks, _head(tower, prefix)),
             start=start,
-            library_states=_library_states,
+            library_states=partial(library_states, paths=paths),
             token_weights=token_weight_rules(tower.positional_embedding.shape[0]),
             settings=_settings(tower),
             modality=IMAGE,
@@ -142,12 +143,6 @@ def _why_not_blocks(tower: Any) -> str | None:
         if activation_name(block.mlp.gelu) is None:
             return f"its activation {block.mlp.gelu} is none of {', '.join(ACTIVATIONS)}"
     return None
-
-
-def _library_states(module: nn.Module, inputs: Tensor) -> list[State]:
-    tower, _ = _tower(module)
-    outputs = record_outputs([tower.ln_pre, *tower.transformer.resblocks, tower], lambda: tower(inputs))
-    return [{"hidden": output} for output in outputs]
 
 
 def _stem(tower: Any, prefix: str) -> Layer:

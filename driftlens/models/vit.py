@@ -267,6 +267,26 @@ def scrambled(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return module.eval()
 
 
+def library_states(
+    module: nn.Module,
+    inputs: Tensor,
+    *,
+    paths: Sequence[str],
+    run: Callable[[nn.Module, Tensor], object] | None = None,
+) -> list[State]:
+    """States at boundaries 1..L from one ordinary forward pass of the library's own module.
+
+    Args:
+        module: the tower, or what holds it.
+        inputs: pixels.
+        paths: of the modules whose outputs these states are.
+        run: computes (module, pixels); None runs the last of these modules, the whole tower.
+    """
+    modules = [module.get_submodule(path) for path in paths]
+    outputs = record_outputs(modules, lambda: run(module, inputs) if run else modules[-1](inputs))
+    return [{"hidden": output} for output in outputs]
+
+
 def record_outputs(modules: Sequence[nn.Module], run: Callable[[], object]) -> list[Tensor]:
     """Output of each of `modules` while `run` runs without gradients, in the order of `modules`.
 

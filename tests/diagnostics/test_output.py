@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.diagnostics.output import class_rows, output_columns, score_gains
-from driftlens.models.heads import Head
+from driftlens.models.chain import Head
 
 
 def head(classes: int = 5, width: int = 7, scale: float = 100.0, seed: int = 0) -> Head:
@@ -65,6 +65,22 @@ def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(
     assert not (found["certified"] & found["flipped"]).any()
     # Scores reach `scale` and round at that size, however small the drift.
     within = found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9) + 1e-13 * scale
+    assert (within | found["score_bound"].isnan()).all()
+
+
+@given(seed=st.integers(0, 500), drift=st.floats(0.0, 20.0))
+def test_models_with_score_maps_of_their_own_keep_bound_and_certificate(seed: int, drift: float) -> None:
+    mine, theirs = head(seed=seed, scale=10.0), head(seed=seed + 1, scale=10.0)
+    expert, variant = features(seed, drift)
+    found = output_columns(mine, expert, variant, None, expert_head=theirs)
+    mismatch = (mine.scores(expert) - theirs.scores(expert)).norm(dim=1)
+    torch.testing.assert_close(found["score_map_mismatch"], mismatch)
+    torch.testing.assert_close(
+        found["score_drift_l2"], (mine.scores(variant) - theirs.scores(expert)).norm(dim=1)
+    )
+    assert (found["expert_pred"] == theirs.scores(expert).argmax(dim=1)).all()
+    assert not (found["certified"] & found["flipped"]).any()
+    within = found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9) + 1e-12
     assert (within | found["score_bound"].isnan()).all()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from driftlens.diagnostics.adjoint import Step, adjoint_parts, drift_target, loss_target, margin_target
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import LayerView, decompose, walk
-from driftlens.models.heads import Head
+from driftlens.models.chain import Head
 from tests.cases import CASES, Family, family
 
 NODES = 16

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, DriftLensError, ShapeError, SpecError
 from driftlens.models.architecture import TextTower, load_architecture
-from driftlens.models.heads import Head, class_names, file_head, text_head
+from driftlens.models.chain import Head
+from driftlens.models.heads import class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.models.sources import TensorsSource
 from tests.models.towers import hf_folder, open_clip_folder

@@ -19,7 +19,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SingularGramError, SpecError
-from driftlens.models.heads import Head
+from driftlens.models.chain import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
 from driftlens.pipeline.calibrate.card import escaped
 from driftlens.pipeline.calibrate.job import calibrate

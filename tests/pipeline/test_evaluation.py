@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch import nn
 
 from driftlens.data.samples import SampleSet
 from driftlens.errors import Cancelled
-from driftlens.models.heads import Head
+from driftlens.models.chain import Head
 from driftlens.pipeline.analyze import evaluation as evaluation
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
@@ -114,6 +115,26 @@ def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) 
         right = round(float(str(row["value"])) * COUNTS[task])
         assert (row["task"], row["variant"], row["n"], row["seed"]) == (task, variant, COUNTS[task], 7)
         assert (row["ci_low"], row["ci_high"]) == wilson(right, COUNTS[task])
+
+
+def test_a_variant_with_a_score_map_of_its_own_is_scored_by_it() -> None:
+    made = prepared()
+    task, head = "a", made.study.tasks["a"].head
+    assert isinstance(head, Head)
+    turned = Head(head.classes, head.embeddings.roll(1, dims=0), head.logit_scale)
+    at_hand = dataclasses.replace(made.study.tasks[task], own_heads={"merged": turned})
+    study = dataclasses.replace(made.study, tasks={**made.study.tasks, task: at_hand})
+    before, after = (
+        {str(row["variant"]): row["value"] for row in accuracy_rows(of, task, VARIANTS, Reporter())}
+        for of in (made.study, study)
+    )
+    named = predictions(made, "merged", task, turned)
+    assert at_hand.test is not None and at_hand.test.labels is not None
+    right = sum(a == b for a, b in zip(named, at_hand.test.labels, strict=True))
+    assert after["merged"] == right / COUNTS[task]
+    assert {name: after[name] for name in ("base", "expert")} == {
+        name: before[name] for name in ("base", "expert")
+    }
 
 
 @pytest.mark.parametrize("variants", [["merged"], VARIANTS], ids=["one variant", "three variants"])

@@ -8,8 +8,6 @@ import sys
 from types import FrameType
 from typing import Any
 
-import pytest
-
 import driftlens
 from driftlens.access import Access
 from driftlens.pipeline.analyze.diagnosis import diagnose
@@ -39,10 +37,6 @@ def entered(work: Any) -> set[str]:
     return found
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="weights, towers and the library's pass are still spread over small files of engine and models",
-)
 def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftRun) -> None:
     study, _ = reopened(light.path, access=Access(device="cpu"))
     task = next(iter(study.tasks))

@@ -25,12 +25,12 @@ from driftlens.models.chain import (
     Modality,
     Parameters,
     Role,
+    ScoreMap,
     SideInputs,
     Slot,
     State,
     Tap,
 )
-from driftlens.models.heads import ScoreMap
 from driftlens.models.preprocessing import Preprocess
 from driftlens.models.registry import adapters, loaders
 from driftlens.models.tiny_stack import TinyStack

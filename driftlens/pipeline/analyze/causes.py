@@ -25,8 +25,7 @@ from driftlens.diagnostics.adjoint import (
 from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State
-from driftlens.models.chain import Layer
-from driftlens.models.heads import class_rows
+from driftlens.models.chain import Layer, class_rows
 from driftlens.pipeline.analyze.diagnosis import LayerMeter
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter
@@ -243,10 +242,11 @@ def _layer(study: Study, variant: str, layer: Layer, view: LayerView) -> Callabl
 def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView) -> dict[str, Target]:
     expert, variant = (state[last.layer.stream] for state in (last.expert_out, last.merged_out))
     targets = {"final_drift": drift_target(expert, variant)}
-    if at_hand.head is None:
+    head = at_hand.score_map(last.variant)
+    if head is None:
         return targets
-    targets["margin"] = margin_target(at_hand.head, expert, variant)
+    targets["margin"] = margin_target(head, expert, variant)
     if samples.labels is not None:
-        labels = class_rows(at_hand.head, samples.labels[last.start : last.stop]).to(expert.device)
-        targets["loss"] = loss_target(at_hand.head, expert, variant, labels)
+        labels = class_rows(head, samples.labels[last.start : last.stop]).to(expert.device)
+        targets["loss"] = loss_target(head, expert, variant, labels)
     return targets

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from driftlens.data.samples import Batch, SampleSet
-from driftlens.diagnostic import Diagnostic, Seen, chosen
+from driftlens.diagnostic import Diagnostic, Seen
 from driftlens.engine.walk import LayerView, on_device, waiting_bytes, walk
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State, pooled
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
-from driftlens.variants import expert_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +70,7 @@ def diagnose(
     """
     at_hand = study.tasks[task]
     meter = LayerMeter(study, task, reporter, "analyze")
-    measured = chosen(study.settings.options)
+    measured = study.settings.measured
     recorder = _Recorder(study.settings.pool, study.variants[0], measured)
     library = LibraryDrift(study, task, next(at_hand.diagnosis.batches()))
     for chunk in _chunks(study, task, at_hand.diagnosis):
@@ -116,7 +115,7 @@ class LayerMeter:
 def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
-    per_sample = models * waiting_bytes(study.pool, expert_of(task), samples.load([0]))
+    per_sample = models * waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]))
     fitting = max(1, study.settings.feature_budget // max(1, per_sample))
     length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
     for first in range(0, len(samples), length):
@@ -186,6 +185,7 @@ def _tables(
                 found.features["expert", layer.index],
                 recorder.columns(variant, layer.index),
                 None if base is None else {"drift_l2": base[layer.index]},
+                at_hand.score_map(variant),
                 at_hand.head,
                 at_hand.diagnosis.labels,
             )
@@ -252,7 +252,7 @@ class LibraryDrift:
     def __init__(self, study: Study, task: str, batch: Batch) -> None:
         pool = study.pool
         inputs = on_device(batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(expert_of(task), inputs)
+        expert = pool.library_states(pool.expert(task), inputs)
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
             variant: [

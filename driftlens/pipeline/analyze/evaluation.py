@@ -14,7 +14,6 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
 from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool, pooled
-from driftlens.models.heads import ScoreMap
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.intervals import wilson
@@ -37,7 +36,7 @@ def accuracy_rows(
     at_hand = study.tasks[task]
     if at_hand.test is None or at_hand.head is None or at_hand.test.labels is None:
         return []
-    hits = _hits(study, task, variants, at_hand.test, at_hand.head, reporter)
+    hits = _hits(study, task, variants, at_hand.test, reporter)
     count = len(at_hand.test)
     return [
         {
@@ -56,11 +55,12 @@ def accuracy_rows(
 
 
 def _hits(
-    study: Study, task: str, variants: list[str], samples: SampleSet, head: ScoreMap, reporter: Reporter
+    study: Study, task: str, variants: list[str], samples: SampleSet, reporter: Reporter
 ) -> dict[str, int]:
     """Samples that each variant gets right; a sample is read once for all of them."""
     assert samples.labels is not None
     is_right = study.pool.chain.modality.is_right
+    maps = {variant: study.tasks[task].score_map(variant) for variant in variants}
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
@@ -72,6 +72,8 @@ def _hits(
             step(f"task {task}: {variant}", chunk)
             model = expert_of(task) if variant == "expert" else variant
             for start, features in forward(study.pool, model, chunk, task=task):
+                head = maps[variant]
+                assert head is not None
                 labels = samples.labels[start : start + len(features)]
                 hits[variant] += int(is_right(head, features, labels).sum())
     step(f"task {task}", [])

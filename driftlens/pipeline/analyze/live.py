@@ -21,9 +21,8 @@ from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import architecture_of
-from driftlens.models.chain import LayerChain, Pool
+from driftlens.models.chain import LayerChain, Pool, ScoreMap
 from driftlens.models.frames import raw_inputs
-from driftlens.models.heads import ScoreMap
 from driftlens.models.padding import Mask, unmasked_padding
 from driftlens.models.sequential import SequentialAdapter
 from driftlens.models.sources import module_source

@@ -42,7 +42,7 @@ from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
 from driftlens.errors import DataError, SpecError
-from driftlens.models.heads import ScoreMap
+from driftlens.models.chain import ScoreMap
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.search.trials import Trials, part_of, with_settings
 from driftlens.pipeline.study.study import Study

@@ -18,8 +18,8 @@ from driftlens.engine.pool import ModelPool
 from driftlens.errors import SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
-from driftlens.models.chain import LayerChain
-from driftlens.models.heads import ScoreMap, class_names, file_head, text_head
+from driftlens.models.chain import LayerChain, ScoreMap
+from driftlens.models.heads import class_names, file_head, text_head
 from driftlens.models.loading import StateSource, open_checkpoint
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve

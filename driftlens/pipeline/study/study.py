@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from driftlens.data.samples import SampleSet
+from driftlens.diagnostic import Diagnostic, chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
-from driftlens.models.chain import Pool
-from driftlens.models.heads import ScoreMap
+from driftlens.models.chain import Pool, ScoreMap
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Picture
@@ -23,7 +24,9 @@ class TaskSamples:
     Attributes:
         diagnosis: the samples every diagnostic looks at.
         test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
-        head: final features -> class scores; None when no classes are known.
+        head: final features -> class scores, of the expert and of all variants without one of their own; None when no
+            classes are known.
+        own_heads: by variant, where its score map is another.
         calibration: the samples a calibrator may look at; None where there are none but the others.
         picture: image of a diagnosis sample, by its id; None where the samples are no images.
     """
@@ -33,6 +36,11 @@ class TaskSamples:
     head: ScoreMap | None = None
     calibration: SampleSet | None = None
     picture: Callable[[str], Picture] | None = None
+    own_heads: Mapping[str, ScoreMap] = field(default_factory=dict)
+
+    def score_map(self, variant: str) -> ScoreMap | None:
+        """How this variant's final features become scores."""
+        return self.own_heads.get(variant, self.head)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,11 @@ class Settings:
     jacobian: JacobianSettings | None = None
     feature_budget: int = 2 << 30
     deterministic: bool = False
+
+    @cached_property
+    def measured(self) -> tuple[Diagnostic, ...]:
+        """The diagnostics of the walk that are always measured or switched on."""
+        return tuple(chosen(self.options))
 
     @property
     def adjoint(self) -> bool:

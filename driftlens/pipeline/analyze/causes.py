@@ -242,7 +242,7 @@ def _layer(study: Study, variant: str, layer: Layer, view: LayerView) -> Callabl
 def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView) -> dict[str, Target]:
     expert, variant = (state[last.layer.stream] for state in (last.expert_out, last.merged_out))
     targets = {"final_drift": drift_target(expert, variant)}
-    head = at_hand.score_map(last.variant)
+    head = at_hand.own_heads.get(last.variant, at_hand.head)
     if head is None:
         return targets
     targets["margin"] = margin_target(head, expert, variant)

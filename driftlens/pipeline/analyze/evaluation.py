@@ -60,7 +60,8 @@ def _hits(
     """Samples that each variant gets right; a sample is read once for all of them."""
     assert samples.labels is not None
     is_right = study.pool.chain.modality.is_right
-    maps = {variant: study.tasks[task].score_map(variant) for variant in variants}
+    at_hand = study.tasks[task]
+    maps = {variant: at_hand.own_heads.get(variant, at_hand.head) for variant in variants}
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size

@@ -38,10 +38,6 @@ class TaskSamples:
     picture: Callable[[str], Picture] | None = None
     own_heads: Mapping[str, ScoreMap] = field(default_factory=dict)
 
-    def score_map(self, variant: str) -> ScoreMap | None:
-        """How this variant's final features become scores."""
-        return self.own_heads.get(variant, self.head)
-
 
 @dataclass(frozen=True)
 class Settings:

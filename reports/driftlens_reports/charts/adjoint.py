@@ -8,10 +8,9 @@ from typing import Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.axes import last_layer, layer_axis, whole
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, bar, hatched, scatter
-from driftlens_reports.charts.panels import panel_grid, reference_line
+from driftlens_reports.charts.panels import last_layer, layer_axis, panel_grid
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, ordered
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look, palette
 from driftlens_reports.charts.words import by_variant, counted, literal, overlap_notes, ranged, shown, themed
@@ -84,13 +83,8 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         if rows["task"].nunique() > 1:
             dots = {"color": palette(options.dark).ink, "symbol": "circle-open", "size": 5}
             grid.add(at, _marks(scatter, tasks, spots, marker=dots, mode="markers"))
-    reference_line(grid, 0, dark=options.dark)
-    axis = layer_axis(run)["tickvals"]
-    ticks = [*(tick for tick in axis if tick != last or len(axis) < 2), last, last + 1]
-    grid.figure.update_xaxes(
-        autorangeoptions=whole(0.5, last + 1.5), tickvals=ticks, ticktext=[*map(str, ticks[:-1]), "rest"]
-    )
-    grid.figure.update_yaxes(tickformat=TICK_NUMBER)
+    grid.add_line("y", 0)
+    grid.set_axes(x=layer_axis(run, "rest"), y={"tickformat": TICK_NUMBER})
     grid.figure.update_layout(bargap=0.25, showlegend=False)
     counts = rows.loc[rows["place"] != _REST, "n"]
     return Drawn(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.axes import layer_axis, layer_title
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, named, scatter, whiskers
+from driftlens_reports.charts.panels import layer_axis, layer_title
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, ordered
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, apply_theme, look
 from driftlens_reports.charts.words import by_variant, counted, literal, shown, span, themed

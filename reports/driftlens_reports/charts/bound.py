@@ -7,10 +7,9 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import named
+from driftlens_reports.charts.marks import identity_line, literal_column, named, points, thinned_samples
 from driftlens_reports.charts.panels import panel_grid
 from driftlens_reports.charts.picking import scored_samples
-from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look
 from driftlens_reports.charts.words import by_variant, counted, shown, table_notes, themed
 from driftlens_reports.wording import percent
@@ -76,8 +75,8 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & _drawable(drawn, estimate)).to_numpy()
             trace = points(
-                drawn.loc[is_shown, estimate].to_numpy(),
-                drawn.loc[is_shown, _ACTUAL].to_numpy(),
+                drawn.loc[is_shown, estimate],
+                drawn.loc[is_shown, _ACTUAL],
                 look(run.variants, variant, dark=options.dark),
                 total=len(drawn) * len(_ESTIMATES),
                 **named(variant, shown(variant), legend=at == 0),

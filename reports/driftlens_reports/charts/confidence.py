@@ -9,9 +9,17 @@ from numpy.typing import NDArray
 from driftlens.records.intervals import wilson
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, bar, gapped, hatched, named, scatter, whiskers
+from driftlens_reports.charts.marks import (
+    Trace,
+    bar,
+    gapped,
+    hatched,
+    identity_line,
+    named,
+    scatter,
+    whiskers,
+)
 from driftlens_reports.charts.picking import scored_samples
-from driftlens_reports.charts.points import identity_line
 from driftlens_reports.charts.theme import SHARE, TICK_SHARE, apply_theme, look, palette
 from driftlens_reports.charts.words import by_variant, counted, shown, table_notes, themed
 from driftlens_reports.wording import number

@@ -1,21 +1,84 @@
-"""What the final drift is made of: each layer's signed share, stacked, and the remainder that no layer accounts for."""
+"""Each layer's signed share of the final drift: stacked with the remainder, and by two exact splits side by side."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.axes import last_layer, layer_axis, layer_places, room_beside
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.layer_curves import layer_data
-from driftlens_reports.charts.marks import Trace, bar, colour_bar, scatter
-from driftlens_reports.charts.panels import panel_grid, reference_post
+from driftlens_reports.charts.layer_curves import of_layers
+from driftlens_reports.charts.marks import (
+    Trace,
+    bar,
+    colour_bar,
+    gapped,
+    interval_texts,
+    named,
+    scatter,
+    whiskers,
+)
+from driftlens_reports.charts.panels import (
+    MOST_COLUMNS,
+    last_layer,
+    layer_axis,
+    layer_places,
+    layer_title,
+    panel_grid,
+    room_beside,
+)
 from driftlens_reports.charts.picking import layer_rows
-from driftlens_reports.charts.theme import SHARE, SMALL, TICK_SHARE, palette, readable, scale, shade
-from driftlens_reports.charts.words import label, literal, peak_share, sample_notes, shown, themed
+from driftlens_reports.charts.theme import (
+    SHARE,
+    SMALL,
+    TICK_SHARE,
+    faded,
+    look,
+    palette,
+    readable,
+    scale,
+    shade,
+)
+from driftlens_reports.charts.words import label, literal, peak_share, shown, task_titles, themed
+from driftlens_reports.wording import percent
 
-_COLUMN = "share of final drift"
+CONTRIBUTED, REST = "share of final drift", "remainder"
+_CARRIED, _SWAPPED = "carried share", "swapped share"
 _BAR, _LEAST = 30, 70
+_ENDS = ("", "_low", "_high")
+_INTERVALS = "Whiskers: 95 % intervals over the samples with Jacobians, which were drawn again (bootstrap)."
+
+
+def share_rows(run: DriftRun, options: ChartOptions, names: Mapping[str, str]) -> pd.DataFrame:
+    """Rows of the layer table with shares under other names, and `NAME low` and `NAME high` where they have intervals.
+
+    Runs of an older schema have none.
+    """
+    new = {
+        f"{share}{end}": f"{name}{end.replace('_', ' ')}" for share, name in names.items() for end in _ENDS
+    }
+    rows = layer_rows(run, options).rename(columns=new)
+    ends = [name for name in new.values() if name.endswith((" low", " high"))]
+    return rows.drop(columns=[name for name in ends if rows[name].isna().all()])
+
+
+def with_ends(rows: pd.DataFrame, column: str) -> list[str]:
+    """The column, and those of its intervals where it has some."""
+    return [name for name in (column, f"{column} low", f"{column} high") if name in rows]
+
+
+def _intervals(rows: pd.DataFrame, column: str) -> list[str]:
+    return interval_texts(rows, f"{column} low", f"{column} high")
+
+
+def _whiskers(rows: pd.DataFrame, column: str, colour: str) -> dict[str, Any] | None:
+    # Of some bars alone, plotly would draw the others with whiskers of no length.
+    column, *ends = with_ends(rows, column)
+    if not ends or rows[[column, *ends]].isna().any(axis=None):
+        return None
+    return whiskers(rows[column].astype(float), *(rows[end] for end in ends), colour, thickness=1, width=2)
 
 
 @chart(
@@ -30,9 +93,9 @@ _BAR, _LEAST = 30, 70
     "they sum to 100 %, marked by a line. Shares of different variants refer to different drifts: a larger share of "
     "a smaller drift may be less in feature units.",
 )
-def draw(run: DriftRun, options: ChartOptions) -> Drawn:
+def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     """A panel per task with one stack per variant; all panels have one x axis range."""
-    rows = stacked(layer_rows(run, options))
+    rows = stacked(share_rows(run, options, {"final_share": CONTRIBUTED}))
     tasks, variants = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     grid = panel_grid(
         [label(task) for task in tasks],
@@ -41,13 +104,13 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         height=max(_BAR * len(variants) + 12, _LEAST),
         **themed(run, "contributions", options),
     )
-    layers, remainders = rows[rows["role"] != "remainder"], rows[rows["role"] == "remainder"]
+    layers, remainders = rows[rows["role"] != REST], rows[rows["role"] == REST]
     for at, task in enumerate(tasks):
         grid.add(at, _layers(run, layers[layers["task"] == task], variants, options.dark))
         of_task = remainders[remainders["task"] == task]
         grid.add(at, _remainders(of_task, variants, options.dark, legend=at == 0))
     for end in (0.0, 1.0):
-        reference_post(grid, end, dark=options.dark)
+        grid.add_line("x", end)
     titles = [shown(variant) for variant in variants]
     rows_of_bars = {"autorangeoptions": {"include": [-0.5, len(variants) - 0.5]}, "autorange": "reversed"}
     grid.set_axes(
@@ -58,11 +121,15 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     # Numbers of segments that are too narrow for one size are left out; hovering tells.
     written = {"minsize": SMALL - 2, "mode": "hide"}
     grid.figure.update_layout(barmode="overlay", uniformtext=written, margin=room_beside(titles))
-    return Drawn(
+    said = peak_share(layers, CONTRIBUTED)
+    columns = [*with_ends(rows, CONTRIBUTED), "start"]
+    return of_layers(
+        run,
         grid.figure,
-        alt=f"Stacked signed shares of the final drift by layer. {peak_share(layers, _COLUMN)}",
-        data=layer_data(rows, _COLUMN, "start"),
-        notes=tuple(sample_notes(run, rows)),
+        rows,
+        *columns,
+        alt=f"Stacked signed shares of the final drift by layer. {said}",
+        notes=[_INTERVALS] if len(columns) > 2 else [],
     )
 
 
@@ -74,20 +141,19 @@ def stacked(rows: pd.DataFrame) -> pd.DataFrame:
     Args:
         rows: rows of the layer table, by task, variant and layer.
     """
-    rows = rows.rename(columns={"final_share": _COLUMN})
     stacks = [_stack(part) for _, part in rows.groupby(["task", "variant"], sort=False)]
     return pd.concat(stacks, ignore_index=True)
 
 
 def _stack(rows: pd.DataFrame) -> pd.DataFrame:
     heads = rows[rows["remainder_share"].notna()]
-    remainder = heads.assign(
-        **{_COLUMN: heads["remainder_share"], "role": "remainder", "path": "", "layer": pd.NA}
+    remainder = heads.drop(columns=with_ends(rows, CONTRIBUTED)).assign(
+        **{CONTRIBUTED: heads["remainder_share"], "role": REST, "path": "", "layer": pd.NA}
     )
     segments = pd.concat(
-        [part for part in (rows[rows[_COLUMN].notna()], remainder) if len(part)] or [remainder]
+        [part for part in (rows[rows[CONTRIBUTED].notna()], remainder) if len(part)] or [remainder]
     )
-    values = segments[_COLUMN].astype(float)
+    values = segments[CONTRIBUTED].astype(float)
     return segments.assign(start=values.groupby(values < 0).cumsum() - values)
 
 
@@ -95,14 +161,14 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
     """One segment per layer and variant, coloured by depth."""
     # Colours are worked out here: plotly can't choose readable text on those of a colour axis.
     colours = [shade(palette(dark).sequential, layer / last_layer(run)) for layer in rows["layer"]]
-    return _segments(rows, variants, dark).update(
+    return _segments(rows, layer_places(rows), variants, dark).update(
+        error_x=_whiskers(rows, CONTRIBUTED, palette(dark).ink),
         marker_color=colours,
         insidetextfont_color=[readable(colour) for colour in colours],
         text=rows["layer"].astype(str).tolist(),
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        customdata=layer_places(rows),
         showlegend=False,
     )
 
@@ -111,29 +177,24 @@ def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: 
     """The hatched bar of each variant."""
     colours = palette(dark)
     hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
-    return _segments(rows, variants, dark).update(
-        name="remainder",
-        legendgroup="remainder",
-        marker_pattern=hatch,
-        customdata=["remainder"] * len(rows),
-        showlegend=legend,
+    return _segments(rows, [REST] * len(rows), variants, dark).update(
+        **named(REST, REST, legend=legend), marker_pattern=hatch
     )
 
 
-def _segments(rows: pd.DataFrame, variants: list[str], dark: bool) -> Trace:
-    names = [
-        f"{literal(str(task))}, {shown(variant)}"
-        for task, variant in zip(rows["task"], rows["variant"], strict=True)
-    ]
+def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> Trace:
+    pairs = zip(rows["task"], rows["variant"], strict=True)
     return bar(
         orientation="h",
-        x=rows[_COLUMN].astype(float).tolist(),
+        x=rows[CONTRIBUTED].astype(float).tolist(),
         base=rows["start"].tolist(),
         y=[variants.index(variant) for variant in rows["variant"]],
         width=0.7,
         marker_line={"color": palette(dark).quiet, "width": 0.5},
-        hovertext=names,
-        hovertemplate=f"%{{hovertext}}<br>%{{customdata}}<br>share %{{value:{SHARE}}}<extra></extra>",
+        hovertext=[f"{literal(str(task))}, {shown(variant)}" for task, variant in pairs],
+        customdata=list(zip(places, _intervals(rows, CONTRIBUTED), strict=True)),
+        hovertemplate="%{hovertext}<br>%{customdata[0]}<br>"
+        f"share %{{value:{SHARE}}}%{{customdata[1]}}<extra></extra>",
     )
 
 
@@ -147,3 +208,88 @@ def _depth(run: DriftRun, dark: bool) -> Trace:
         **{"colorscale": scale(palette(dark).sequential), "colorbar": beside},
     }
     return scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
+
+
+@chart(
+    "splits",
+    title="Both splits of the final drift",
+    section="splits",
+    rank=30,
+    needs=("layers", ("final_share", "prefix_share")),
+    caption="Signed share of the final drift that each layer's local mismatch accounts for, ratios of sums over "
+    "diagnosis samples without a band: carried to the end by Jacobians (solid), by swapping model prefixes (hatched).",
+    hint="Both splits are exact, but they answer different questions, so they may differ: swapping runs each layer on "
+    "other inputs. Where they agree, the blame is robust; a large gap means that the layers behind bend the "
+    "drift. Carried shares and the remainder in the notes sum to 100 %, swapped shares do so alone.",
+)
+def splits(run: DriftRun, options: ChartOptions) -> Drawn:
+    """A row of panels per task, one per variant; all panels have one y axis range."""
+    rows = share_rows(run, options, {"final_share": _CARRIED, "prefix_share": _SWAPPED})
+    rows = rows[rows[[_CARRIED, _SWAPPED]].notna().any(axis=1).groupby(rows["variant"]).transform("any")]
+    tasks, variants = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
+    grid = panel_grid(
+        task_titles(tasks, [shown(variant) for variant in variants]),
+        x_title=layer_title(run),
+        y_titles=["share of final drift (%)"],
+        columns=min(len(variants), MOST_COLUMNS),
+        height=120,
+        **themed(run, "splits", options),
+    )
+    names = {_CARRIED: "carried by Jacobians", _SWAPPED: "swapping prefixes"}
+    for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
+        marks = look(run.variants, variant, dark=options.dark)
+        at = tasks.index(task) * len(variants) + variants.index(variant)
+        grid.add(at, *(_bars(part, column, marks.colour, options.dark) for column in names))
+    # Entries in the colour of text: the marks mean the same whatever colour the variant has.
+    quiet = palette(options.dark).quiet
+    for column, name in names.items():
+        entry = {"name": name, "legendgroup": column, "offsetgroup": column}
+        grid.add(0, bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
+    grid.add_line("y", 0.0)
+    grid.set_axes(x=layer_axis(run), y={"tickformat": TICK_SHARE})
+    grid.figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0)
+    carried, swapped = (peak_share(rows, column) for column in names)
+    columns = [*with_ends(rows, _CARRIED), *with_ends(rows, _SWAPPED)]
+    return of_layers(
+        run,
+        grid.figure,
+        rows.rename(columns={"remainder_share": REST}),
+        *columns,
+        REST,
+        alt=f"Two splits of the final drift by layer. Carried: {carried} Swapped: {swapped}",
+        notes=[*([_INTERVALS] if len(columns) > 2 else []), *_remainder_notes(rows)],
+    )
+
+
+def _remainder_notes(rows: pd.DataFrame) -> list[str]:
+    """How much of the final drift no layer's carried share accounts for, at most."""
+    remainder = rows["remainder_share"].astype(float)
+    if not remainder.notna().any():
+        return []
+    row = rows.loc[remainder.abs().idxmax()]
+    return [f"Largest remainder: {percent(float(row['remainder_share']))} ({row['task']}, {row['variant']})."]
+
+
+def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> Trace:
+    task, variant = literal(str(rows["task"].iloc[0])), shown(rows["variant"].iloc[0])
+    return bar(
+        x=rows["layer"].tolist(),
+        y=gapped(rows[column].astype(float)),
+        error_y=_whiskers(rows, column, palette(dark).ink),
+        name=column,
+        marker=_fill(colour, column, dark),
+        showlegend=False,
+        legendgroup=column,
+        offsetgroup=column,
+        text=[f"{task}, {place}" for place in layer_places(rows)],
+        textposition="none",
+        customdata=_intervals(rows, column),
+        hovertemplate=f"%{{text}}<br>{column} %{{y:{SHARE}}}%{{customdata}}<extra>{variant}</extra>",
+    )
+
+
+def _fill(colour: str, column: str, dark: bool) -> dict[str, object]:
+    if column == _CARRIED:
+        return {"color": colour, "line": {"color": colour, "width": 1}}
+    hatch = {"shape": "/", "fgcolor": colour, "bgcolor": palette(dark).surface, "size": 5, "solidity": 0.35}
+    return {"color": faded(colour, 1), "pattern": hatch, "line": {"color": colour, "width": 1}}

@@ -13,7 +13,17 @@ from driftlens.records.intervals import student, unpaired_difference
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, ink, named, scatter, whiskers
+from driftlens_reports.charts.marks import (
+    Trace,
+    identity_line,
+    ink,
+    literal_column,
+    named,
+    points,
+    scatter,
+    thinned_samples,
+    whiskers,
+)
 from driftlens_reports.charts.panels import Grid, panel_grid
 from driftlens_reports.charts.picking import (
     absent,
@@ -23,7 +33,6 @@ from driftlens_reports.charts.picking import (
     ordered,
     rows_at,
 )
-from driftlens_reports.charts.points import identity_line, literal_column, points, thinned_samples
 from driftlens_reports.charts.theme import GLYPHS, NUMBER, TICK_NUMBER, apply_theme, faded, look, palette
 from driftlens_reports.charts.words import (
     by_variant,
@@ -128,8 +137,8 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     shown_before: set[str] = set()
     for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
         trace = points(
-            part["baseline cosine"].to_numpy(dtype=float),
-            part["cosine"].to_numpy(dtype=float),
+            part["baseline cosine"],
+            part["cosine"],
             look(run.variants, str(variant), dark=options.dark),
             total=len(drawn),
             **named(variant, shown(str(variant)), legend=variant not in shown_before),

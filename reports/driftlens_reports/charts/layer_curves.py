@@ -5,77 +5,127 @@ First the parts that such charts share, then the charts of the layer table that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.axes import layer_axis, layer_places, layer_title, titled, value_axis, whole
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, gapped, named, scatter
-from driftlens_reports.charts.panels import Grid, panel_grid, reference_line
+from driftlens_reports.charts.panels import (
+    layer_axis,
+    layer_places,
+    layer_title,
+    panel_grid,
+    titled,
+    value_axis,
+    whole,
+)
 from driftlens_reports.charts.picking import layer_rows
 from driftlens_reports.charts.theme import NUMBER, SHARE, TICK_NUMBER, TICK_SHARE, Look, faded, look
 from driftlens_reports.charts.words import (
-    LONGEST_OF_TWO,
     final_sentence,
-    label,
     literal,
     peak_sentence,
     ranged,
     sample_notes,
     shown,
+    task_titles,
     themed,
 )
 from driftlens_reports.wording import error
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_AROUND_ZERO = {"tickformat": TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
 _LONE = 0.2
 """Half the width, in layers, of a band with no neighbour."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one variant shows on one task.
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """What each task's panel shows of the rows of a layer table, or one of its panels.
 
     Attributes:
-        at: place of the task among those drawn, from 0.
-        rows: its rows, by layer.
-        marks: how the variant is drawn.
-        is_first: whether the variant was not drawn before, so that the legend names it here.
-        opacity: of its band: the more variants lie over one another, the less.
+        column: of the lines.
+        title: of the y axis, with the unit.
+        axis: further settings of that axis.
+        name: what the panel's title says behind the task.
+        what: what a hovered value is, if not `column`.
+        number: format of a hovered value.
+        band: the columns between which an area is filled.
+        error: the column of error bars.
+        beside: the column of open markers to compare a line with, and what they are.
+        line: a value that is marked in all panels.
     """
 
-    at: int
-    rows: pd.DataFrame
-    marks: Look
-    is_first: bool
-    opacity: float
+    column: str
+    title: str
+    axis: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    what: str = ""
+    number: str = NUMBER
+    band: tuple[str, str] | None = None
+    error: str = ""
+    beside: tuple[str, str] | None = None
+    line: float | None = None
 
-    def curve(self, column: str, *, what: str = "", **changes: Any) -> Trace:
-        """Its values by layer, named in the legend; `what` the value is, if not `column`, is for the hover text."""
-        return curve(self.rows, column, self.marks, what=what or column, legend=self.is_first, **changes)
+    def traces(self, rows: pd.DataFrame, marks: Look, *, legend: bool, opacity: float) -> Iterator[Trace]:
+        """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
+        if self.band:
+            yield band(rows, *self.band, marks, opacity=opacity)
+        changes: dict[str, Any] = {}
+        if self.error:
+            bars = {"type": "data", "array": gapped(rows[self.error]), "thickness": 1, "width": 3}
+            changes = {"error_y": bars}
+        what = self.what or self.column
+        yield curve(rows, self.column, marks, what=what, legend=legend, number=self.number, **changes)
+        if self.beside:
+            marker = {"color": marks.colour, "symbol": f"{marks.symbol}-open", "size": 7}
+            yield curve(rows, self.beside[0], marks, what=self.beside[1], mode="markers", marker=marker)
 
-    def companion(self, column: str, *, what: str = "") -> Trace:
-        """Open markers of a value to compare a curve with; the curve's legend entry shows and hides them too."""
-        marker = {"color": self.marks.colour, "symbol": f"{self.marks.symbol}-open", "size": 7}
-        return curve(self.rows, column, self.marks, what=what or column, mode="markers", marker=marker)
 
-    def band(self, low: str, high: str) -> Trace:
-        """The area between two columns."""
-        return band(self.rows, low, high, self.marks, opacity=self.opacity)
+def draw_curves(
+    run: DriftRun,
+    rows: pd.DataFrame,
+    *kinds: Curves,
+    dark: bool,
+    key: str,
+    variants: Sequence[str] = (),
+    **settings: Any,
+) -> go.Figure:
+    """A row of panels for each task, one of each kind; of one kind, panels stand in rows of their own.
 
-
-def parts(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> Iterator[Part]:
-    """`rows` of the layer table by task and variant, in their order."""
-    tasks = list(dict.fromkeys(rows["task"]))
-    named: set[str] = set()
-    opacity = min(0.14, 0.5 / max(1, rows["variant"].nunique()))
+    Looks go by the run's variants unless others are given; further settings are those of `panel_grid`, such as titles.
+    """
+    tasks, names = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
+    placed: dict[str, Any] = {"titles": task_titles(tasks, [kind.name for kind in kinds])}
+    if len(kinds) > 1:
+        placed |= {"columns": len(kinds), "height": 150}
+    grid = panel_grid(
+        **{**placed, **settings},
+        x_title=layer_title(run),
+        y_titles=[kind.title for kind in kinds],
+        legend=[shown(variant) for variant in names],
+        dark=dark,
+        key=key,
+    )
+    opacity = min(0.14, 0.5 / max(1, len(names)))  # the more bands lie over one another, the less
+    in_legend: set[str] = set()
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
-        style = look(run.variants, variant, dark=dark)
-        yield Part(tasks.index(task), part, style, variant not in named, opacity)
-        named.add(variant)
+        marks = look(variants or run.variants, variant, dark=dark)
+        for at, kind in enumerate(kinds):
+            traces = kind.traces(part, marks, legend=variant not in in_legend, opacity=opacity)
+            grid.add(tasks.index(task) * len(kinds) + at, *traces)
+            in_legend.add(variant)
+    for at, kind in enumerate(kinds):
+        if kind.line is not None:
+            grid.add_line("y", kind.line, column=at if len(kinds) > 1 else None)
+    grid.set_axes(x=layer_axis(run), y=[kind.axis for kind in kinds] if len(kinds) > 1 else kinds[0].axis)
+    return grid.figure
 
 
 def curve(
@@ -88,16 +138,9 @@ def curve(
     number: str = NUMBER,
     **changes: Any,
 ) -> Trace:
-    """One variant's values by layer on one task.
+    """One variant's values by layer on one task, from rows by layer; NaN makes a gap.
 
-    Args:
-        rows: rows of the layer table, of one task and variant, by layer.
-        column: what is plotted; NaN makes a gap.
-        marks: how the variant is drawn.
-        what: what the value is, for the hover text.
-        legend: whether the legend names the variant here; once is enough for all panels.
-        number: format of the hovered value.
-        changes: further settings of the trace.
+    `what` a value is stands in the hover text; `changes` are further settings of the trace.
     """
     variant = str(rows["variant"].iloc[0])
     settings: dict[str, Any] = {
@@ -121,7 +164,8 @@ def band(rows: pd.DataFrame, low: str, high: str, marks: Look, *, opacity: float
     """
     x: list[float | None] = []
     y: list[float | None] = []
-    for run in _unbroken(rows, low, high):
+    is_gap = rows[[low, high]].isna().any(axis=1)
+    for _, run in rows[~is_gap].groupby(is_gap.cumsum()[~is_gap]):
         layers = run["layer"].astype(float).tolist()
         if len(layers) == 1:
             layers = [layers[0] - _LONE, layers[0] + _LONE]
@@ -142,55 +186,12 @@ def band(rows: pd.DataFrame, low: str, high: str, marks: Look, *, opacity: float
     )
 
 
-def _unbroken(rows: pd.DataFrame, *columns: str) -> Sequence[pd.DataFrame]:
-    """The runs of rows without a gap in any of the columns."""
-    is_gap = rows[list(columns)].isna().any(axis=1)
-    return [run for _, run in rows[~is_gap].groupby(is_gap.cumsum()[~is_gap])]
-
-
-def layer_grid(
-    run: DriftRun,
-    rows: pd.DataFrame,
-    y_titles: Sequence[str],
-    *,
-    dark: bool,
-    key: str,
-    titles: Sequence[str] | None = None,
-    **settings: Any,
-) -> Grid:
-    """Empty panels over the layers of the run, with a legend of the variants in `rows`.
-
-    Args:
-        run: the run.
-        rows: rows of a layer table.
-        y_titles: as for `panel_grid`.
-        dark: which theme.
-        key: names the data shown.
-        titles: of the panels; None gives each task one.
-        settings: further arguments of `panel_grid`.
-    """
-    grid = panel_grid(
-        [label(task) for task in dict.fromkeys(rows["task"])] if titles is None else titles,
-        x_title=layer_title(run),
-        y_titles=y_titles,
-        legend=[shown(variant) for variant in dict.fromkeys(rows["variant"])],
-        dark=dark,
-        key=key,
-        **settings,
-    )
-    grid.set_axes(x=layer_axis(run))
-    return grid
-
-
-def task_titles(rows: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    """Titles of a row of panels per task, one panel per name."""
-    tasks = dict.fromkeys(rows["task"])
-    return [f"{label(task, LONGEST_OF_TWO)}: {name}" for task in tasks for name in names]
-
-
-def layer_data(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """The rows of a layer table with what names them, n, and these columns."""
-    return rows[["task", "variant", "layer", "role", "path", "n", *columns]]
+def of_layers(
+    run: DriftRun, figure: go.Figure, rows: pd.DataFrame, *columns: str, alt: str, notes: Sequence[str] = ()
+) -> Drawn:
+    """A chart of the layer table: its rows with what names them, n, and these columns; how many samples they are of."""
+    data = rows[["task", "variant", "layer", "role", "path", "n", *columns]]
+    return Drawn(figure, alt, data, (*sample_notes(run, rows), *notes))
 
 
 _BANDS = {
@@ -223,23 +224,17 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     spread = rows["drift_l2_std"].astype(float)
     ends = {"mean - std": rows["mean drift"] - spread, "mean + std": rows["mean drift"] + spread}
     rows = rows.assign(**ends)
-    source = "drift_rel" if options.relative else "drift_l2_mean"
-    words = "drift / expert norm" if options.relative else "mean L2 drift"
-    column = _DRIFTS[source]
-    low, high, said = _BANDS.get("" if options.relative else options.band, ("", "", ""))
-    titles = [titled(words, "layers", source)]
-    grid = layer_grid(run, rows, titles, **themed(run, "layer-drift", options))
-    for part in parts(run, rows, dark=options.dark):
-        grid.add(part.at, *([part.band(low, high)] if low else []), part.curve(column))
-    grid.set_axes(y=value_axis(options))
+    source, words = "drift_l2_mean", "mean L2 drift"
+    low, high, said = _BANDS.get(options.band, ("", "", ""))
     if options.relative:
-        said = "Relative drift is one ratio of sums over the samples; it has no band."
-    return Drawn(
-        grid.figure,
-        alt=f"{words[0].upper()}{words[1:]} by layer. {final_sentence(rows, column)}",
-        data=layer_data(rows, column, *((low, high) if low else ())),
-        notes=(*sample_notes(run, rows), *([said] if said else [])),
-    )
+        source, words = "drift_rel", "drift / expert norm"
+        low, high, said = "", "", "Relative drift is one ratio of sums over the samples; it has no band."
+    band = (low, high) if low else None
+    title, axis = titled(words, "layers", source), value_axis(options)
+    kind = Curves(column=_DRIFTS[source], title=title, axis=axis, band=band)
+    figure = draw_curves(run, rows, kind, **themed(run, "layer-drift", options))
+    alt = f"{words[0].upper()}{words[1:]} by layer. {final_sentence(rows, kind.column)}"
+    return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[said] if said else [])
 
 
 _DISTANCE = "drift / base distance"
@@ -260,19 +255,11 @@ _DISTANCE = "drift / base distance"
 def base_distance(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1: beyond it, merging has undone what fine-tuning gained."""
     rows = layer_rows(run, options).rename(columns={"drift_vs_base": _DISTANCE})
-    titles = [titled(_DISTANCE, "layers", "drift_vs_base")]
-    grid = layer_grid(run, rows, titles, **themed(run, "base-distance", options))
-    for part in parts(run, rows, dark=options.dark):
-        grid.add(part.at, part.curve(_DISTANCE))
-    reference_line(grid, 1.0, dark=options.dark)
-    grid.set_axes(y=value_axis(options, include=[1.0]))
-    return Drawn(
-        grid.figure,
-        alt="Drift against the distance from base to expert, by layer, with a line at 1. "
-        + final_sentence(rows, _DISTANCE),
-        data=layer_data(rows, _DISTANCE),
-        notes=tuple(sample_notes(run, rows)),
-    )
+    axis, title = value_axis(options, include=[1.0]), titled(_DISTANCE, "layers", "drift_vs_base")
+    kind = Curves(column=_DISTANCE, title=title, axis=axis, line=1.0)
+    figure = draw_curves(run, rows, kind, **themed(run, "base-distance", options))
+    alt = "Drift against the distance from base to expert, by layer, with a line at 1. "
+    return of_layers(run, figure, rows, _DISTANCE, alt=alt + final_sentence(rows, _DISTANCE))
 
 
 _PARTS = {
@@ -298,30 +285,17 @@ _PARTS = {
 def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of three panels per task; both norms have one y axis range, the cross term another."""
     rows = layer_rows(run, options).rename(columns={source: name for name, (source, _) in _PARTS.items()})
-    grid = layer_grid(
-        run,
-        rows,
-        [titled(words, "layers", source) for source, words in _PARTS.values()],
-        titles=task_titles(rows, [*_PARTS]),
-        columns=len(_PARTS),
-        height=150,
-        **themed(run, "decomposition", options),
-    )
-    for part in parts(run, rows, dark=options.dark):
-        for at, name in enumerate(_PARTS):
-            hidden = {"showlegend": False} if at else {}
-            grid.add(part.at * len(_PARTS) + at, part.curve(name, **hidden))
-    reference_line(grid, 0.0, dark=options.dark, column=2)
     norms = value_axis(options)
-    shares = {"tickformat": TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
-    grid.set_axes(y=[norms, {**norms, "matches": "y"}, shares])  # norms in one unit compare
-    return Drawn(
-        grid.figure,
-        alt=f"Local mismatch, propagation and cross term by layer. Mismatch: {peak_sentence(rows, 'mismatch')} "
-        f"Propagation: {peak_sentence(rows, 'propagation')}",
-        data=layer_data(rows, "reference", *_PARTS),
-        notes=tuple(sample_notes(run, rows)),
-    )
+    axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
+    kinds = [
+        Curves(column=name, name=name, title=titled(words, "layers", source), axis=axis)
+        for (name, (source, words)), axis in zip(_PARTS.items(), axes, strict=True)
+    ]
+    kinds[2] = replace(kinds[2], line=0.0)
+    figure = draw_curves(run, rows, *kinds, **themed(run, "decomposition", options))
+    alt = "Local mismatch, propagation and cross term by layer. "
+    alt += f"Mismatch: {peak_sentence(rows, 'mismatch')} Propagation: {peak_sentence(rows, 'propagation')}"
+    return of_layers(run, figure, rows, "reference", *_PARTS, alt=alt)
 
 
 @chart(
@@ -343,25 +317,24 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = layer_rows(run, options).rename(columns={**names, "jacobian_samples": "jacobian samples"})
     center, spread = rows["amplification"].astype(float), rows["Jacobian error"].astype(float)
     rows = rows.assign(lower=center * (1 - spread), upper=center * (1 + spread))
-    titles = [titled("amplification", "layers", "amplification")]
-    grid = layer_grid(run, rows, titles, **themed(run, "amplification", options))
-    for part in parts(run, rows, dark=options.dark):
-        random = part.companion("random gain", what="mean gain on random directions")
-        grid.add(part.at, part.band("lower", "upper"), part.curve("amplification"), random)
-    reference_line(grid, 1.0, dark=options.dark)
-    grid.set_axes(y=value_axis(options, zero=False, include=[1.0]))
+    kind = Curves(
+        column="amplification",
+        title=titled("amplification", "layers", "amplification"),
+        axis=value_axis(options, zero=False, include=[1.0]),
+        band=("lower", "upper"),
+        beside=("random gain", "mean gain on random directions"),
+        line=1.0,
+    )
     largest = spread.max()
     said = (
         "Without Jacobians there is no band and no random gain."
         if pd.isna(largest)
         else f"Largest Jacobian error {error(float(largest))}, relative to the propagation."
     )
-    return Drawn(
-        grid.figure,
-        alt=f"Amplification by layer, with a line at 1. {peak_sentence(rows, 'amplification')}",
-        data=layer_data(rows, "amplification", "lower", "upper", *names.values(), "jacobian samples"),
-        notes=(*sample_notes(run, rows), said),
-    )
+    figure = draw_curves(run, rows, kind, **themed(run, "amplification", options))
+    columns = ("amplification", "lower", "upper", *names.values(), "jacobian samples")
+    alt = f"Amplification by layer, with a line at 1. {peak_sentence(rows, 'amplification')}"
+    return of_layers(run, figure, rows, *columns, alt=alt, notes=[said])
 
 
 _GROWTH = {
@@ -386,31 +359,27 @@ _GROWTH = {
 def growth(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of two panels per task; each column has one y axis range."""
     rows = layer_rows(run, options).rename(columns=_GROWTH)
-    shares = "samples with gamma above eta"
-    grid = layer_grid(
-        run,
-        rows,
-        [titled("gamma, eta", "layers", "gain_excess_mean"), "share of samples (%)"],
-        titles=task_titles(rows, ["gamma and eta", shares]),
-        columns=2,
-        height=150,
-        **themed(run, "growth", options),
+    ratios = Curves(
+        column="gain excess",
+        title=titled("gamma, eta", "layers", "gain_excess_mean"),
+        axis=_AROUND_ZERO,
+        name="gamma and eta",
+        what="gamma",
+        beside=("mismatch ratio", "eta"),
+        line=0.0,
     )
-    for part in parts(run, rows, dark=options.dark):
-        gamma, eta = part.curve("gain excess", what="gamma"), part.companion("mismatch ratio", what="eta")
-        grid.add(2 * part.at, gamma, eta)
-        share = part.curve("share that grows", what=shares, number=SHARE, showlegend=False)
-        grid.add(2 * part.at + 1, share)
-    reference_line(grid, 0.0, dark=options.dark, column=0)
-    ratios = {"tickformat": TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
-    grid.set_axes(y=[ratios, {"tickformat": TICK_SHARE, "autorangeoptions": whole(-0.03, 1.03)}])
-    return Drawn(
-        grid.figure,
-        alt="Gain excess, mismatch ratio and the share of samples whose drift must grow, by layer. "
-        f"Share: {peak_sentence(rows, 'share that grows')}",
-        data=layer_data(rows, *_GROWTH.values()),
-        notes=tuple(sample_notes(run, rows)),
+    shares = Curves(
+        column="share that grows",
+        title="share of samples (%)",
+        axis={"tickformat": TICK_SHARE, "autorangeoptions": whole(-0.03, 1.03)},
+        name="samples with gamma above eta",
+        what="samples with gamma above eta",
+        number=SHARE,
     )
+    figure = draw_curves(run, rows, ratios, shares, **themed(run, "growth", options))
+    alt = "Gain excess, mismatch ratio and the share of samples whose drift must grow, by layer. "
+    alt += f"Share: {peak_sentence(rows, 'share that grows')}"
+    return of_layers(run, figure, rows, *_GROWTH.values(), alt=alt)
 
 
 _SPECTRAL = {
@@ -436,20 +405,20 @@ _SPECTRAL = {
 def spectral(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1; all panels have one y axis range."""
     rows = layer_rows(run, options).rename(columns=_SPECTRAL)
-    titles = [titled("gain", "layers", "spectral_norm_mean")]
-    grid = layer_grid(run, rows, titles, **themed(run, "spectral", options))
     rows = rows.assign(error=rows["spectral norm"].astype(float) * rows["residual"].astype(float))
-    for part in parts(run, rows, dark=options.dark):
-        bars = {"type": "data", "array": gapped(part.rows["error"]), "thickness": 1, "width": 3}
-        grid.add(part.at, part.curve("spectral norm", error_y=bars), part.companion("amplification"))
-    reference_line(grid, 1.0, dark=options.dark)
-    grid.set_axes(y=value_axis(options, include=[1.0]))
+    kind = Curves(
+        column="spectral norm",
+        title=titled("gain", "layers", "spectral_norm_mean"),
+        axis=value_axis(options, include=[1.0]),
+        error="error",
+        beside=("amplification", "amplification"),
+        line=1.0,
+    )
     largest = rows["residual"].astype(float).max()
     taken = f"Jacobians are of {ranged(rows['jacobian samples'], 'diagnosis sample')} per task."
-    return Drawn(
-        grid.figure,
-        alt="Spectral norm by layer beside the amplification of the actual drift. "
-        + peak_sentence(rows, "spectral norm"),
-        data=layer_data(rows, "spectral norm", "residual", "error", "amplification", "jacobian samples"),
-        notes=(*sample_notes(run, rows), taken, f"Largest residual {error(float(largest))}."),
-    )
+    figure = draw_curves(run, rows, kind, **themed(run, "spectral", options))
+    columns = ("spectral norm", "residual", "error", "amplification", "jacobian samples")
+    alt = "Spectral norm by layer beside the amplification of the actual drift. "
+    alt += peak_sentence(rows, "spectral norm")
+    notes = [taken, f"Largest residual {error(float(largest))}."]
+    return of_layers(run, figure, rows, *columns, alt=alt, notes=notes)

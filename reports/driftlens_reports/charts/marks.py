@@ -1,17 +1,30 @@
-"""The marks that charts draw with: bars, points, cells, whiskers and hatches. The first of them imports plotly."""
+"""The marks that charts draw with: bars, points, clouds of samples, whiskers. The first of them imports plotly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 
+from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SMALL, Look, palette
-from driftlens_reports.charts.words import label, literal
+from driftlens_reports.charts.words import counted, label, literal
+from driftlens_reports.wording import percent
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 Trace: TypeAlias = Any
 """A trace of plotly's, which has no types of its own."""
+
+MOST_SVG = 5000
+"""Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
+
+Without a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
+these as SVG; and a page may hold few figures that use it.
+"""
 
 
 def bar(**settings: Any) -> Trace:
@@ -28,12 +41,20 @@ def scatter(**settings: Any) -> Trace:
     return go.Scatter(**settings)
 
 
-def cells(values: Any, layers: Sequence[int], **settings: Any) -> Trace:
-    """Coloured cells, layers across and rows down from 0; further settings as plotly names them."""
+def points(x: pd.Series[Any], y: pd.Series[Any], look: Look, *, total: int, **settings: Any) -> Trace:
+    """A cloud of points in a variant's colours; `total` in the whole figure decides what draws them."""
     import plotly.graph_objects as go
 
-    rows = list(range(len(values)))
-    return go.Heatmap(x=layers, y=rows, z=values, xgap=1, ygap=1, hoverongaps=False, **settings)
+    draw = go.Scatter if total <= MOST_SVG else go.Scattergl
+    marker = {"color": look.colour, "symbol": look.symbol, "size": 5, "opacity": 0.7, "line": {"width": 0}}
+    places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}
+    return draw(**places, mode="markers", marker=marker).update(**settings)
+
+
+def identity_line(figure: go.Figure, low: float, high: float, *, dark: bool, **place: Any) -> None:
+    """A thin line from (low, low) to (high, high): where both axes show the same."""
+    line = {"color": palette(dark).quiet, "width": 1, "dash": "dot"}
+    figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line=line, layer="below", **place)
 
 
 def named(variant: str, shown: str, *, legend: bool) -> dict[str, Any]:
@@ -57,6 +78,22 @@ def whiskers(
     return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, **look}
 
 
+def interval_texts(
+    rows: pd.DataFrame,
+    low: str,
+    high: str,
+    said: str = "95 % interval",
+    write: Callable[[float], str] = percent,
+) -> list[str]:
+    """A line of hover text with both ends for each row; empty where they are not measured."""
+    ends = rows.reindex(columns=[low, high]).astype(float)
+    texts = ends.map(write).agg(" to ".join, axis=1) if len(ends) else ends[low]
+    return [
+        "" if is_unknown else f"<br>{literal(f'{said}: {text}')}"
+        for text, is_unknown in zip(texts, ends.isna().any(axis=1), strict=True)
+    ]
+
+
 def hatched(style: Look, *, size: int = 6) -> dict[str, Any]:
     """How a variant's bars are filled: its colour, and the hatch that tells it from others without colour."""
     pattern = {"shape": style.hatch, "fillmode": "overlay", "size": size, "solidity": 0.25}
@@ -77,17 +114,57 @@ def category_axis(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def cell_rows(names: Sequence[str], title: str) -> dict[str, Any]:
-    """Settings of the y axis of cells: a name per row, the first one on top."""
-    return {
-        "tickvals": list(range(len(names))),
-        "ticktext": [label(name) for name in names],
-        "range": [len(names) - 0.5, -0.5],
-        "showgrid": False,
-        "title_text": title,
-    }
-
-
 def ink(*, dark: bool, size: int = SMALL) -> dict[str, Any]:
     """The font of words inside a figure."""
     return {"size": size, "color": palette(dark).ink}
+
+
+def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
+    """Every name of a column as plotly shows it character by character; each is made safe once."""
+    safe = {name: literal(str(name)) for name in names.unique()}
+    return names.map(safe).astype(object)
+
+
+def thinned_samples(
+    rows: pd.DataFrame, options: ChartOptions, panels: int
+) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The rows of as many samples as the options allow points, and a note where some are left out.
+
+    A sample stays or goes in all its rows, so that variants stay matched. The share that stays is the same in every
+    class of every task.
+
+    Args:
+        rows: task, sample_id and label, and whatever is drawn; a sample may have a row per variant.
+        options: say how many points there may be.
+        panels: how many points each sample becomes.
+    """
+    key = ["task", "sample_id"]
+    samples = rows[[*key, "label"]].drop_duplicates(key)
+    kept = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
+    if len(kept) == len(samples):
+        return rows, ()
+    there, wanted = (pd.MultiIndex.from_frame(table[key]) for table in (rows, kept))
+    few = counted(len(kept), "", " ").strip()
+    note = f"{few} of {counted(len(samples), 'sample')} shown, of every class alike."
+    return rows[there.isin(wanted)].reset_index(drop=True), (note,)
+
+
+def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
+    """At most `limit` of the rows, in their order: as many of each stratum as its size asks for, rare ones included.
+
+    Which ones depends on their sample ids alone, so that order and neighbours don't matter, nor the day.
+
+    Args:
+        rows: one per sample, with a column `sample_id`.
+        limit: how many to keep.
+        by: columns whose values make the strata.
+    """
+    if len(rows) <= limit:
+        return rows
+    ids = rows["sample_id"].to_numpy(dtype=object)
+    drawn = pd.DataFrame({"order": pd.util.hash_array(ids, categorize=False)}, index=rows.index)
+    strata = drawn.groupby([rows[column].astype(str) for column in by])["order"]
+    # Row r of a stratum of s comes up at r / s: the first of each stratum first, then all in step.
+    turn = (strata.rank(method="first") - 1) / strata.transform("size")
+    kept = np.sort(np.argsort(turn.to_numpy(), kind="stable")[:limit])
+    return rows.iloc[kept]

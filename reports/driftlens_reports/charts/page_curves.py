@@ -11,12 +11,11 @@ from driftlens.records.compare import Comparison
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SAMPLES
 from driftlens.variants import calibrated
-from driftlens_reports.charts.axes import titled
 from driftlens_reports.charts.chart import ChartOptions, Drawn
-from driftlens_reports.charts.layer_curves import curve, layer_grid, parts
-from driftlens_reports.charts.panels import reference_line
+from driftlens_reports.charts.layer_curves import Curves, draw_curves
+from driftlens_reports.charts.panels import titled
 from driftlens_reports.charts.picking import chosen_variants, ordered
-from driftlens_reports.charts.theme import TICK_NUMBER, look
+from driftlens_reports.charts.theme import TICK_NUMBER
 from driftlens_reports.charts.words import by_variant, counted
 from driftlens_reports.wording import number
 
@@ -37,17 +36,16 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
         RunError: the layer table can't be read.
     """
     rows = _running_rows(run, calibrated(name), found)
-    variants = list(dict.fromkeys(rows["variant"]))
+    kind = Curves(
+        column=_MEAN,
+        title=titled("mean L2 drift", "layers", "drift_l2_mean"),
+        axis={"tickformat": TICK_NUMBER, "rangemode": "tozero"},
+    )
     # Already its look of later: shades and marks follow from the variants that come before it.
-    known = list(dict.fromkeys([*run.variants, *variants]))
-    titles = [titled("mean L2 drift", "layers", "drift_l2_mean")]
-    grid = layer_grid(run, rows, titles, titles=[""], dark=dark, key=f"{run.id} running {name}")
-    for variant in variants:
-        part = rows[rows["variant"] == variant]
-        grid.add(0, curve(part, _MEAN, look(known, variant, dark=dark), what=_MEAN, legend=True))
-    grid.set_axes(y={"tickformat": TICK_NUMBER, "rangemode": "tozero"})
+    known = list(dict.fromkeys([*run.variants, *rows["variant"]]))
+    key = f"{run.id} running {name}"
     return Drawn(
-        grid.figure,
+        draw_curves(run, rows, kind, dark=dark, key=key, variants=known, titles=[""]),
         alt=f"Mean drift by layer while the calibration runs. {_progress_in_words(rows, run, found)}",
         data=rows[["variant", "layer", "role", "path", _MEAN]],
         notes=(
@@ -96,32 +94,39 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     samples = ordered(run.samples(task), [task], chosen_variants(run, options))
     rows = _sample_rows(run, samples, task, sample_id)
     measured = [name for name in (_DRIFT, _SHARE) if rows[name].notna().any()]
-    names = {_DRIFT: "Drift by layer", _SHARE: "Share of its final drift"}
-    grid = layer_grid(
+    kinds = [
+        Curves(
+            column=_DRIFT,
+            title="L2 drift (feature units)",
+            axis={"tickformat": TICK_NUMBER, "rangemode": "tozero"},
+            name="Drift by layer",
+        ),
+        Curves(
+            column=_SHARE,
+            title="share (ratio)",
+            axis={"tickformat": TICK_NUMBER},
+            name="Share of its final drift",
+            line=0.0,
+        ),
+    ]
+    measured = [kind for kind in kinds if rows[kind.column].notna().any()]
+    figure = draw_curves(
         run,
         rows,
-        ["L2 drift (feature units)", "share (ratio)"][: len(measured)],
-        titles=[names[name] for name in measured],
-        columns=2,
-        share_y=False,
+        *measured,
         dark=options.dark,
         key=f"{run.id} sample {task} {sample_id}",
+        titles=[kind.name for kind in measured],
+        height=190,
+        share_y=False,
     )
-    for part in parts(run, rows, dark=options.dark):
-        for at, name in enumerate(measured):
-            hidden = {"showlegend": False} if at else {}
-            grid.add(at, part.curve(name, **hidden))
-    if _SHARE in measured:
-        reference_line(grid, 0.0, dark=options.dark, column=measured.index(_SHARE))
-    values = {"tickformat": TICK_NUMBER, "rangemode": "tozero"}
-    grid.set_axes(y=[values, {"tickformat": TICK_NUMBER}][: len(measured)])
     last = rows[rows["layer"] == rows["layer"].max()]
     said = by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
     return Drawn(
-        grid.figure,
+        figure,
         alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
         data=rows.drop(columns="n"),
-        notes=_sample_notes(samples, has_shares=_SHARE in measured),
+        notes=_sample_notes(samples, has_shares=kinds[1] in measured),
     )
 
 
@@ -164,14 +169,15 @@ def change_curves(found: Comparison, *, dark: bool) -> Drawn:
     rows = found.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
+    kind = Curves(
+        column=_CHANGE,
+        title="change of L2 drift (feature units)",
+        axis={"tickformat": TICK_NUMBER},
+        line=0.0,
+    )
     key = f"{found.before.id} {found.after.id} {found.pairs}"
-    grid = layer_grid(run, rows, ["change of L2 drift (feature units)"], dark=dark, key=key)
-    for part in parts(run, rows, dark=dark):
-        grid.add(part.at, part.curve(_CHANGE))
-    reference_line(grid, 0.0, dark=dark)
-    grid.set_axes(y={"tickformat": TICK_NUMBER})
     return Drawn(
-        grid.figure,
+        draw_curves(run, rows, kind, dark=dark, key=key),
         alt=f"Change of mean drift by layer. {_change_in_words(rows)}",
         data=found.layers,
         notes=("Mean over diagnosis samples, after minus before: below zero is an improvement.",),

@@ -7,16 +7,97 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from driftlens_reports.charts.theme import SIZE, lay_out, palette, theme_layout
+import pandas as pd
+
+from driftlens.records.run import DriftRun
+from driftlens.records.schema import TABLES
+from driftlens_reports.charts.picking import ChartOptions
+from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, lay_out, palette, theme_layout
+from driftlens_reports.charts.words import literal
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST_COLUMNS = 3
-_GAP, _TITLE = 34, 22
-_BOTTOM = 56
-_LEGEND_ROW, _LEGEND_WIDTH, _SYMBOL, _LETTER = 24, 600, 46, 7
+_GAP, _TITLE, _BOTTOM = 34, 22, 56
+_LEGEND_ROW, _LEGEND_WIDTH, _SYMBOL, _LEGEND_LETTER = 24, 600, 46, 7
 """Pixels: a row of the legend, its width in a narrow window, and what an entry takes of it."""
+_TITLE_AND_TICKS, _LETTER, _COLOUR_BAR = 36, 6, 100
+"""Pixels: what an axis of names takes besides its names, a letter of them, a colour bar with title and numbers."""
+_UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
+"""What a reader sees of the schema's units; others stand as they are."""
+_MOST_TICKS = 8
+
+
+def titled(label: str, table: str, column: str) -> str:
+    """An axis title: the label, and in brackets the unit that the schema gives the column."""
+    unit = TABLES[table].column(column).unit
+    return f"{label} ({_UNITS.get(unit, unit)})"
+
+
+def layer_title(run: DriftRun) -> str:
+    """The title of the layer axis, which says where the stem and the head are."""
+    return f"layer (index: 1 stem, {last_layer(run)} head)"
+
+
+def last_layer(run: DriftRun) -> int:
+    """Index of the head."""
+    return max((layer.index for layer in run.manifest.layers), default=1)
+
+
+def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
+    """Settings of an axis of layers: from the stem to the head whatever is drawn, both always labelled.
+
+    `beyond` names one more place behind the head.
+    """
+    last = last_layer(run)
+    step = -(-last // _MOST_TICKS)
+    ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
+    if not beyond:
+        return {"autorangeoptions": whole(0.5, last + 0.5), "tickvals": ticks}
+    named = {"tickvals": [*ticks, last + 1], "ticktext": [*map(str, ticks), beyond]}
+    return {"autorangeoptions": whole(0.5, last + 1.5), **named}
+
+
+def whole(low: float, high: float) -> dict[str, Any]:
+    """Settings by which an axis runs from `low` to `high` until a reader zooms.
+
+    A fixed range would do, but plotly then gives up on the other axis where panels share both.
+    """
+    return {"include": [low, high], "clipmin": low, "clipmax": high}
+
+
+def room_beside(names: Sequence[str]) -> dict[str, int]:
+    """Margins, in pixels, for a y axis with these names on the left and a colour bar on the right.
+
+    They are roughly right: plotly widens a margin that is too narrow, but then draws the whole figure again.
+    """
+    longest = max((len(html.unescape(name)) for name in names), default=0)
+    return {"l": _TITLE_AND_TICKS + _LETTER * longest, "r": _COLOUR_BAR}
+
+
+def layer_places(rows: pd.DataFrame) -> list[str]:
+    """Hover text for each row of a layer table: index, role, module path."""
+    return [
+        f"layer {layer}: {literal(str(role))}, {literal(str(path))}"
+        for layer, role, path in zip(rows["layer"], rows["role"], rows["path"], strict=True)
+    ]
+
+
+def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
+    """Settings of an axis of values, logarithmic if the options say so.
+
+    Args:
+        options: what the reader chose.
+        zero: whether a linear axis begins at zero.
+        include: values that are always on it, such as the one that a line marks.
+    """
+    return {
+        "type": "log" if options.log else "linear",
+        "rangemode": "tozero" if zero and not options.log else "normal",
+        "tickformat": TICK_NUMBER,
+        "autorangeoptions": {"include": list(include)} if include else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -27,11 +108,13 @@ class Grid:
         figure: the figure.
         columns: panels in a row.
         panels: how many there are.
+        dark: which theme.
     """
 
     figure: go.Figure
     columns: int
     panels: int
+    dark: bool
 
     def place(self, at: int) -> dict[str, int]:
         """Where panel `at`, counted from 0, is: arguments for `figure.add_trace` and the like."""
@@ -51,9 +134,25 @@ class Grid:
         axes |= {_axis("y", at): by_column[at % self.columns] for at in range(self.panels) if by_column}
         lay_out(self.figure, axes)
 
+    def add_line(self, letter: str, value: float, *, column: int | None = None) -> None:
+        """A thin line at a value of y, or a dotted one of x, in every panel, or in those of one column (from 0)."""
+        colours, is_level = palette(self.dark), letter == "y"
+        line = {"color": colours.quiet} if is_level else {"color": colours.ink, "dash": "dot"}
+        across = "x" if is_level else "y"
+        shapes = [
+            {
+                **{"type": "line", "line": {**line, "width": 1}, "layer": "below" if is_level else "above"},
+                **{f"{letter}ref": _axis(letter, at, ""), f"{letter}0": value, f"{letter}1": value},
+                **{f"{across}ref": f"{_axis(across, at, '')} domain", f"{across}0": 0, f"{across}1": 1},
+            }
+            for at in range(self.panels)
+            if column in (None, at % self.columns)
+        ]
+        lay_out(self.figure, {"shapes": [*self.figure.layout.shapes, *shapes]})
 
-def _axis(letter: str, at: int) -> str:
-    return f"{letter}axis{at + 1 if at else ''}"
+
+def _axis(letter: str, at: int, word: str = "axis") -> str:
+    return f"{letter}{word}{at + 1 if at else ''}"
 
 
 def panel_grid(
@@ -121,12 +220,12 @@ def panel_grid(
         "annotations": [{**entry.to_plotly_json(), "font": font} for entry in figure.layout.annotations],
     }
     lay_out(figure, settings)
-    return Grid(figure, columns, len(titles))
+    return Grid(figure, columns, len(titles), dark)
 
 
 def _legend_room(names: Sequence[str]) -> int:
     """Height of a legend of these names; of one row where they are not known."""
-    width = sum(_SYMBOL + _LETTER * len(html.unescape(name)) for name in names)
+    width = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in names)
     return 12 + _LEGEND_ROW * max(1, -(-width // _LEGEND_WIDTH))
 
 
@@ -142,29 +241,3 @@ def _y_axis(at: int, columns: int, y_titles: Sequence[str], share_y: bool) -> di
         "showticklabels": is_labelled,
         "title": {"text": y_titles[first]} if column == 0 or not is_common else None,
     }
-
-
-def reference_line(grid: Grid, y: float, *, dark: bool, column: int | None = None) -> None:
-    """A thin line at `y` in every panel, or in those of one column (from 0): what the values are compared with."""
-    _reference(grid, "y", y, {"color": palette(dark).quiet, "width": 1}, "below", column)
-
-
-def reference_post(grid: Grid, x: float, *, dark: bool) -> None:
-    """A thin dotted line at `x` in every panel, above what is drawn."""
-    _reference(grid, "x", x, {"color": palette(dark).ink, "width": 1, "dash": "dot"}, "above", None)
-
-
-def _reference(
-    grid: Grid, letter: str, value: float, line: dict[str, Any], layer: str, column: int | None
-) -> None:
-    across = "x" if letter == "y" else "y"
-    shapes = [
-        {
-            **{"type": "line", "line": line, "layer": layer},
-            **{f"{letter}ref": f"{letter}{at + 1 if at else ''}", f"{letter}0": value, f"{letter}1": value},
-            **{f"{across}ref": f"{across}{at + 1 if at else ''} domain", f"{across}0": 0, f"{across}1": 1},
-        }
-        for at in range(grid.panels)
-        if column in (None, at % grid.columns)
-    ]
-    lay_out(grid.figure, {"shapes": [*grid.figure.layout.shapes, *shapes]})

@@ -20,6 +20,7 @@ from driftlens_reports.charts.marks import (
     category_axis,
     gapped,
     hatched,
+    interval_texts,
     named,
     scatter,
     whiskers,
@@ -130,7 +131,9 @@ def _trace(rows: pd.DataFrame, marks: Marks, style: Look, dark: bool, *, legend:
         **named(variant, shown(variant), legend=legend),
         "offsetgroup": variant,
         "text": tasks,
-        "customdata": _interval_texts(rows, marks),
+        "customdata": interval_texts(
+            rows, "low", "high", marks.interval, percent if marks.as_bars else number
+        ),
         "hovertemplate": f"%{{text}}<br>{marks.column} %{{y:{SHARE if marks.as_bars else NUMBER}}}%{{customdata}}",
         "error_y": whiskers(values, rows["low"], rows["high"], colour, thickness=1.2, width=3)
         if has_whiskers
@@ -150,18 +153,7 @@ def _with_and_without_whiskers(rows: pd.DataFrame) -> list[pd.DataFrame]:
     return [part for part in (rows[has], rows[~has]) if len(part)]
 
 
-def _interval_texts(rows: pd.DataFrame, marks: Marks) -> list[str]:
-    if "low" not in rows:
-        return [""] * len(rows)
-    word = percent if marks.as_bars else number
-    ends = zip(rows["low"].astype(float), rows["high"].astype(float), strict=True)
-    return [
-        f"<br>{marks.interval}: {literal(word(low))} to {literal(word(high))}" if not pd.isna(low) else ""
-        for low, high in ends
-    ]
-
-
-_ACCURACY = Marks("accuracy", "accuracy (% of test samples)", "95 &#37; Wilson interval", as_bars=True)
+_ACCURACY = Marks("accuracy", "accuracy (% of test samples)", "95 % Wilson interval", as_bars=True)
 _ACCURACIES = {"value": "accuracy", "ci_low": "low", "ci_high": "high"}
 
 
@@ -256,7 +248,7 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
     said = _SPREADS.get(options.band, "")
-    marks = Marks("mean cosine", "mean cosine to the expert (1: same direction)", literal(said))
+    marks = Marks("mean cosine", "mean cosine to the expert (1: same direction)", said)
     return Drawn(
         task_figure(run, rows, marks, **themed(run, "task-cosine", options)),
         alt=f"Mean cosine of the {layer_name(options)} to the expert's over {counted(len(tasks), 'task')}: "

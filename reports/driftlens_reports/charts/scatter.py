@@ -11,12 +11,10 @@ from driftlens import variants
 from driftlens.errors import DataError
 from driftlens.projection import Projection, project, stored_projection
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.axes import titled
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, scatter
-from driftlens_reports.charts.panels import Grid, panel_grid
+from driftlens_reports.charts.marks import Trace, points, scatter, thinned_samples
+from driftlens_reports.charts.panels import Grid, panel_grid, titled
 from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants, layer_name, rows_at
-from driftlens_reports.charts.points import points, thinned_samples
 from driftlens_reports.charts.theme import TICK_NUMBER, look, palette, scale
 from driftlens_reports.charts.words import by_variant, counted, label, literal, overlap_notes, shown, themed
 from driftlens_reports.wording import number, percent
@@ -178,8 +176,8 @@ def _draw_panel(
 ) -> None:
     variant = str(part["variant"].iloc[0])
     trace = points(
-        part["x"].to_numpy(dtype=float),
-        part["y"].to_numpy(dtype=float),
+        part["x"],
+        part["y"],
         look(run.variants, variant, dark=options.dark),
         total=len(drawn),
         name=shown(variant),

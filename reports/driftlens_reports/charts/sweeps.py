@@ -10,9 +10,9 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SWEEPS
-from driftlens_reports.charts.axes import titled
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace, gapped, scatter
+from driftlens_reports.charts.panels import titled
 from driftlens_reports.charts.per_task import AVERAGE
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants
 from driftlens_reports.charts.theme import NUMBER, SHARE, TICK_NUMBER, TICK_SHARE, apply_theme, palette

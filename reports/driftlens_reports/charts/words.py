@@ -37,6 +37,13 @@ def shown(variant: str) -> str:
     return label(variants.title(variant))
 
 
+def task_titles(tasks: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Titles of a row of panels per task, one panel per name; of the task alone where there is but one, unnamed."""
+    if not any(names):
+        return [label(task) for task in tasks]
+    return [f"{label(task, LONGEST_OF_TWO)}: {name}" for task in tasks for name in names]
+
+
 def joined(parts: Sequence[str]) -> str:
     """`a; b; c`, for parts that have commas of their own, as names of controls do."""
     return "; ".join(parts)

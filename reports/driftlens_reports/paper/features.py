@@ -21,8 +21,8 @@ from matplotlib.lines import Line2D
 from driftlens.errors import DataError, NumericsError
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
+from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
-from driftlens_reports.charts.thinning import thinned
 from driftlens_reports.paper.captions import ROUNDED, origin, samples, signed, spaced
 from driftlens_reports.paper.charted import ACCURACY, DRIFT, Picture, View
 from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure

@@ -12,7 +12,7 @@ import pytest
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.contributions import stacked
+from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import band, curve
 from driftlens_reports.charts.theme import Look
 from driftlens_reports.wording import error, number, percent
@@ -202,10 +202,10 @@ def test_a_band_stops_at_a_gap() -> None:
 
 
 def test_segments_abut_on_both_sides_of_zero_and_end_at_one() -> None:
-    rows = rows_of(final_share=[0.5, -0.2, 0.6, -0.1, 0.25]).assign(remainder_share=[math.nan] * 4 + [-0.05])
-    stack = stacked(rows)
+    rows = rows_of(**{CONTRIBUTED: [0.5, -0.2, 0.6, -0.1, 0.25]})
+    stack = stacked(rows.assign(remainder_share=[math.nan] * 4 + [-0.05]))
     assert list(stack["role"]) == ["block"] * 5 + ["remainder"] and stack["layer"].isna().sum() == 1
-    values, starts = stack["share of final drift"], stack["start"]
+    values, starts = stack[CONTRIBUTED], stack["start"]
     assert values.sum() == pytest.approx(1)
     ends = starts + values
     for side in (values > 0, values < 0):

@@ -120,7 +120,7 @@ def test_without_a_loss_adjoint_shows_the_margin_alone(full: DriftRun) -> None:
 
 def test_the_calibration_log_has_each_sites_ratio_and_change_in_its_cell(full: DriftRun) -> None:
     drawn = charts["calibration-log"].draw(full)
-    ratios, changes = drawn.figure.data
+    ratios, changes = (trace for trace in drawn.figure.data if trace.type == "heatmap")
     log = full.calibration("featcal").set_index(["layer", "site"])
     for down, site in enumerate(SITES):
         for across, layer in enumerate(ratios.x):

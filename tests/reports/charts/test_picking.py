@@ -6,8 +6,8 @@ import pytest
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun, open_run
-from driftlens_reports.charts.axes import layer_axis, layer_title, titled
 from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.charts.panels import layer_axis, layer_title, titled
 from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
 from driftlens_reports.charts.words import counted, label, literal, ranged, short
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftlens_reports.charts.chart import ChartOptions
-from driftlens_reports.charts.points import thinned_samples
-from driftlens_reports.charts.thinning import thinned, thinning_notes
+from driftlens_reports.charts.marks import thinned, thinned_samples
 
 
 def samples(sizes: list[int]) -> pd.DataFrame:
@@ -61,12 +60,13 @@ def test_missing_labels_are_a_class_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "there", "notes"),
-    [(5, 5, ()), (2000, 8041, ("2\u202f000 of 8\u202f041 samples shown, of every class alike.",))],
+    ("limit", "notes"),
+    [(8041, ()), (2000, ("2\u202f000 of 8\u202f041 samples shown, of every class alike.",))],
     ids=["all shown", "some left out"],
 )
-def test_the_note_counts_what_is_shown(shown: int, there: int, notes: tuple[str, ...]) -> None:
-    assert thinning_notes(shown, there) == notes
+def test_the_note_counts_what_is_shown(limit: int, notes: tuple[str, ...]) -> None:
+    rows = samples([8000, 41]).assign(task="cars")
+    assert thinned_samples(rows, ChartOptions(max_points=limit), 1)[1] == notes
 
 
 def test_a_hundred_thousand_samples_are_thinned_to_the_limit() -> None:

@@ -1,0 +1,389 @@
+"""Heatmaps with layers across, panels below one another: tasks down on one colour scale, and sites of a calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from driftlens.records.run import DriftRun
+from driftlens.variants import calibrated
+from driftlens_reports.charts.alignment import block_of
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows, with_ends
+from driftlens_reports.charts.layer_curves import of_layers
+from driftlens_reports.charts.marks import bar, colour_bar, ink, interval_texts
+from driftlens_reports.charts.panels import layer_axis, layer_title, room_beside, titled
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows
+from driftlens_reports.charts.theme import (
+    NUMBER,
+    SHARE,
+    SMALL,
+    TICK_NUMBER,
+    apply_theme,
+    palette,
+    readable,
+    scale,
+    shade,
+)
+from driftlens_reports.charts.words import (
+    counted,
+    gap_notes,
+    joined,
+    label,
+    literal,
+    peak_sentence,
+    peak_share,
+    ranged,
+    short,
+    shown,
+    span,
+    themed,
+)
+from driftlens_reports.wording import number
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_ROW, _LEAST, _GAP, _TOP, _BOTTOM = 26, 72, 44, 32, 56
+"""Pixels: of a row of cells, of a panel, between panels, above and below them."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What colours stand for.
+
+    Attributes:
+        title: of the colour bar, with the unit.
+        low: value of the first colour.
+        high: value of the last one.
+        colours: of the theme.
+        write: writes the number in a cell.
+        hover: format of the hovered number.
+    """
+
+    title: str
+    low: float
+    high: float
+    colours: Sequence[str]
+    write: Callable[[float], str] = short
+    hover: str = TICK_NUMBER
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One panel.
+
+    Attributes:
+        title: above it.
+        values: what is coloured, a row of cells per name and a column per layer; NaN shows the theme's gap colour.
+        texts: what hovering tells before the value, as many.
+        what: what the value is, where the scale's title is not enough.
+        more: what hovering tells behind the value.
+        scale: place of its scale among the figure's.
+    """
+
+    title: str
+    values: pd.DataFrame
+    texts: pd.DataFrame
+    what: str = ""
+    more: pd.DataFrame | None = None
+    scale: int = 0
+
+
+def draw_cells(
+    run: DriftRun,
+    panels: Sequence[Cells],
+    scales: Sequence[Scale],
+    *,
+    y_title: str,
+    beyond: str = "",
+    dark: bool,
+    key: str,
+) -> go.Figure:
+    """The panels below one another, with a colour bar for each scale; `beyond` names a column behind the head."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    names, layers = list(panels[0].values.index), list(panels[0].values.columns)
+    height = max(_ROW * len(names) + 8, _LEAST)
+    inner = len(panels) * height + (len(panels) - 1) * _GAP
+    spacing = _GAP / inner if len(panels) > 1 else 0
+    figure = make_subplots(
+        len(panels), 1, subplot_titles=[panel.title for panel in panels], vertical_spacing=spacing
+    )
+    for at, panel in enumerate(panels, start=1):
+        more = "" if panel.more is None else "%{hovertext}"
+        drawn = go.Heatmap(
+            x=layers,
+            y=list(range(len(names))),
+            z=panel.values.to_numpy(dtype=float),
+            xgap=1,
+            ygap=1,
+            hoverongaps=False,
+            coloraxis=f"coloraxis{panel.scale + 1 if panel.scale else ''}",
+            text=panel.texts.to_numpy().tolist(),
+            hovertext=None if panel.more is None else panel.more.to_numpy().tolist(),
+            hovertemplate=f"%{{text}}<br>{panel.what}%{{z:{scales[panel.scale].hover}}}{more}<extra></extra>",
+        )
+        figure.add_trace(drawn, row=at, col=1)
+        figure.add_trace(_numbers(drawn, scales[panel.scale]), row=at, col=1)
+    apply_theme(figure, dark=dark, key=key, height=inner + _TOP + _BOTTOM)
+    shown_names = [label(name) for name in names]
+    figure.update_xaxes(**layer_axis(run, beyond), showgrid=False)
+    figure.update_xaxes(title_text=layer_title(run), row=len(panels), col=1)
+    figure.update_yaxes(
+        tickvals=list(range(len(names))),
+        ticktext=shown_names,
+        range=[len(names) - 0.5, -0.5],  # the first one on top
+        showgrid=False,
+        title_text=y_title,
+    )
+    figure.update_annotations(font=ink(dark=dark, size=SMALL + 1))
+    # Numbers that don't fit into their cell are left out; hovering tells.
+    written = {"uniformtext": {"minsize": SMALL - 2, "mode": "hide"}, "bargap": 0}
+    room = {"t": _TOP, **room_beside(shown_names)}
+    figure.update_layout(**written, plot_bgcolor=palette(dark).gap, margin=room)
+    for at, shades in enumerate(scales):
+        # Of several scales, each is named above its panels.
+        beside = colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
+        if len(scales) > 1:
+            beside |= {"title": None, "len": 0.92 / len(scales), "y": 1 - (at + 0.5) / len(scales)}
+        ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": scale(shades.colours)}
+        figure.update_layout({f"coloraxis{at + 1 if at else ''}": {**ends, "colorbar": beside}})
+    return figure
+
+
+def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:
+    """The numbers in the cells, on unseen bars: a heatmap's own have one colour and run over narrow cells."""
+    extent = (shades.high - shades.low) or 1.0
+    places = np.argwhere(~np.isnan(drawn.z))
+    values = [float(drawn.z[at, across]) for at, across in places]
+    behind = [shade(shades.colours, (value - shades.low) / extent) for value in values]
+    return bar(
+        x=[drawn.x[across] for _, across in places],
+        base=[float(at) - 0.5 for at, _ in places],
+        y=[1.0] * len(values),
+        width=1,
+        marker={"color": "rgba(0, 0, 0, 0)", "line_width": 0},
+        text=[shades.write(value) for value in values],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        insidetextfont={"size": SMALL - 1, "color": [readable(colour) for colour in behind]},
+        hoverinfo="skip",
+        showlegend=False,
+    )
+
+
+def _task_cells(
+    run: DriftRun, rows: pd.DataFrame, column: str, shades: Scale, *, beyond: str = "", dark: bool, key: str
+) -> go.Figure:
+    """One panel per variant of rows of the layer table, tasks down; `beyond` is a column shown behind the head."""
+    # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
+    places = {
+        at.index: f"layer {at.index}: {literal(at.role)}, {literal(at.path)}" for at in run.manifest.layers
+    }
+    layers, tasks, panels = list(places), list(dict.fromkeys(rows["task"])), []
+    if beyond:
+        places[layers[-1] + 1] = beyond
+    texts = pd.DataFrame([[f"{literal(task)}, {place}" for place in places.values()] for task in tasks])
+    said = interval_texts(rows, f"{column} low", f"{column} high")
+    for variant, own in rows.assign(interval=said).groupby("variant", sort=False):
+        table = own.pivot(index="task", columns="layer", values=[column, "interval"]).reindex(tasks)
+        values = table[column].reindex(columns=list(places))
+        more = table["interval"].fillna("").reindex(columns=list(places), fill_value="")
+        if beyond:
+            values[layers[-1] + 1] = own.groupby("task")[beyond].max()
+        has_intervals = any(said)
+        panels.append(
+            Cells(shown(str(variant)), values, texts, more=more.fillna("") if has_intervals else None)
+        )
+    return draw_cells(run, panels, [shades], y_title="task (name)", beyond=beyond, dark=dark, key=key)
+
+
+@chart(
+    "heatmap",
+    title="Drift by task and layer",
+    section="tasks",
+    rank=20,
+    presets=("overview", "standard", "calibration"),
+    needs=("layers", ("drift_l2_mean",)),
+    caption="Drift from the task's expert leaving each layer, mean over diagnosis samples without a band, tasks down "
+    "and layers across, one panel per variant on one colour scale.",
+    hint="Look for rows that darken early (tasks that suffer throughout) and for columns that darken at once (layers "
+    "that hurt every task). In feature units, later layers may look worse only because their features are larger; "
+    "relative drift removes that.",
+)
+def heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Panels of cells; the scale begins at zero and ends at the largest value shown."""
+    source = "drift_rel" if options.relative else "drift_l2_mean"
+    column = "relative drift" if options.relative else "mean drift"
+    words = "drift / expert norm" if options.relative else "mean L2 drift"
+    rows = layer_rows(run, options).rename(columns={source: column})
+    highest = rows[column].astype(float).max()
+    highest = highest if highest > 0 else 1.0
+    shades = Scale(titled(words, "layers", source), 0.0, highest, palette(options.dark).sequential)
+    figure = _task_cells(run, rows, column, shades, **themed(run, "heatmap", options))
+    alt = f"Heatmap of the {column} by task and layer. {peak_sentence(rows, column)}"
+    return of_layers(run, figure, rows, column, alt=alt, notes=gap_notes(run, rows, column))
+
+
+@chart(
+    "cka",
+    title="CKA with the expert",
+    section="similarity",
+    rank=40,
+    needs=("layers", ("cka",)),
+    caption="Debiased linear CKA between the features leaving each layer and the expert's, one number over all "
+    "diagnosis samples of a task without a band, tasks down and layers across, one panel per variant on one scale.",
+    hint="1 means the same geometry up to rotation and scale; cells that stand out from the background are less alike. "
+    "CKA does not see rotations, which do harm a head, so a high value does not mean a small drift.",
+)
+def cka(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Panels of cells; the scale runs from the lowest value shown, or 0, to 1."""
+    rows = layer_rows(run, options)
+    lowest = min(0.0, float(rows["cka"].astype(float).min()))
+    colours = palette(options.dark).sequential[::-1]  # what is unlike stands out, as drift does
+    shades = Scale(titled("CKA", "layers", "cka"), lowest, 1.0, colours, lambda value: f"{value:.2f}")
+    figure = _task_cells(run, rows, "cka", shades, **themed(run, "cka", options))
+    alt = f"Heatmap of CKA with the expert by task and layer. {peak_sentence(rows, 'cka', lowest=True)}"
+    return of_layers(run, figure, rows, "cka", alt=alt, notes=gap_notes(run, rows, "cka"))
+
+
+@chart(
+    "contributions-heatmap",
+    title="Contributions by task and layer",
+    section="contributions",
+    rank=20,
+    presets=("standard",),
+    needs=("layers", ("final_share",)),
+    caption="Signed share of the final drift that each layer's local mismatch ends up as, a ratio of sums over "
+    "diagnosis samples without a band, tasks down, layers and remainder across, one panel per variant on one scale.",
+    hint="Orange layers make the final drift, blue ones work against it. Each row sums to 100 % with its remainder, "
+    "which no layer accounts for; a large one means that the quadrature of the Jacobians was too coarse.",
+)
+def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Panels of cells; the scale is symmetric around zero."""
+    rows = share_rows(run, options, {"final_share": CONTRIBUTED}).rename(columns={"remainder_share": REST})
+    rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
+    highest = rows[[CONTRIBUTED, REST]].astype(float).abs().max().max()
+    shades = Scale(
+        title="share of final drift (%)",
+        low=-highest,
+        high=highest,
+        colours=palette(options.dark).diverging,
+        write=lambda value: f"{round(value, 2) + 0.0:.0%}",
+        hover=SHARE,
+    )
+    theme = themed(run, "contributions-heatmap", options)
+    figure = _task_cells(run, rows, CONTRIBUTED, shades, beyond=REST, **theme)
+    alt = f"Heatmap of signed shares of the final drift by task and layer. {peak_share(rows, CONTRIBUTED)}"
+    return of_layers(
+        run,
+        figure,
+        rows,
+        *with_ends(rows, CONTRIBUTED),
+        REST,
+        alt=alt,
+        notes=gap_notes(run, rows, CONTRIBUTED),
+    )
+
+
+_MEASURES = {
+    "objective ratio": ("objective after / before (1: unchanged)", 1.0),
+    "weight change": ("change of the weights (relative norm)", 0.0),
+}
+"""Title and least end of the scale of what panels of the calibration log show."""
+_NAMES = {
+    **{"objective_before": "objective before", "objective_after": "objective after"},
+    **{"weight_change": "weight change", "condition_estimate": "condition"},
+}
+
+
+def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """The log of the chosen calibrations, with each objective's ratio; null where there was nothing to lower."""
+    rows = run.calibration()
+    chosen_tasks(run, options)  # a calibration serves all tasks, but a task that is not there is a mistake
+    wanted = [
+        name for name in rows["name"].unique() if calibrated(str(name)) in chosen_variants(run, options)
+    ]
+    rows = rows[rows["name"].isin(wanted)].rename(columns=_NAMES)
+    before = rows["objective before"].astype(float)
+    ratio = rows["objective after"].astype(float) / before.where(before > 0)
+    sites = rows["site"].astype(str)
+    inside = [site[len(block) + 1 :] if (block := block_of(run, site)) else site for site in sites]
+    return rows.assign(**{"objective ratio": ratio, "site in block": inside}).reset_index(drop=True)
+
+
+def _solved(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    rows = _rows(run, options)
+    return rows[rows[["objective ratio", "weight change"]].notna().any(axis=1)]
+
+
+@chart(
+    "calibration-log",
+    title="What the calibration did",
+    section="calibration",
+    rank=10,
+    presets=("standard", "calibration"),
+    needs=("calibration", ("objective_before", "weight_change")),
+    rows=_solved,
+    caption="For all calibrated sites, layers across and modules down: the objective after calibration against before, "
+    "and the norm of the weight change against that of the weights, one number per site over the calibration samples.",
+    hint="A ratio near 1 means that the site could do little; a large weight change with a ratio near 1 is effort "
+    "without effect. Objectives are those of the calibration samples and of one site at a time: what the calibration "
+    "does to the model is in the drift charts.",
+)
+def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
+    """One row of panels per measure and calibration."""
+    rows = _rows(run, options)
+    names, sites = list(rows["name"].unique()), list(rows["site in block"].unique())
+    rows = rows.assign(text=[_hover(row) for row in rows.to_dict("records")])
+    panels, scales = [], []
+    for measure, (title, least) in _MEASURES.items():
+        top = max(least, rows[measure].astype(float).max()) or 1.0
+        colours = palette(options.dark).sequential
+        scales.append(Scale(title, 0.0, top, colours, lambda value: f"{value:.2g}", NUMBER))
+        for name, own in rows.groupby("name", sort=False):
+            table = own.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
+            texts, above = table["text"].fillna(""), f"{label(str(name))}: {title}"
+            panels.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
+    theme = themed(run, "calibration-log", options)
+    kept = ["name", "layer", "site", "kind", "lam", *_NAMES.values(), "objective ratio"]
+    return Drawn(
+        draw_cells(run, panels, scales, y_title="site (name)", **theme),
+        alt=f"Calibration log. {_in_words(rows)}.",
+        data=rows[kept],
+        notes=(f"{counted(len(rows), 'site')} calibrated.", *_sample_notes(run, names)),
+    )
+
+
+def _hover(row: dict[str, object]) -> str:
+    values = [f"{name} {number(float(str(row[name])))}" for name in _NAMES.values() if not pd.isna(row[name])]
+    return f"layer {row['layer']}: {literal(str(row['site']))}<br>" + "<br>".join(values)
+
+
+def _in_words(rows: pd.DataFrame) -> str:
+    parts = []
+    for name, part in rows.groupby("name", sort=False):
+        ratio = part["objective ratio"].astype(float)
+        if ratio.notna().any():
+            ends = span(
+                part, "objective ratio", lambda row: f"{number(row['objective ratio'])} ({row['site']})"
+            )
+            parts.append(f"{name}: objective after against before from {ends}")
+    return joined(parts) or "No objective was measured"
+
+
+def _sample_notes(run: DriftRun, names: list[str]) -> list[str]:
+    """How many calibration samples stand behind each calibration, where the run says so."""
+    notes = []
+    for name in names:
+        info = run.manifest.calibrations.get(name)
+        if info is not None and info.samples:
+            notes.append(f"{name}: {ranged(info.samples.values(), 'calibration sample')} per task.")
+    return notes

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from driftlens.access import Access
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
 from driftlens.progress import CancelToken, ProgressSink, sink_for
-from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 
 if TYPE_CHECKING:
@@ -26,12 +25,6 @@ Progress = Literal["auto", "rich", "jsonl", "none"]
 
 class Run(DriftRun):
     """A run that can also be calibrated; like every run it is read without torch."""
-
-    @classmethod
-    def at(cls, path: PathLike) -> Self:
-        """The run in a directory; errors as for `open_run`."""
-        folder = Path(path)
-        return cls(folder, read_manifest(folder))
 
     def calibrate(self, calibrator: Calibrator, *, name: str, auto: bool = False, **options: Any) -> Run:
         """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.

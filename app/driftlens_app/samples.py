@@ -12,8 +12,8 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import CheckboxColumn, ImageColumn, NumberColumn, TextColumn
 
+from driftlens.records.layout import thumbs_file
 from driftlens.records.run import DriftRun
-from driftlens.records.thumbs import read_thumbs, thumbs_file
 from driftlens.variants import title
 from driftlens_app.in_browser import component
 from driftlens_app.settings import require_inside
@@ -66,7 +66,7 @@ def pictures(run: DriftRun, task: str, sample_ids: Sequence[str]) -> list[str | 
 def _pictures(
     folder: str, task: str, changed: int, sample_ids: tuple[str, ...], _run: DriftRun
 ) -> list[str | None]:
-    stored = read_thumbs(_run, task)
+    stored = _run.thumbs(task)
     if stored is None:
         return [None] * len(sample_ids)
     places = {sample: at for at, sample in enumerate(_run.sample_ids(task)[: len(stored)])}

@@ -145,13 +145,24 @@ class CheckReport:
         return self
 
 
-def run_checks(run: DriftRun, checks: Sequence[Check]) -> CheckReport:
-    """The verdicts of `checks` on a run, one per check and group.
+def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None = None) -> CheckReport:
+    """The verdicts on a run; `check(...).raise_if_failed()` stops a script on the first bad one.
+
+    Args:
+        run: a run, or its folder.
+        tests: a YAML file of checks, or the mapping in it; None runs the built-in self-checks.
 
     Raises:
-        RunError: a table can't be read.
+        SpecError: the checks make no sense; path, value and remedy are named.
+        RunError: the run, or one of its tables, can't be read.
     """
-    return CheckReport(run, tuple(result for check in checks for result in _judge(run, check)))
+    from driftlens.spec.checks import load_checks
+
+    checks = None if tests is None else load_checks(tests)
+    opened = run if isinstance(run, DriftRun) else open_run(run)
+    if checks is None:
+        return run_self_checks(opened)
+    return CheckReport(opened, tuple(result for check in checks for result in _judge(opened, check)))
 
 
 def run_self_checks(run: DriftRun) -> CheckReport:
@@ -449,21 +460,3 @@ def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
 
 def _safe(text: str) -> str:
     return _NOT_XML.sub("\ufffd", text)
-
-
-def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None = None) -> CheckReport:
-    """The verdicts on a run; `check(...).raise_if_failed()` stops a script on the first bad one.
-
-    Args:
-        run: a run, or its folder.
-        tests: a YAML file of checks, or the mapping in it; None runs the built-in self-checks.
-
-    Raises:
-        SpecError: the checks make no sense; path, value and remedy are named.
-        RunError: the run, or one of its tables, can't be read.
-    """
-    from driftlens.spec.checks import load_checks
-
-    checks = None if tests is None else load_checks(tests)
-    opened = run if isinstance(run, DriftRun) else open_run(run)
-    return run_self_checks(opened) if checks is None else run_checks(opened, checks)

@@ -24,6 +24,12 @@ ENTRIES = (
 VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs")
 """What the manifest's file list leaves out: it changes while nothing of the run does."""
 
+THUMB_SIDE = 64
+"""Height and width of a sample's picture, in pixels."""
+
+MOST_THUMBS = 2000
+"""Pictures of one task; later samples have none."""
+
 PARTIAL = ".partial-*"
 """Scratch folders that a killed process leaves behind."""
 
@@ -57,6 +63,11 @@ def feature_file(task: str, variant: str, layer: int) -> str:
 def feature_folder(task: str, variant: str) -> str:
     """Folder of the features of one task and variant, relative to the run directory."""
     return f"features/{escape(task)}/{escape(variant)}"
+
+
+def thumbs_file(task: str) -> str:
+    """Path of the pictures of a task's diagnosis samples, relative to the run directory."""
+    return f"thumbs/{escape(task)}.npz"
 
 
 def calibration_folder(name: str) -> str:

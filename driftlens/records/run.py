@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import pathlib
+import zipfile
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pandas as pd
@@ -31,8 +32,7 @@ def open_run(path: PathLike) -> DriftRun:
         RunError: there is no run, or its manifest is damaged.
         SchemaTooNewError: a newer DriftLens wrote it.
     """
-    folder = pathlib.Path(path)
-    return DriftRun(folder, read_manifest(folder))
+    return DriftRun.at(path)
 
 
 class DriftRun:
@@ -47,6 +47,12 @@ class DriftRun:
         self.path = path
         self.manifest = manifest
         self._frames: dict[str, pd.DataFrame] = {}
+
+    @classmethod
+    def at(cls, path: PathLike) -> Self:
+        """The run in a directory; errors as for `open_run`."""
+        folder = pathlib.Path(path)
+        return cls(folder, read_manifest(folder))
 
     @property
     def id(self) -> str:
@@ -176,8 +182,7 @@ class DriftRun:
             RunError: the file is missing or damaged.
         """
         self._check("task", task)
-        if variant != "expert":
-            self._check("variant", variant)
+        self._check("variant", variant)
         relative = layout.feature_file(task, variant, self.layer_index(layer))
         path = self.path / relative
         if not path.exists() and relative not in self.manifest.files:
@@ -190,6 +195,26 @@ class DriftRun:
         except (OSError, ValueError, EOFError) as error:
             raise RunError(f"{path} can't be read: {error}", hint=_VERIFY) from error
         return array
+
+    def thumbs(self, task: str) -> NDArray[np.uint8] | None:
+        """Pictures [n, side, side, 3] of a task's first diagnosis samples, in their order; None where there are none.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        path = self.path / layout.thumbs_file(task)
+        if not path.is_file():
+            return None
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                found: NDArray[np.uint8] = stored["pictures"]
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            hint = "Remove the file: pictures are only shown."
+            raise RunError(f"{path} can't be read: {error}", hint=hint) from error
+        side = layout.THUMB_SIDE
+        if found.dtype != np.uint8 or found.shape[1:] != (side, side, 3):
+            raise RunError(f"{path} holds no pictures of {side} x {side} pixels", hint="Remove the file.")
+        return found
 
     def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
         """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows.
@@ -264,7 +289,7 @@ class DriftRun:
             if column == "layer":
                 value = self.layer_index(value)
             elif column == "name":
-                _check_known("calibration", value, [*self.manifest.calibrations, *frame["name"]])
+                self._check("calibration", value, [*self.manifest.calibrations, *frame["name"]])
             else:
                 self._check(column, value)
             keep &= (frame[column] == value).to_numpy(dtype=bool)
@@ -290,15 +315,13 @@ class DriftRun:
             rows = rows[~rows["name"].map(calibrated).isin(hidden)]
         return rows.reset_index(drop=True)
 
-    def _check(self, kind: str, name: str) -> None:
-        _check_known(kind, name, self.tasks if kind == "task" else (*self.variants, "expert"))
+    def _check(self, kind: str, name: str, known: Iterable[str] | None = None) -> None:
+        if known is None:
+            known = self.tasks if kind == "task" else (*self.variants, "expert")
+        names = list(dict.fromkeys(known))
+        if name not in names:
+            there = ", ".join(names) or "none"
+            raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=did_you_mean(name, names))
 
 
 _VERIFY = "`driftlens verify` on the run lists every file that is damaged."
-
-
-def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
-    names = list(dict.fromkeys(known))
-    if name not in names:
-        there = ", ".join(names) or "none"
-        raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=did_you_mean(name, names))

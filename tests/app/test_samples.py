@@ -13,8 +13,9 @@ from PIL import Image
 
 from driftlens.errors import LayerNotFoundError, SpecError
 from driftlens.projection import project
+from driftlens.records.layout import THUMB_SIDE as SIDE
+from driftlens.records.layout import thumbs_file
 from driftlens.records.run import open_run
-from driftlens.records.thumbs import SIDE, save_thumbs, thumbs_file
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.samples import decisions, pictures
 from driftlens_app.views.features import _selected, sample_rows
@@ -171,7 +172,7 @@ def test_pictures_belong_to_their_samples(root: Path) -> None:
     assert pictures(run, "cars", run.sample_ids("cars")[:2]) == [None, None]
     stored = np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((3, SIDE, SIDE, 3), np.uint8)
     (run.path / "thumbs").mkdir()
-    save_thumbs(run.path / thumbs_file("cars"), stored)
+    np.savez_compressed(run.path / thumbs_file("cars"), pictures=stored)
     ids = run.sample_ids("cars")
     second, unknown, late = pictures(run, "cars", [ids[1], "nosuch", ids[10]])
     assert unknown is None and late is None and second is not None

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from driftlens.records.layout import THUMB_SIDE as SIDE
+from driftlens.records.layout import thumbs_file
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.thumbs import SIDE, save_thumbs, thumbs_file
 from tests.browser.chromium import lacking, launch
 from tests.browser.server import serving
 from tests.pipeline.fixtures import light, world
@@ -71,4 +72,6 @@ def _save_pictures(run: DriftRun, task: str) -> None:
     greys = np.arange(len(run.sample_ids(task)), dtype=np.uint8)
     file = run.path / thumbs_file(task)
     file.parent.mkdir()
-    save_thumbs(file, np.broadcast_to(greys[:, None, None, None], (len(greys), SIDE, SIDE, 3)).copy())
+    np.savez_compressed(
+        file, pictures=np.broadcast_to(greys[:, None, None, None], (len(greys), SIDE, SIDE, 3)).copy()
+    )

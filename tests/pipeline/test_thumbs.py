@@ -6,8 +6,8 @@ import numpy as np
 from PIL import Image
 
 from driftlens.pipeline.analyze.phases import thumb
+from driftlens.records.layout import THUMB_SIDE as SIDE
 from driftlens.records.run import DriftRun
-from driftlens.records.thumbs import SIDE, read_thumbs
 
 
 def test_a_picture_keeps_its_proportions_between_grey_bars() -> None:
@@ -28,6 +28,6 @@ def test_grey_arrays_and_images_give_the_same_picture() -> None:
 
 def test_an_analysis_keeps_a_picture_of_every_diagnosis_sample(light: DriftRun) -> None:
     for task in light.tasks:
-        found = read_thumbs(light, task)
+        found = light.thumbs(task)
         assert found is not None and len(found) == len(light.sample_ids(task))
         assert f"thumbs/{task}.npz" in light.manifest.files

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from driftlens.diagnostic import chosen
 from driftlens.engine.exactness import exact_products
@@ -20,9 +21,9 @@ from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.study.reopening import model_info
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
+from driftlens.records.layout import MOST_THUMBS, THUMB_SIDE, thumbs_file
 from driftlens.records.manifest import LayerInfo
 from driftlens.records.run import open_run
-from driftlens.records.thumbs import MOST, SIDE, Pictures, save_thumbs, thumbs_file
 from driftlens.records.writer import RunWriter
 from driftlens.threads import settled_threads
 
@@ -342,14 +343,15 @@ def store_thumbs(writer: RunWriter, task: str, samples: TaskSamples) -> None:
     """
     if samples.picture is None or not samples.diagnosis.ids:
         return
-    pictures = np.stack([thumb(samples.picture(sample)) for sample in samples.diagnosis.ids[:MOST]])
-    with writer.file(thumbs_file(task)) as path:
-        save_thumbs(path, pictures)
+    pictures = np.stack([thumb(samples.picture(sample)) for sample in samples.diagnosis.ids[:MOST_THUMBS]])
+    with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
+        np.savez_compressed(file, pictures=pictures)
 
 
-def thumb(picture: Picture) -> Pictures:
-    """The picture [SIDE, SIDE, 3], whole, with grey bars where it is not square."""
+def thumb(picture: Picture) -> NDArray[np.uint8]:
+    """The picture [side, side, 3], whole, with grey bars where it is not square."""
     from PIL import Image, ImageOps
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
-    return np.asarray(ImageOps.pad(image.convert("RGB"), (SIDE, SIDE), color=(128, 128, 128)), dtype=np.uint8)
+    square = ImageOps.pad(image.convert("RGB"), (THUMB_SIDE, THUMB_SIDE), color=(128, 128, 128))
+    return np.asarray(square, dtype=np.uint8)

@@ -22,7 +22,7 @@ from driftlens.models.chain import Layer, Pool, pooled
 from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
 from driftlens.pipeline.study.study import Settings
-from driftlens.records.thumbs import SIDE
+from driftlens.records.layout import THUMB_SIDE
 
 FIXED_DISK = 80_000
 """Bytes of a run whatever its size: manifest, layer, parameter and accuracy tables, events (measured)."""
@@ -149,7 +149,7 @@ def disk_bytes(work: Workload) -> int:
         total += models * sum(task.diagnosis * width * 2 + 128 for width in stored)
         total += rows * (len(stored) * SAMPLE_ROW + OUTPUT_ROW) + task.ids * SAMPLE_ID
         # Pictures hardly compress: an upper bound, reached by noise.
-        total += task.thumbs * SIDE * SIDE * 3
+        total += task.thumbs * THUMB_SIDE**2 * 3
     return total
 
 

@@ -35,7 +35,7 @@ from driftlens.pipeline.study.opening import (
     settings_of,
 )
 from driftlens.pipeline.study.suspicion import suspicions
-from driftlens.records.thumbs import MOST
+from driftlens.records.layout import MOST_THUMBS
 from driftlens.spec import RunSpec
 
 
@@ -185,7 +185,7 @@ def _cost(
             diagnosis=len(diagnosis),
             test=len(test) if is_scored else 0,
             ids=len(opened.calibration()) + len(diagnosis) + len(test),
-            thumbs=min(len(diagnosis), MOST) if opened.has_pictures else 0,
+            thumbs=min(len(diagnosis), MOST_THUMBS) if opened.has_pictures else 0,
         )
     saved = 0 if spec.merge is None else sum(header.nbytes for header in models.own_form.headers.values())
     explained = 1 + len(spec.baselines)

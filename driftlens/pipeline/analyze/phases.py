@@ -216,8 +216,8 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         classes={task: list(at.head.classes) for task, at in study.tasks.items() if at.head is not None},
     )
     for task, at_hand in study.tasks.items():
-        if task in study.calibration:
-            writer.write_sample_ids(task, "calibration", study.calibration[task])
+        if at_hand.calibration is not None:
+            writer.write_sample_ids(task, "calibration", at_hand.calibration.ids)
         for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
             if samples is not None:
                 writer.write_sample_ids(task, split, samples.ids, samples.origin())

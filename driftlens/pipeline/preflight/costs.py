@@ -104,14 +104,7 @@ class Workload:
 def layer_costs(
     architecture: Architecture, inputs: object, dtype: torch.dtype, pool: Pool
 ) -> tuple[LayerCost, ...]:
-    """The cost of every layer, from a forward pass of shapes alone.
-
-    Args:
-        architecture: taken apart; no weights are needed.
-        inputs: raw inputs of one sample.
-        dtype: in which features are computed.
-        pool: how the pooled vector is taken.
-    """
+    """The cost of every layer on the raw inputs of one sample, from a forward pass of shapes alone."""
     meta = torch.device("meta")
     weights = architecture.skeleton.state_dict()
     state, side = architecture.chain.start(on_device(inputs, meta, dtype))
@@ -251,15 +244,9 @@ def estimate(
     more_operations: int = 0,
     more_samples: int = 0,
 ) -> Cost:
-    """What the workload will take on this machine: a matrix product and a few samples are timed.
+    """What the workload will take on this machine, and operations and samples beside those of the workload.
 
-    Args:
-        work: what will be done.
-        sample: samples of which a few are read once more to time it.
-        device: where it will be computed.
-        dtype: in which type.
-        more_operations: floating-point operations beside those of the workload.
-        more_samples: samples that are read beside those of the workload.
+    A matrix product is timed, and the reading of a few samples.
     """
     import psutil
 

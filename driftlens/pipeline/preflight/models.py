@@ -23,14 +23,7 @@ from driftlens.spec import RunSpec
 
 
 def check_models(spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access) -> OpenModels:
-    """The models of a spec that can be opened and fit the architecture; the others become findings.
-
-    Args:
-        spec: names them.
-        architecture: of all of them.
-        checks: where findings go.
-        access: what may be used.
-    """
+    """The models of a spec that can be opened and fit the architecture; the others become findings."""
     origins, sound = origins_of(spec), set()
 
     def attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:

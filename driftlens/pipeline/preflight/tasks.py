@@ -24,14 +24,7 @@ from driftlens.spec import RunSpec, TextHead
 def check_data(
     spec: RunSpec, architecture: Architecture | None, checks: Preflight, *, access: Access
 ) -> dict[str, TaskData]:
-    """The data of every task that can be opened; the others become findings.
-
-    Args:
-        spec: names them.
-        architecture: says what is read, and how; without one no sample is read.
-        checks: where findings go.
-        access: what may be used, and on which device.
-    """
+    """The data of every task that can be opened; without an architecture no sample is read."""
     opened = {}
     for task in spec.tasks:
 
@@ -70,15 +63,7 @@ def _describe(data: TaskData, checks: Preflight) -> None:
 def check_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], width: int | None, checks: Preflight
 ) -> None:
-    """File what is wrong with the heads.
-
-    Args:
-        spec: names them.
-        models: of which the base may have to read prompts.
-        data: which may name the classes.
-        width: of the final features, if known.
-        checks: where findings go.
-    """
+    """File what is wrong with the heads; `width` is that of the final features, if known."""
     named = {task: opened.class_names for task, opened in data.items()}
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
@@ -116,12 +101,7 @@ Row = Mapping[str, object]
 
 
 def score_experts(study: Study, checks: Preflight) -> None:
-    """File the accuracy of every expert, and of the base beside it, on the task's diagnosis samples.
-
-    Args:
-        study: opened; the merged model need not be there yet.
-        checks: where findings go.
-    """
+    """File the accuracy of every expert, and of the base beside it, on the task's diagnosis samples."""
     # In place of the test set, which may be large.
     scored = {
         task: dataclasses.replace(at, test=at.diagnosis if at.diagnosis.labels is not None else None)

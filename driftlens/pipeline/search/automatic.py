@@ -112,17 +112,7 @@ def choose_settings(
 
 
 def require_choice(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> None:
-    """Refuse what nothing can be chosen for; `choose_settings` would too, but later.
-
-    Args:
-        start: the settings to start from.
-        counts: calibration samples by task.
-        has_base: whether there is a base.
-
-    Raises:
-        SpecError: the calibrator has nothing to choose.
-        DataError: a task has too few samples to hold any out.
-    """
+    """Refuse what nothing can be chosen for, given the samples by task; `choose_settings` would too, but later."""
     _free(start, has_base=has_base)
     for task, count in counts.items():
         folds_of(count, task)
@@ -133,11 +123,7 @@ HELD_OUT = Chooser(choose_settings, require_choice)
 
 
 def _free(start: Calibrator, *, has_base: bool) -> list[str]:
-    """The settings that make a difference, in the order in which they are searched.
-
-    Raises:
-        SpecError: the calibrator lacks one of them.
-    """
+    """The settings that make a difference, in the order in which they are searched."""
     settings = start.get_params()
     missing = [field.name for field in dataclasses.fields(Candidate) if field.name not in settings]
     if missing:

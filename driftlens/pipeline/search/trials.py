@@ -72,11 +72,8 @@ class Trials(Generic[T]):
     def run(self, parts: Parts, lanes: Sequence[Lane]) -> Iterator[Tried[T]]:
         """What became of every candidate, in their order, each as soon as it is known.
 
-        Where one of those that walk together can't be solved for, all that are left walk alone.
-
-        Args:
-            parts: calibration samples in parts.
-            lanes: the candidates, and which parts each may read.
+        Where one of those that walk together can't be solved for, all that are left walk alone. Each may read those of
+        the parts that its lane names.
 
         Raises:
             NumericsError: features are NaN or infinite.
@@ -112,8 +109,6 @@ class Trials(Generic[T]):
 
     def solved(self, parts: Parts, lanes: Sequence[Lane]) -> Iterator[float]:
         """The seconds that each lane took, while the study's pool holds its model as `LANE`.
-
-        Arguments and errors as for `run`.
 
         Raises:
             SingularGramError: one of the lanes that walk together can't be solved for.
@@ -174,12 +169,7 @@ def with_settings(start: Calibrator, settings: Mapping[str, object]) -> Calibrat
 
 
 def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
-    """The samples at some positions, in this order.
-
-    Args:
-        samples: the whole set.
-        positions: of samples in it; none are needed.
-    """
+    """The samples at some positions, perhaps none, in this order."""
     chosen = tuple(positions)
 
     def load(wanted: Sequence[int]) -> Any:

@@ -64,11 +64,7 @@ def open_models(
 ) -> OpenModels:
     """All checkpoints that the spec names; the merged model only if it is a file.
 
-    Args:
-        spec: the run.
-        access: what may be used.
-        architecture: of all of them, where it is loaded already.
-        attempt: opens one after the other, the base first; may do without one that is broken.
+    The base comes first, and `attempt` may do without a model that is broken.
 
     Raises:
         CheckpointError: a file is missing, damaged or unsafe to read.
@@ -104,12 +100,7 @@ def origins_of(spec: RunSpec) -> dict[str, str]:
 
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
-    """The models side by side, keys, shapes and kinds of number compared.
-
-    Args:
-        spec: for device and dtype.
-        models: what `open_models` gave.
-        device: over the spec's.
+    """The models side by side, keys, shapes and kinds of number compared; `device` stands over the spec's.
 
     Raises:
         IncompatibleModelsError: a model differs from the architecture.
@@ -143,12 +134,7 @@ def resolve_device(device: str) -> torch.device:
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
 ) -> dict[str, ScoreMap]:
-    """The score map of every task that has one.
-
-    Args:
-        spec: the run.
-        models: for the text tower of the base.
-        data: class names that the data itself gives, per task, for heads that name none.
+    """The score map of every task that has one; `data` holds class names by task, for heads that name none.
 
     Raises:
         SpecError: nobody names the classes, or prompts are given and there is no text tower.
@@ -190,10 +176,6 @@ def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | N
 def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
     """Everything the spec names, opened and compared; the merged model is still missing if the spec asks for a merge.
 
-    Args:
-        spec: the run.
-        access: what may be used, and on which device.
-
     Raises:
         SpecError: a value that only shows to be wrong when it is used.
         CheckpointError: a file is missing, damaged or unsafe to read.
@@ -205,14 +187,14 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     pool = open_pool(spec, models, device=access.device)
     settings = settings_of(spec, pool.chain)
     preprocess = models.architecture.preprocess
-    assert preprocess is not None  # every loader that a spec can name brings one
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
-    calibration = {task: opened.calibration().ids for task, opened in data.items()}
+    num_calibration = {task: len(opened.calibration()) for task, opened in data.items()}
+    num_diagnosis = {task: len(opened.diagnosis()) for task, opened in data.items()}
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
     notices += dtype_notices(models)
-    notices += unequal_counts({task: len(ids) for task, ids in calibration.items()}, "calibration")
-    notices += unequal_counts({task: len(opened.diagnosis()) for task, opened in data.items()}, "diagnosis")
+    notices += unequal_counts(num_calibration, "calibration")
+    notices += unequal_counts(num_diagnosis, "diagnosis")
     study = Study(
         name=spec.name,
         pool=pool,
@@ -222,21 +204,14 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         seed=spec.data.defaults.seed,
         notices=tuple(dict.fromkeys(notices)),
         provenance=models.origins,
-        calibration=calibration,
         architecture={"loader": models.architecture.loader, "source": models.architecture.source},
-        preprocessing=preprocess.backend,
+        preprocessing="" if preprocess is None else preprocess.backend,
     )
     return study, models
 
 
 def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
-    """The samples of one task, drawn.
-
-    Args:
-        spec: the run.
-        task: one of its tasks.
-        architecture: says what is read, and how; without one samples can be listed but not read.
-        access: what may be used, and on which device.
+    """The samples of one task, drawn; without the architecture, which says how, they can be listed but not read.
 
     Raises:
         SpecError: the task has no data, or wants code to run that is not trusted.

@@ -174,11 +174,6 @@ def model_info(study: Study, name: str) -> ModelInfo:
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
     """Refuse models that changed since the run looked at them; their files are read and hashed again.
 
-    Args:
-        manifest: of the run, with a digest for every model.
-        study: opened anew.
-        reporter: told of every model; may cancel.
-
     Raises:
         CheckpointError: a model is not the one of that name any more.
     """

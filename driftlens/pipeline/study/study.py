@@ -83,7 +83,6 @@ class Study:
         seed: with which the samples were drawn.
         notices: what the user should know, in sentences.
         provenance: of every model: where it came from.
-        calibration: ids of the calibration samples drawn for every task.
         preprocessing: which code turned images into pixels.
         architecture: what the manifest says of it beyond the chain's own settings.
     """
@@ -96,7 +95,6 @@ class Study:
     seed: int = 0
     notices: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
-    calibration: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     preprocessing: str = ""
     architecture: Mapping[str, str] = field(default_factory=dict)
 

@@ -61,11 +61,7 @@ class Scores:
         """Whether the mean is lower than the other's by more than chance explains.
 
         Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom of
-        Welch and Satterthwaite.
-
-        Args:
-            other: of the same samples.
-            among: how many comparisons are made, which share the error that is allowed.
+        Welch and Satterthwaite. `among` so many comparisons the error that is allowed is shared.
         """
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
@@ -130,11 +126,7 @@ Evaluate = Callable[[Sequence[Candidate], int], Sequence[Scores]]
 
 
 def folds_of(num_samples: int, task: str) -> list[range]:
-    """Positions of every fold's samples; folds are as equal as can be, and each gets its share of any order.
-
-    Args:
-        num_samples: calibration samples of a task.
-        task: its name, for messages.
+    """Positions of every fold's samples of a task; folds are as equal as can be, and each gets its share of any order.
 
     Raises:
         DataError: there are too few samples to hold any out.
@@ -158,12 +150,7 @@ def choose(
 
     The merged model stays as it is unless the start is clearly better; what stands then stays unless what was found is
     clearly better than it. A calibration that does no good is worth less than none: it takes time and moves weights.
-
-    Args:
-        start: where the search begins.
-        evaluate: calibrates and scores candidates.
-        merged: fold -> the scores of the merged model as it is.
-        varies: settings that may be changed, in the order in which they are.
+    `merged` gives the scores on a fold of the merged model as it is; `varies` names what may be changed, in this order.
     """
     trials: list[Trial] = []
 
@@ -192,12 +179,7 @@ def choose(
 
 
 def steps_from(at: Candidate, name: str) -> list[Candidate]:
-    """Candidates that differ from another one in one setting.
-
-    Args:
-        at: where to go from.
-        name: lam (goes by factors), rho or alpha (go by steps; alpha stays between 0 and 1, rho above 0).
-    """
+    """Candidates that differ in one setting: lam by factors, rho (above 0) and alpha (from 0 to 1) by steps."""
     if name == "lam":
         values = [at.lam * factor for factor in LAM_FACTORS]
     elif name == "rho":

@@ -18,7 +18,7 @@ from driftlens.diagnostic import chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.walk import on_device
 from driftlens.models.architecture import Architecture
-from driftlens.models.chain import Layer, Pool, pooled
+from driftlens.models.chain import Pool, Slot, pooled
 from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
 from driftlens.pipeline.study.study import Settings
@@ -106,11 +106,12 @@ def layer_costs(
 ) -> tuple[LayerCost, ...]:
     """The cost of every layer on the raw inputs of one sample, from a forward pass of shapes alone."""
     meta = torch.device("meta")
-    weights = architecture.skeleton.state_dict()
+    stored = architecture.skeleton.state_dict()
+    weights = {key: torch.empty_like(value, dtype=dtype, device=meta) for key, value in stored.items()}
     state, side = architecture.chain.start(on_device(inputs, meta, dtype))
     found = []
     for layer in architecture.chain.layers:
-        parameters = _on_meta(layer, weights, dtype)
+        parameters = {name: _part(weights[slot.key], slot) for name, slot in layer.parameters.items()}
         with FlopCounterMode(display=False) as counter:
             state = layer.call(parameters, state, side.to(meta))
         found.append(
@@ -124,13 +125,9 @@ def layer_costs(
     return tuple(found)
 
 
-def _on_meta(layer: Layer, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    found = {}
-    for name, slot in layer.parameters.items():
-        whole = torch.empty_like(weights[slot.key], dtype=dtype, device="meta")
-        part = whole if slot.rows is None else whole[slice(*slot.rows)]
-        found[name] = part.mT if slot.transposed else part
-    return found
+def _part(whole: Tensor, slot: Slot) -> Tensor:
+    part = whole if slot.rows is None else whole[slice(*slot.rows)]
+    return part.mT if slot.transposed else part
 
 
 def disk_bytes(work: Workload) -> int:

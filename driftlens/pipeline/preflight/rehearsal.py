@@ -105,8 +105,8 @@ def _cost(opened: OpenCalibration) -> Cost:
     )
     more = {"more_operations": _operations(plan, pool, layers), "more_samples": sum(plan.counts.values())}
     found = estimate(work, first, pool.device, pool.dtype, **more)
-    solving = _memory_bytes(plan, pool, work)
-    return dataclasses.replace(found, memory_bytes=found.memory_bytes + max(0, solving - memory_bytes(work)))
+    more_memory = max(0, _memory_bytes(plan, pool, work) - memory_bytes(work))
+    return dataclasses.replace(found, memory_bytes=found.memory_bytes + more_memory)
 
 
 def _operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost]) -> int:
@@ -115,7 +115,9 @@ def _operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCo
     for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False):
         total += FORWARDS * samples * cost.operations
         shapes = list(_shapes(plan, pool, layer))
-        tokens = _tokens(shapes, cost, pool) * samples
+        # The narrowest site is as wide as the features.
+        entries, narrowest = cost.state_bytes // pool.dtype.itemsize, min((k for _, k in shapes), default=1)
+        tokens = max(1, entries // narrowest) * samples
         for out, width in shapes:
             through_outputs = 2 * tokens * out * width
             through_moments = 2 * width * width * (tokens + len(plan.samples) * out)
@@ -148,13 +150,6 @@ def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> Iterator[tu
             shape = pool.source("merged").headers[slot.key].shape
             rows = shape[0] if slot.rows is None else slot.rows[1] - slot.rows[0]
             yield (shape[1], rows) if slot.transposed else (rows, shape[1])
-
-
-def _tokens(shapes: Sequence[tuple[int, int]], cost: LayerCost, pool: ModelPool) -> int:
-    """Rows per sample that a site reads: the narrowest site is as wide as the features."""
-    if not shapes:
-        return 0
-    return max(1, cost.state_bytes // pool.dtype.itemsize // min(width for _, width in shapes))
 
 
 def _require_room(folder: pathlib.Path, cost: Cost) -> None:

@@ -18,7 +18,6 @@ from driftlens.engine.exactness import exact_products
 from driftlens.pipeline.analyze.causes import explain
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
-from driftlens.pipeline.study.reopening import model_info
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
 from driftlens.records.layout import MOST_THUMBS, THUMB_SIDE, thumbs_file
@@ -227,7 +226,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
 
 def digest_models(writer: RunWriter, study: Study, names: Sequence[str]) -> None:
     """Write down digest, size and origin of these models of the study's pool."""
-    writer.describe(models={name: model_info(study, name) for name in names})
+    writer.describe(models={name: study.model_info(name) for name in names})
 
 
 def store_diagnosis(writer: RunWriter, study: Study, task: str, found: TaskDiagnosis) -> None:

@@ -19,8 +19,7 @@ from driftlens.models.sources import StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
 from driftlens.pipeline.study.opening import OpenModels
-from driftlens.pipeline.study.reopening import attachment_tensors
-from driftlens.pipeline.study.study import Study
+from driftlens.pipeline.study.study import Study, attachment_tensors
 from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.writer import RunWriter

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import pathlib
 from collections import defaultdict
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from driftlens.access import Access
@@ -17,14 +15,13 @@ from driftlens.engine.pool import Attachments
 from driftlens.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.sources import TensorsSource, content_digest
 from driftlens.pipeline.study.opening import OpenModels, open_study
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records import layout
 from driftlens.records.listing import unanalyzed
 from driftlens.records.lock import living_owner_of
-from driftlens.records.manifest import Manifest, ModelInfo, read_manifest
+from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.spec import RunSpec, load_spec
 from driftlens.variants import calibrated
 
@@ -107,15 +104,6 @@ def _attached(run: pathlib.Path, name: str, method: str) -> Attachments:
     return {place: kind.attachment(tensors) for place, tensors in found.items()}
 
 
-def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
-    """All tensors of some attachments, as `boundary/tensor/task` names them in a file."""
-    return {
-        f"{boundary}/{name}/{task}": value.detach()
-        for (task, boundary), attachment in sorted(attachments.items())
-        for name, value in attachment.tensors().items()
-    }
-
-
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
     """Refuse a run of live modules: they are gone, and no spec says how to get them back.
 
@@ -153,24 +141,6 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
     return load_spec(values)
 
 
-def model_info(study: Study, name: str) -> ModelInfo:
-    """Digest, number of parameters and origin of one model of the study's pool; reads all its tensors once.
-
-    What is attached counts as part of the model.
-    """
-    keys = study.pool.chain.parameter_keys()
-    source = study.pool.source(name)
-    count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
-    digest = content_digest(source, keys)
-    attached = attachment_tensors(study.pool.variant(name).attachments)
-    if attached:
-        digest = hashlib.sha256(
-            f"{digest} {content_digest(TensorsSource(name, attached))}".encode()
-        ).hexdigest()
-        count += sum(value.numel() for value in attached.values())
-    return ModelInfo(digest, count, study.provenance.get(name, source.name))
-
-
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
     """Refuse models that changed since the run looked at them; their files are read and hashed again.
 
@@ -180,7 +150,7 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
     names = [name for name in manifest.models if name in study.pool]
     for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
         recorded = manifest.models[name]
-        if model_info(study, name).digest != recorded.digest:
+        if study.model_info(name).digest != recorded.digest:
             raise CheckpointError(
                 f"{name} is not the model that the run was made with: {study.pool.source(name).name} has changed",
                 hint="Bring the file back, or analyze the models of today into a run of their own.",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostic import Diagnostic, chosen
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.pool import ModelPool
+from driftlens.engine.pool import Attachments, ModelPool
 from driftlens.models.chain import Pool, ScoreMap
+from driftlens.models.sources import TensorsSource, content_digest
+from driftlens.records.manifest import ModelInfo
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Picture
@@ -108,6 +114,21 @@ class Study:
         """Variants whose drift is traced back to layers: all but the base, which nobody wants to repair."""
         return tuple(variant for variant in self.variants if variant != "base")
 
+    def model_info(self, name: str) -> ModelInfo:
+        """Digest, number of parameters and origin of one model of the pool; reads all its tensors once.
+
+        What is attached counts as part of the model.
+        """
+        keys, source = self.pool.chain.parameter_keys(), self.pool.source(name)
+        count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)
+        digest = content_digest(source, keys)
+        attached = attachment_tensors(self.pool.variant(name).attachments)
+        if attached:
+            both = f"{digest} {content_digest(TensorsSource(name, attached))}"
+            digest = hashlib.sha256(both.encode()).hexdigest()
+            count += sum(value.numel() for value in attached.values())
+        return ModelInfo(digest, count, self.provenance.get(name, source.name))
+
     def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
         """The study with these calibration samples and no others, and without labels: as it is shown to methods."""
         tasks = {}
@@ -115,3 +136,12 @@ class Study:
             shown = replace(samples[task], labels=None)
             tasks[task] = replace(at, diagnosis=shown, calibration=shown, test=None, picture=None)
         return replace(self, tasks=tasks)
+
+
+def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
+    """All tensors of some attachments, as `boundary/tensor/task` names them in a file."""
+    return {
+        f"{boundary}/{name}/{task}": value.detach()
+        for (task, boundary), attachment in sorted(attachments.items())
+        for name, value in attachment.tensors().items()
+    }

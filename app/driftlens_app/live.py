@@ -8,7 +8,7 @@ from pathlib import Path
 import streamlit as st
 
 from driftlens.errors import RunError
-from driftlens.progress import ProgressEvent, duration
+from driftlens.progress import duration
 from driftlens.records.listing import is_analyzed
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
@@ -32,29 +32,27 @@ _WORDS = {
 }
 
 
-def show_live(run: Path, *, read_only: bool, more: Callable[[View], None] | None = None) -> bool:
-    """Show the run's job while it is live; returns whether it is.
+def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
+    """Show the run's job while it is live, to be cancelled unless the dashboard is read-only; returns whether it is.
 
     Args:
         run: the run directory.
-        read_only: whether the reader may cancel it.
         more: draws what belongs to this kind of job, below the progress.
     """
     view = watch(run)
     if view is None or not view.is_live:
         return False
-    _live(run, read_only, more)
+    _live(run, more)
     return True
 
 
 def offer(request: Request, label: str) -> None:
     """A button that starts the job, unless one is live on its run, which is shown then; and how the last one failed."""
-    read_only = Settings.from_environment().read_only
-    is_live = show_live(request.run, read_only=read_only)
+    is_live = show_live(request.run)
     last = watch(request.run, request.kind)
     if last is not None and last.job.settings == request.settings and last.state in BAD_ENDS:
         show_ended(last)
-    if read_only or is_live:
+    if is_live or Settings.from_environment().read_only:
         return
     if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
         with shown_errors():
@@ -81,31 +79,23 @@ def show_new_runs(settings: Settings) -> bool:
         Whether one is live.
     """
     runs = list(dict.fromkeys(job.run for job in jobs_beside(settings.root)))
-    live = [run for run in runs if show_live(run, read_only=settings.read_only)]
-    for run in runs:
-        view = watch(run)
-        if view is not None and _is_worth_telling(view):
-            _show_bad_end(view, read_only=settings.read_only)
-    return bool(live)
-
-
-def _is_worth_telling(view: View) -> bool:
-    # A later job on the run, such as a calibration, has its own page, and found the run complete.
-    makes_a_run = view.job.kind in ("demo", "analyze")
-    is_over = view.job.dismissed or is_finished_since(view.job)
-    return makes_a_run and view.state in BAD_ENDS and not is_over
-
-
-def _show_bad_end(view: View, *, read_only: bool) -> None:
-    with st.container(border=True):
-        st.markdown(f"**{_what(view.job)}**")
-        show_ended(view)
-        if read_only:
-            return
-        if st.button("Dismiss", key=f"dismiss-{_key(view.job)}", icon=":material/close:"):
+    live = [run for run in runs if show_live(run)]
+    for view in map(watch, runs):
+        # A later job on the run, such as a calibration, has its own page, and found the run complete.
+        if view is None or view.job.kind not in ("demo", "analyze") or view.state not in BAD_ENDS:
+            continue
+        if view.job.dismissed or is_finished_since(view.job):
+            continue
+        with st.container(border=True):
+            st.markdown(f"**{_what(view.job)}**")
+            show_ended(view)
             with shown_errors():
-                dismiss(view.job)
-                st.rerun()
+                if not settings.read_only and st.button(
+                    "Dismiss", key=f"dismiss-{_key(view.job)}", icon=":material/close:"
+                ):
+                    dismiss(view.job)
+                    st.rerun()
+    return bool(live)
 
 
 def show_ended(view: View) -> None:
@@ -147,7 +137,7 @@ def show_log(job: Job) -> None:
 
 
 @st.fragment(run_every=_SECONDS)
-def _live(run: Path, read_only: bool, more: Callable[[View], None] | None) -> None:
+def _live(run: Path, more: Callable[[View], None] | None) -> None:
     with shown_errors():
         view = watch(run)
         if view is None or not view.is_live:
@@ -157,7 +147,7 @@ def _live(run: Path, read_only: bool, more: Callable[[View], None] | None) -> No
             _show_progress(view)
             if more is not None:
                 more(view)
-            if not read_only:
+            if not Settings.from_environment().read_only:
                 st.button(
                     "Cancel",
                     key=f"cancel-{_key(view.job)}",
@@ -166,7 +156,9 @@ def _live(run: Path, read_only: bool, more: Callable[[View], None] | None) -> No
                     on_click=_cancel,
                     args=(view.job,),
                 )
-                _show_trouble(view.job)
+                trouble: RunError | None = st.session_state.get(_trouble(view.job))
+                if trouble is not None:
+                    show_error(type(trouble).__name__, trouble.message, trouble.hint)
             show_log(view.job)
 
 
@@ -179,33 +171,23 @@ def _cancel(job: Job) -> None:
         st.session_state[_trouble(job)] = error
 
 
-def _show_trouble(job: Job) -> None:
-    """What went wrong when this visitor cancelled the job, for as long as it is live."""
-    error: RunError | None = st.session_state.get(_trouble(job))
-    if error is not None:
-        show_error(type(error).__name__, error.message, error.hint)
-
-
 def _trouble(job: Job) -> str:
+    """Where it is kept what went wrong when this visitor cancelled the job, for as long as it is live."""
     return f"trouble-{_key(job)}"
 
 
 def _show_progress(view: View) -> None:
     event = view.progress
+    share = event.done / event.total if event is not None and event.total else 0.0
+    share = min(1.0, max(0.0, share))
     if event is None or view.state != "running":
-        st.progress(_fraction(event), text=_WORDS[view.state])
+        st.progress(share, text=_WORDS[view.state])
         return
     count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
-    st.progress(_fraction(event), text=f"{plain(event.phase.capitalize())}: {count}")
+    st.progress(share, text=f"{plain(event.phase.capitalize())}: {count}")
     remaining = f", about {duration(event.remaining)} left" if event.remaining else ""
     label = f"{plain(event.label)} · " if event.label else ""
     st.caption(f"{label}{duration(event.seconds)} so far{remaining}")
-
-
-def _fraction(event: ProgressEvent | None) -> float:
-    if event is None or not event.total:
-        return 0.0
-    return min(1.0, max(0.0, event.done / event.total))
 
 
 def _key(job: Job) -> str:
@@ -213,11 +195,10 @@ def _key(job: Job) -> str:
 
 
 def _what(job: Job) -> str:
-    kinds = {
-        "demo": "Demo run",
-        "analyze": f"Analysis {job.name}",
-        "calibrate": f"Calibration {job.name}",
-        "explain": f"Attribution of {job.name}",
-        "project": f"Layout {job.name}",
+    words = {
+        "analyze": "Analysis",
+        "calibrate": "Calibration",
+        "explain": "Attribution of",
+        "project": "Layout",
     }
-    return plain(kinds[job.kind])
+    return "Demo run" if job.kind == "demo" else plain(f"{words[job.kind]} {job.name}")

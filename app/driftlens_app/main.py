@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens_app.in_browser import watch_theme
 from driftlens_app.landing import land, wait_on, welcome
 from driftlens_app.pages import SECTIONS, pages
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable, show_link
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title, shown_errors
+from driftlens_app.show import page_title, shown_errors, watch_theme
 
 # Streamlit would take the page's own icon for the browser's tab, and fetch it from another server.
 _ICON = (

@@ -30,25 +30,20 @@ _LARGEST_SPEC = 1_000_000
 def show_findings(found: Mapping[str, Any]) -> None:
     """Draw the document that `driftlens validate --json` and `driftlens calibrate --dry-run --json` print."""
     with st.container(border=True):
-        _verdict(found)
+        cost = found["estimate"]
+        if not found["ready"]:
+            count = sum(finding["level"] == "problem" for finding in found["findings"])
+            st.error(f"{count} problem{'s' if count > 1 else ''} to solve first.", icon=":material/error:")
+        elif cost is None:
+            st.success("Ready.", icon=":material/check:")
+        else:
+            parts = [f"{size(cost['memory_bytes'])} of memory", f"{size(cost['disk_bytes'])} on disk"]
+            parts += [] if cost["seconds"] is None else [duration(cost["seconds"])]
+            st.success(f"Ready: about {', '.join(parts)}.", icon=":material/check:")
         for finding in found["findings"]:
             hint = f" {plain(finding['hint'])}" if finding["hint"] else ""
             subject, text = plain(finding["subject"]), plain(finding["text"])
             st.markdown(f":material/{_ICONS[finding['level']]}: **{subject}**: {text}{hint}")
-
-
-def _verdict(found: Mapping[str, Any]) -> None:
-    if not found["ready"]:
-        count = sum(finding["level"] == "problem" for finding in found["findings"])
-        st.error(f"{count} problem{'s' if count > 1 else ''} to solve first.", icon=":material/error:")
-        return
-    cost = found["estimate"]
-    if cost is None:
-        st.success("Ready.", icon=":material/check:")
-        return
-    parts = [f"{size(cost['memory_bytes'])} of memory", f"{size(cost['disk_bytes'])} on disk"]
-    parts += [] if cost["seconds"] is None else [duration(cost["seconds"])]
-    st.success(f"Ready: about {', '.join(parts)}.", icon=":material/check:")
 
 
 def show_outlook(run: DriftRun) -> None:
@@ -126,19 +121,18 @@ def _missing(spec: RunSpec) -> list[str]:
     """Whether files or folders of weights are gone that the spec names; a name from the Hub is none."""
     parts = [spec.base, spec.merged, *spec.experts.values()]
     files = dict.fromkeys(Path(part.weights) for part in parts if part is not None)
-    gone = [file for file in files if file.is_absolute() and _is_gone(file)]
+    gone = []
+    for file in files:
+        try:
+            # Unlike Path.exists, it tells in every Python what can't be looked at from what is not there.
+            if file.is_absolute():
+                file.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no name that a file can have
+            gone.append(file)
     if not gone:
         return []
     more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
     return [f"there is no file {gone[0]}{more}; the run's spec names weights that have moved or were removed"]
-
-
-def _is_gone(file: Path) -> bool:
-    try:
-        file.stat()  # unlike Path.exists, it tells in every Python what can't be looked at from what is not there
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no name that a file can have
-        return True
-    return False
 
 
 def _lack_of_room(run: DriftRun, spec: RunSpec) -> list[str]:

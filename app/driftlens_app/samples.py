@@ -15,9 +15,8 @@ from streamlit.column_config import CheckboxColumn, ImageColumn, NumberColumn, T
 from driftlens.records.layout import thumbs_file
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
-from driftlens_app.in_browser import component
 from driftlens_app.settings import require_inside
-from driftlens_app.show import note, plain, show_drawn, show_table, shown_errors
+from driftlens_app.show import component, note, plain, show_drawn, show_table, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.page_curves import sample_curves
 
@@ -96,18 +95,28 @@ def show_hover_pictures(run: DriftRun, task: str, chart: str, sample_ids: Sequen
         picture(data={"chart": chart, "pictures": there}, key=f"pictures-{chart}", height=1)
 
 
-def choose_sample(
-    run: DriftRun, task: str, rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str
-) -> str | None:
-    """Show `rows` of the samples of one task, and return the sample whose row is selected.
+def show_samples(
+    run: DriftRun,
+    task: str,
+    rows: pd.DataFrame,
+    columns: Mapping[str, Any],
+    options: ChartOptions,
+    *,
+    key: str,
+    alt: str,
+    only: str | None = None,
+) -> None:
+    """Show samples of one task in a table, and the story of the one whose row is selected.
 
     Args:
         run: the run.
         task: the task.
         rows: a row per sample, the most telling first, with the column `sample_id`; the first ones are shown.
         columns: how columns look.
+        options: of the story's chart.
         key: of the table; its rows are added, for Streamlit keeps the number of a selected row when the rows change.
         alt: what the table shows.
+        only: the sample whose story is told while no row is selected.
     """
     shown = rows.head(MOST_ROWS)
     ids = shown["sample_id"].tolist()
@@ -125,24 +134,26 @@ def choose_sample(
     )
     if len(rows) > len(shown):
         st.caption(f"The first {len(shown)} of {len(rows):,} samples.")
-    for position in chosen["selection"]["rows"]:
-        if position < len(shown):
-            return str(shown["sample_id"].iloc[position])
-    return None
-
-
-def show_story(run: DriftRun, task: str, sample_id: str, options: ChartOptions) -> None:
-    """Draw the story of one diagnosis sample."""
-    st.subheader(f"Sample {plain(sample_id)}", anchor=False)
+    sample = next((ids[at] for at in chosen["selection"]["rows"] if at < len(ids)), only)
+    if sample is None:
+        st.caption(
+            f"Select a row to see the sample of {plain(task)} and how it drifts; on the keyboard, with Shift+Space."
+        )
+        return
+    st.subheader(f"Sample {plain(sample)}", anchor=False)
     with shown_errors():
-        (picture,) = pictures(run, task, [sample_id])
-        rows = decisions(run, task, sample_id)
+        (picture,) = pictures(run, task, [sample])
+        said = decisions(run, task, sample)
         left, right = st.columns([1, 5], gap="medium") if picture is not None else (None, st.container())
         if left is not None and picture is not None:
-            left.image(picture, width=128, caption=plain(sample_id), alt=f"Sample {sample_id}")
+            left.image(picture, width=128, caption=plain(sample), alt=f"Sample {sample}")
         with right:
-            _show_decisions(rows)
-        show_drawn("sample", run.id, sample_curves(run, task, sample_id, options))
+            if said.empty:
+                note("The run has no class scores: its spec names no head for this task.")
+            else:
+                about = "What each model says the sample is"
+                show_table(said.convert_dtypes(), _DECISION, key="sample-decisions", alt=about)
+        show_drawn("sample", run.id, sample_curves(run, task, sample, options))
 
 
 def decisions(run: DriftRun, task: str, sample_id: str) -> pd.DataFrame:
@@ -168,11 +179,3 @@ def decisions(run: DriftRun, task: str, sample_id: str) -> pd.DataFrame:
     others = rows.assign(model=rows["variant"].map(title), margin=None)
     columns = ["model", "label", *_DECISION]
     return pd.concat([pd.DataFrame([expert]), others[columns].astype(object)], ignore_index=True)[columns]
-
-
-def _show_decisions(rows: pd.DataFrame) -> None:
-    if rows.empty:
-        note("The run has no class scores: its spec names no head for this task.")
-        return
-    alt = "What each model says the sample is"
-    show_table(rows.convert_dtypes(), _DECISION, key="sample-decisions", alt=alt)

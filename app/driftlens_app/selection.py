@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -12,10 +11,10 @@ import streamlit as st
 from driftlens.errors import DataError
 from driftlens.records.listing import RunSummary
 from driftlens.records.run import DriftRun
-from driftlens_app.in_browser import is_dark
 from driftlens_app.jobs import watch
 from driftlens_app.runs import folder_of, hint_for, listed_runs, opened, run_ids
 from driftlens_app.settings import Settings
+from driftlens_app.show import is_dark
 from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
@@ -114,6 +113,8 @@ def _unreadable(settings: Settings) -> list[RunSummary]:
 
 def choose_view(run: DriftRun) -> Selection:
     """Draw the sidebar's choices within a run; `selection` returns the result."""
+    layers = [entry.index for entry in run.manifest.layers]
+    about = f"1 is the stem, {layers[-1]} the head, which is also called final." if layers else ""
     with st.sidebar:
         task = st.selectbox(
             "Task",
@@ -128,10 +129,10 @@ def choose_view(run: DriftRun) -> Selection:
         )
         layer = st.selectbox(
             "Layer",
-            [FINAL, *(str(entry.index) for entry in run.manifest.layers)],
+            [FINAL, *map(str, layers)],
             key=LAYER,
             bind="query-params",
-            help=_layer_help(run),
+            help=about or "The run lists no layers yet.",
         )
         measure = st.radio(
             "Drift",
@@ -141,7 +142,8 @@ def choose_view(run: DriftRun) -> Selection:
             bind="query-params",
             help="L2: in the features' own unit. Relative: against the norm of the expert's features.",
         )
-    chosen = Selection(run, task, tuple(variants), _index(layer), measure == _MEASURES[1])
+    index = layer if layer == FINAL else int(layer)
+    chosen = Selection(run, task, tuple(variants), index, measure == _MEASURES[1])
     st.session_state[_CHOSEN] = chosen
     return chosen
 
@@ -153,14 +155,3 @@ def show_link() -> None:
         place = (st.context.url or "").partition("?")[0]
         asked = urlencode(st.query_params.to_dict())
         drawer.code(f"{place}?{asked}" if asked else place, language=None, wrap_lines=True)
-
-
-def _layer_help(run: DriftRun) -> str:
-    layers: Sequence[Any] = run.manifest.layers
-    if not layers:
-        return "The run lists no layers yet."
-    return f"1 is the stem, {layers[-1].index} the head, which is also called final."
-
-
-def _index(layer: str) -> int | str:
-    return layer if layer == FINAL else int(layer)

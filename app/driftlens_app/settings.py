@@ -100,27 +100,25 @@ def require_links_inside(run: Path, root: Path) -> None:
     Raises:
         RunError: there is such a link, or a folder that can't be searched for one.
     """
+
+    def unsearched(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            return  # a job that is at work has removed it
+        name = os.path.relpath(error.filename, run)
+        raise RunError(
+            f"its folder {name} can't be searched for links: {error.strerror}", hint="Check its permissions."
+        ) from error
+
     seen: set[str] = set()
-    waiting = [str(run)]
-    while waiting:
-        folder = waiting.pop()
+    for folder, folders, files in os.walk(run, followlinks=True, onerror=unsearched):
         real = os.path.realpath(folder)
         if real in seen:  # links may run in circles
+            folders.clear()
             continue
         seen.add(real)
-        try:
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):  # a job that is at work has removed it
-            continue
-        except OSError as error:
-            name = os.path.relpath(folder, run)
-            raise RunError(
-                f"its folder {name} can't be searched for links: {error.strerror}",
-                hint="Check its permissions.",
-            ) from error
-        for entry in entries:
-            if entry.is_symlink() and not is_inside(Path(entry.path), root):
-                name = os.path.relpath(entry.path, run)
-                raise RunError(f"its {name} is a link that leaves the folder {root}", hint=_HINT)
-            if entry.is_dir():
-                waiting.append(entry.path)
+        for name in sorted([*folders, *files]):
+            path = Path(folder, name)
+            if path.is_symlink() and not is_inside(path, root):
+                raise RunError(
+                    f"its {path.relative_to(run)} is a link that leaves the folder {root}", hint=_HINT
+                )

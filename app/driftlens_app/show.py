@@ -1,13 +1,18 @@
-"""What every page shows in the same way: titles, charts with the numbers behind them, tables, names, and errors."""
+"""What every page shows in the same way: titles, charts with the numbers behind them, tables, names, and errors.
+
+What the browser does by itself, for what Streamlit has no element for, is a script of this package each: `component`.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,27 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _SELECTING = {"displaylogo": False}
 _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 """Plotly's toolbar, with and without the tools that select points."""
+
+
+@functools.cache
+def component(name: str, html: str, css: str | None = None) -> Any:
+    """The component with the script `name`.js of this package, to be mounted by calling it.
+
+    It is made on first use, since components are registered with the running server.
+    """
+    script = files("driftlens_app").joinpath(f"{name}.js").read_text(encoding="utf-8")
+    return st.components.v2.component(f"driftlens.{name}", html=html, css=css, js=script)
+
+
+def is_dark() -> bool:
+    """Whether the page is shown in the dark theme."""
+    return st.context.theme.type == "dark"
+
+
+def watch_theme() -> None:
+    """Let the browser ask for the page again when its theme is no longer the one that charts are drawn in."""
+    watch = component("theme_watch", "<i></i>")
+    watch(data={"dark": is_dark()}, key="theme-watch", height=1, on_dark_change=lambda: None)
 
 
 def plain(text: object) -> str:

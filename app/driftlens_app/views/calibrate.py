@@ -103,7 +103,7 @@ def show() -> None:
         )
         _act(run, wanted, pressed, blocked=blocked)
     with right:
-        show_live(run.path, read_only=settings.read_only, more=functools.partial(_curve, run))
+        show_live(run.path, functools.partial(_curve, run))
         if job is not None and job.state in BAD_ENDS:
             show_ended(job)
             if not settings.read_only:

@@ -12,12 +12,11 @@ from driftlens.errors import DataError
 from driftlens.records.compare import Comparison, compare
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
-from driftlens_app.in_browser import is_dark
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import Stamp, folder_of, opened, run_ids, stamp
 from driftlens_app.selection import Selection, selection
 from driftlens_app.settings import Settings
-from driftlens_app.show import drawn_once, note, plain, show_data, show_drawn, show_table
+from driftlens_app.show import drawn_once, is_dark, note, plain, show_data, show_drawn, show_table
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.page_curves import change_curves
 from driftlens_reports.wording import percent_interval, points_interval

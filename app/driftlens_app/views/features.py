@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from driftlens.variants import title
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import offer
 from driftlens_app.pages import Page
-from driftlens_app.samples import choose_sample, show_hover_pictures, show_story
+from driftlens_app.samples import show_hover_pictures, show_samples
 from driftlens_app.selection import Selection, selection
 from driftlens_app.show import note, plain, show_chart
 from driftlens_reports.charts.chart import ChartOptions, charts, parts_of
@@ -48,7 +49,9 @@ def show() -> None:
         return
     task = shown_task(run, chosen.options())
     options = _options(chosen, task)
-    _layout_job(run, task, options)
+    # One layout serves every choice of variants.
+    if options.method != "pca" and charts["scatter"].missing(run, replace(options, variants=None)):
+        offer(project_request(run, task, options.layer, options.method, options.seed), "Compute this layout")
     event = show_chart("scatter", run, options, on_select="rerun", selection_mode=("points", "box", "lasso"))
     if event is not None:
         show_hover_pictures(run, task, "chart-scatter", run.sample_ids(task))
@@ -60,54 +63,36 @@ def show() -> None:
 
 def _options(chosen: Selection, task: str) -> ChartOptions:
     """Draw the controls and return what the reader chose, for one task."""
-    run = chosen.run
+    run, seed = chosen.run, 0
     few = len(run.sample_ids(task)) < FEWEST_POINTS
+    labels = run.samples(task)["label"].dropna().unique()
+    one = functools.partial(st.selectbox, bind="query-params", width=130)
+    several = functools.partial(st.multiselect, bind="query-params", width=300)
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        method = st.selectbox(
+        method = one(
             "Method",
             METHODS[:1] if few else METHODS,
             format_func=_METHODS.__getitem__,
             key="method",
-            bind="query-params",
             help="PCA is drawn at once; the others are computed by a job of their own and kept in the run.",
-            width=130,
         )
-        seed = 0
         if method != "pca":
             seed = st.number_input("Seed", 0, 2**31 - 1, 0, key="seed", bind="query-params", width=130)
-        colour = st.selectbox(
-            "Colour",
-            [*_COLOURS],
-            format_func=_COLOURS.__getitem__,
-            key="colour",
-            bind="query-params",
-            width=130,
-        )
-        points = st.selectbox(
+        colour = one("Colour", [*_COLOURS], format_func=_COLOURS.__getitem__, key="colour")
+        points = one(
             "Most points",
             _POINTS,
             index=len(_POINTS) - 1,
             key="points",
-            bind="query-params",
             help="Over all panels together; samples beyond are left out, evenly over classes.",
-            width=130,
         )
-        classes = st.multiselect(
-            "Classes",
-            _classes(run, task),
-            placeholder="All classes",
-            key="classes",
-            bind="query-params",
-            width=300,
-        )
-        highlight = st.multiselect(
+        classes = several("Classes", sorted(map(str, labels)), placeholder="All classes", key="classes")
+        highlight = several(
             "Follow samples",
             run.sample_ids(task),
             placeholder="By id",
             key="highlight",
-            bind="query-params",
             help="Lines show where these samples are for the expert and for each variant.",
-            width=300,
         )
     if few:
         st.caption(f"Only PCA: UMAP and t-SNE need {FEWEST_POINTS} samples or more, and there are fewer.")
@@ -120,23 +105,6 @@ def _options(chosen: Selection, task: str) -> ChartOptions:
         classes=tuple(classes) or None,
         highlight=tuple(highlight),
     )
-
-
-def _classes(run: DriftRun, task: str) -> list[str]:
-    """The classes that the task's diagnosis samples have, sorted; none without labels.
-
-    Raises:
-        RunError: the sample table can't be read.
-    """
-    return sorted(str(label) for label in run.samples(task)["label"].dropna().unique())
-
-
-def _layout_job(run: DriftRun, task: str, options: ChartOptions) -> None:
-    """Offer to compute a layout that the run lacks, and show the job that does."""
-    # One layout serves every choice of variants.
-    if options.method == "pca" or charts["scatter"].missing(run, replace(options, variants=None)) is None:
-        return
-    offer(project_request(run, task, options.layer, options.method, options.seed), "Compute this layout")
 
 
 def _selected(event: Any) -> list[str]:
@@ -166,13 +134,16 @@ def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str
             on_click=lambda: st.session_state.update(highlight=selected[:_MOST_FOLLOWED]),
         )
     columns = {name: NumberColumn(format="%.4g") for name in rows.columns if name.startswith("drift, ")}
-    sample = choose_sample(run, task, rows, columns, key="samples", alt="Samples, the most drifted first")
-    if sample is None and len(selected) == 1:
-        sample = selected[0]
-    if sample is None:
-        st.caption("Select a row to see the sample and how it drifts; on the keyboard, with Shift+Space.")
-        return
-    show_story(run, task, sample, options)
+    show_samples(
+        run,
+        task,
+        rows,
+        columns,
+        options,
+        key="samples",
+        alt="Samples, the most drifted first",
+        only=selected[0] if len(selected) == 1 else None,
+    )
 
 
 def sample_rows(run: DriftRun, task: str, options: ChartOptions) -> pd.DataFrame:

@@ -9,9 +9,9 @@ from streamlit.column_config import NumberColumn, TextColumn
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.pages import Page
-from driftlens_app.samples import choose_sample, show_story
+from driftlens_app.samples import show_samples
 from driftlens_app.selection import Selection, selection
-from driftlens_app.show import note, plain, show_parts
+from driftlens_app.show import note, show_parts
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions
 from driftlens_reports.charts.picking import chosen_variants
 
@@ -70,15 +70,8 @@ def _flips(chosen: Selection) -> None:
             bind="query-params",
         )
     shown = rows[rows["task"] == task].drop(columns="task")
-    sample = choose_sample(
-        chosen.run, task, shown, _COLUMNS, key="flips-table", alt=f"Flipped decisions of {task}"
-    )
-    if sample is None:
-        st.caption(
-            f"Select a row to see the sample of {plain(task)} and how it drifts; on the keyboard, with Shift+Space."
-        )
-        return
-    show_story(chosen.run, task, sample, options)
+    about = f"Flipped decisions of {task}"
+    show_samples(chosen.run, task, shown, _COLUMNS, options, key="flips-table", alt=about)
 
 
 def measured_decisions(run: DriftRun, options: ChartOptions) -> pd.DataFrame:

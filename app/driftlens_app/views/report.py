@@ -15,6 +15,7 @@ import streamlit as st
 
 from driftlens.records.checks import run_self_checks
 from driftlens.records.run import DriftRun
+from driftlens.records.status import Failure
 from driftlens_app.jobs import command_line
 from driftlens_app.jobs.log import told_failure
 from driftlens_app.pages import Page
@@ -52,15 +53,7 @@ _LOG_LINES = 20
 
 @dataclass(frozen=True)
 class Built:
-    """What one command wrote, or why it did not.
-
-    Attributes:
-        name: what was asked for.
-        files: contents by path, relative to the command's folder; empty where it failed.
-        problem: the command's own message; empty where it succeeded.
-        hint: its hint, if it gave one.
-        log: the end of what it printed.
-    """
+    """What one command wrote, by path relative to its folder; or its own message and hint, and the end of its log."""
 
     name: str
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -68,24 +61,18 @@ class Built:
     hint: str = ""
     log: str = ""
 
+    def download(self) -> bytes:
+        """The one file to hand out: the only one there is, or an archive of all."""
+        return next(iter(self.files.values())) if len(self.files) == 1 else zipped(self.files)
+
     @property
     def file_name(self) -> str:
         """Name of the one file to hand out."""
         return Path(next(iter(self.files))).name if len(self.files) == 1 else f"{self.name}.zip"
 
-    def download(self) -> bytes:
-        """The one file to hand out: the only one there is, or an archive of all."""
-        return next(iter(self.files.values())) if len(self.files) == 1 else zipped(self.files)
-
 
 def build(name: str, arguments: Sequence[str], folder: Path) -> Built:
-    """Run `driftlens ARGUMENTS --out FOLDER` and collect what it wrote.
-
-    Args:
-        name: of the result.
-        arguments: of the command line, without `--out`.
-        folder: where the command runs.
-    """
+    """Run `driftlens ARGUMENTS --out ...` in `folder` and collect what it wrote."""
     with tempfile.TemporaryDirectory(prefix="driftlens-") as made:
         out = Path(made) / "out"
         try:
@@ -94,9 +81,8 @@ def build(name: str, arguments: Sequence[str], folder: Path) -> Built:
             return Built(name, problem=f"it took longer than {command_line.PATIENCE_SECONDS:.0f} seconds")
         log = "\n".join((done.stdout + done.stderr).replace(made, "").splitlines()[-_LOG_LINES:])
         if done.returncode:
-            failure = told_failure(done.stderr.replace(made, ""))
-            if failure is None:
-                return Built(name, problem=f"it ended with exit code {done.returncode}", log=log)
+            silent = Failure("Error", f"it ended with exit code {done.returncode}")
+            failure = told_failure(done.stderr.replace(made, "")) or silent
             return Built(name, problem=failure.message, hint=failure.hint, log=log)
         files = {
             path.relative_to(out).as_posix(): path.read_bytes()

@@ -35,9 +35,9 @@ class Run(DriftRun):
             calibrator: its settings; of a registered class.
             name: of the calibration.
             auto: whether the calibrator's free settings are chosen from the calibration samples, starting from these.
-            **options: samples, layers, sites, top_layers, resume, replace, save_weights, attribution, on_measured,
-                on_progress, cancel: as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline, trust as in
-                `Access`.
+            **options: samples, layers, sites, top_layers, resume, replace, save_weights, attribution, on_first,
+                on_measured, on_progress, cancel: as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline,
+                trust as in `Access`.
 
         Raises:
             SpecError: the calibrator's class is not registered.

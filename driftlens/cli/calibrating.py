@@ -131,6 +131,7 @@ def calibrate(
             save_weights=save_weights,
             choose=HELD_OUT if auto else None,
             attribution=not no_attribution,
+            on_first=note,
             on_measured=None if job.progress == "jsonl" else functools.partial(_show_first, name),
             access=job.access,
             on_progress=sink,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -76,11 +78,18 @@ def test_a_calibration_is_there_with_drift_and_accuracy_before_it_is_explained(
         assert unexplained(run, VARIANT) and unexplained(run, CONTROL)
         seen.append((finished_phases(run), run, run.layers(), run.accuracy()))
 
-    run = calibrate(copied(finished, tmp_path / "run"), request(), on_measured=look)
+    def hear(text: str) -> None:
+        assert not seen
+        said.append(text)
+
+    said: list[str] = []
+    run = calibrate(copied(finished, tmp_path / "run"), request(), on_first=hear, on_measured=look)
+    (sentence,) = said
+    assert_told_of(run, sentence)
     ((phases, early, layers, accuracy),) = seen
     own = [name for name in phases if name.startswith("calibrate:")]
     steps = [f"calibrate:{NAME}:{kind}:{task}" for kind in ("analyze", "evaluate") for task in TASKS]
-    assert own == [f"calibrate:{NAME}", *steps]
+    assert own == [f"calibrate:{NAME}", f"calibrate:{NAME}:look", *steps]
     later = [name for name in finished_phases(run) if name.startswith("calibrate:")][len(own) :]
     explained = [f"calibrate:{NAME}:explain:{task}" for task in TASKS]
     assert later == [f"calibrate:{NAME}:digests", f"calibrate:{NAME}:params", *explained]
@@ -89,6 +98,30 @@ def test_a_calibration_is_there_with_drift_and_accuracy_before_it_is_explained(
     pd.testing.assert_frame_equal(accuracy, run.accuracy(), check_exact=True)
     assert early.path == run.path and not unexplained(run, VARIANT)
     same(run, at_once)
+
+
+def assert_told_of(run: DriftRun, sentence: str) -> None:
+    """The first look's numbers are those that the tables hold of the same samples."""
+    drift, right, size, n = {"merged": 0.0, VARIANT: 0.0}, {"merged": 0, VARIANT: 0, "expert": 0}, 0.0, 0
+    for task in run.tasks:
+        few = list(run.sample_ids(task))[: run.manifest.calibrations[NAME].samples[task]]
+        features = run.features(task, "expert", "final")[: len(few)].astype(np.float64)
+        size, n = size + float(np.linalg.norm(features, axis=1).sum()), n + len(few)
+        for variant in drift:
+            rows = run.samples(task, variant, layer="final").set_index("sample_id").loc[few]
+            drift[variant] += rows["drift_l2"].sum()
+            outputs = run.outputs(task, variant).set_index("sample_id").loc[few]
+            right[variant] += int((outputs["pred"] == outputs["label"]).sum())
+        right["expert"] += int((outputs["expert_pred"] == outputs["label"]).sum())
+    told = re.fullmatch(
+        rf"first look, {n} samples of {len(run.tasks)} tasks: relative drift merged ([\d.]+), {NAME} ([\d.]+); "
+        rf"accuracy with 95 % interval \(n = {n}\) merged ([\d.]+)% .*, {NAME} ([\d.]+)% .*, expert ([\d.]+)% .*",
+        sentence,
+    )
+    assert told is not None, sentence
+    wanted = [value / size for value in drift.values()]
+    assert [float(value) for value in told.groups()[:2]] == pytest.approx(wanted, abs=2e-3)
+    assert list(told.groups()[2:]) == [f"{count / n:.1%}".rstrip("%") for count in right.values()]
 
 
 def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(

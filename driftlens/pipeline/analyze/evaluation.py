@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,8 @@ from driftlens.models.chain import Pool, pooled
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.intervals import wilson
-from driftlens.variants import expert_of
+from driftlens.records.run import DriftRun
+from driftlens.variants import expert_of, title
 
 CHUNK_BYTES = 256 << 20
 """Samples and features held while accuracy is measured; small enough to stay out of everything's way."""
@@ -147,3 +150,54 @@ class FinalDrift:
         size = float(torch.linalg.vector_norm(expert, dim=1).double().sum())
         relative = float(drift.sum()) / size if size else math.nan
         return cls(float(drift.mean()), relative, float(expert_cosine(found, expert).double().nanmean()))
+
+
+@torch.no_grad()
+def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, int]) -> str:
+    """What a few diagnosis samples say of a new variant beside the merged model and the experts, in one sentence.
+
+    It costs one forward pass of the new model: all else of these samples is in the run.
+
+    Args:
+        run: analysed, without the variant.
+        study: with the variant in its pool.
+        variant: the new one.
+        counts: at most how many samples of each task.
+
+    Raises:
+        NumericsError: weights or features are NaN or infinite.
+        RunError: a table can't be read.
+    """
+    drift, right = dict.fromkeys(("merged", variant), 0.0), dict.fromkeys(("merged", variant, "expert"), 0)
+    size, num_samples, num_labelled = 0.0, 0, 0
+    for task, at_hand in study.tasks.items():
+        whole = at_hand.diagnosis
+        few = slice(0, min(counts[task], len(whole)))
+        labels = whole.labels[few] if whole.labels is not None else None
+        samples = dataclasses.replace(whole, ids=whole.ids[few], labels=labels)
+        found = final_features(study.pool, variant, task, samples, study.settings.pool).cpu()
+        expert = torch.from_numpy(run.features(task, "expert", "final")[few].astype(np.float32)).to(found)
+        seen = run.samples(task, "merged", layer="final").set_index("sample_id").loc[list(samples.ids)]
+        drift["merged"] += float(seen["drift_l2"].sum())
+        drift[variant] += float(torch.linalg.vector_norm(found - expert, dim=1).sum())
+        size += float(torch.linalg.vector_norm(expert, dim=1).sum())
+        num_samples += len(samples)
+        head = at_hand.own_heads.get(variant, at_hand.head)
+        if head is None or labels is None:
+            continue
+        there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
+        right["merged"] += int((there["pred"] == there["label"]).sum())
+        right["expert"] += int((there["expert_pred"] == there["label"]).sum())
+        right[variant] += int(study.pool.chain.modality.is_right(head, found, labels).sum())
+        num_labelled += len(labels)
+    said = f"first look, {num_samples} samples of {len(study.tasks)} tasks: relative drift "
+    said += (
+        ", ".join(f"{title(name)} {value / size:.3f}" for name, value in drift.items())
+        if size
+        else "undefined"
+    )
+    if not num_labelled:
+        return said
+    intervals = {name: (count / num_labelled, *wilson(count, num_labelled)) for name, count in right.items()}
+    scores = (f"{title(name)} {v:.1%} [{low:.1%}, {high:.1%}]" for name, (v, low, high) in intervals.items())
+    return f"{said}; accuracy with 95 % interval (n = {num_labelled}) {', '.join(scores)}"

@@ -14,6 +14,7 @@ from driftlens.calibration.calibrator import Trained
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.pipeline.analyze.diagnosis import require_closed
+from driftlens.pipeline.analyze.evaluation import first_look
 from driftlens.pipeline.analyze.phases import (
     all_of,
     complete_variants,
@@ -63,6 +64,7 @@ def calibrate(
     choose: Choice | None = None,
     attribution: bool = True,
     access: Access = Access(),
+    on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
@@ -82,6 +84,7 @@ def calibrate(
         choose: chooses hyperparameters from the calibration samples, starting from those of the request.
         attribution: whether its drift is traced back to layers; `driftlens.pipeline.analyze.job.explain` does so later.
         access: what may be used, and on which device.
+        on_first: called with a sentence on drift and accuracy of a few samples, as soon as the layers are solved.
         on_measured: called once with the run when drift and accuracy are there; not where they were before.
         on_progress: called with every `ProgressEvent`.
         cancel: asked once per batch whether to stop.
@@ -112,7 +115,7 @@ def calibrate(
         with deterministic_algorithms(opened.study.settings.deterministic):
             if replace or not (resume and plan.name in writer.manifest.calibrations):
                 with _resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name)):
-                    _calibrate(writer, opened, scratch, reporter, choose, resume=resume)
+                    _calibrate(writer, opened, scratch, reporter, choose, resume=resume, on_first=on_first)
                 if on_measured is not None:
                     on_measured(open_run(folder))
             with _resumable(
@@ -264,6 +267,7 @@ def _calibrate(
     choose: Choice | None,
     *,
     resume: bool,
+    on_first: Callable[[str], None] | None,
 ) -> None:
     """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
     plan, study = opened.plan, opened.study
@@ -294,6 +298,14 @@ def _calibrate(
 
     run_phase(writer, plan.phase, work, study=study)
     add_calibration(study, opened.models, writer.folder, plan.name, plan.method, plan.control)
+
+    def look() -> None:
+        said = first_look(open_run(writer.folder), study, plan.variant, plan.counts)
+        reporter.step(f"{plan.phase}:look", 1, 1, said)
+        if on_first is not None:
+            on_first(said)
+
+    run_phase(writer, f"{plan.phase}:look", look, study=study)
     measure_variants(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
     info = calibration_info(plan, scratch.seconds, notices)
     said = [f"{plan.variant}: {text}" for text in notices]

@@ -31,6 +31,11 @@ class DriftLensError(Exception):
 
     exit_code: ClassVar[int] = 1
 
+    def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
+        super().__init_subclass__()
+        if exit_code is not None:
+            cls.exit_code = exit_code
+
     def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
         super().__init__(message)
         self.message = message
@@ -41,78 +46,56 @@ class DriftLensError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
-class SpecError(DriftLensError, ValueError):
+class SpecError(DriftLensError, ValueError, exit_code=2):
     """The spec, a command's arguments or a hyperparameter is wrong."""
 
-    exit_code = 2
 
-
-class LayerNotFoundError(DriftLensError, LookupError):
+class LayerNotFoundError(DriftLensError, LookupError, exit_code=2):
     """A layer or site pattern matches nothing; the nearest names are in the message."""
 
-    exit_code = 2
 
-
-class ChecksFailedError(DriftLensError, AssertionError):
+class ChecksFailedError(DriftLensError, AssertionError, exit_code=3):
     """A run's numbers are not as its checks want them; the checks that failed are in the message."""
 
-    exit_code = 3
 
-
-class CheckpointError(DriftLensError, ValueError):
+class CheckpointError(DriftLensError, ValueError, exit_code=4):
     """A file of weights is missing, truncated, of an unsupported kind, or unsafe to read."""
 
-    exit_code = 4
 
-
-class IncompatibleModelsError(DriftLensError, ValueError):
+class IncompatibleModelsError(DriftLensError, ValueError, exit_code=4):
     """The models differ in architecture, parameter names, shapes or kinds of number."""
 
-    exit_code = 4
 
-
-class DataError(DriftLensError, ValueError):
+class DataError(DriftLensError, ValueError, exit_code=4):
     """Images, labels or class names are missing, unreadable or contradict each other."""
 
-    exit_code = 4
 
-
-class ShapeError(DriftLensError, ValueError):
+class ShapeError(DriftLensError, ValueError, exit_code=4):
     """Tensors handed to a public function have shapes that disagree."""
 
-    exit_code = 4
 
-
-class NumericsError(DriftLensError, ArithmeticError):
+class NumericsError(DriftLensError, ArithmeticError, exit_code=4):
     """NaN or Inf turned up in weights or features."""
-
-    exit_code = 4
 
 
 class SingularGramError(NumericsError):
     """A Gram matrix can't be factored as asked; nothing was damped or pseudo-inverted instead."""
 
 
-class RunError(DriftLensError, OSError):
+class RunError(DriftLensError, OSError, exit_code=4):
     """A run directory is missing, damaged or can't be written."""
-
-    exit_code = 4
 
 
 class SchemaTooNewError(RunError):
     """The run was written by a newer DriftLens than this one."""
 
 
-class RunLockedError(RunError):
+class RunLockedError(RunError, exit_code=5):
     """Another live process holds the run's lock."""
 
-    exit_code = 5
 
-
-class Cancelled(DriftLensError, InterruptedError):
+class Cancelled(DriftLensError, InterruptedError, exit_code=130):
     """The user asked to stop; nothing half-written was left behind."""
-
-    exit_code = 130
 
 
 def did_you_mean(name: object, known: Collection[object]) -> str:

@@ -130,7 +130,8 @@ def sink_for(
         SpecError: there is no such mode.
     """
     target = sys.stderr if stream is None else stream
-    if mode == "rich" or (mode == "auto" and _draws(target)):
+    draws = target.isatty() and os.environ.get("TERM") != "dumb"
+    if mode == "rich" or (mode == "auto" and draws):
         with _bars(target) as sink:
             yield sink
     elif mode == "auto":
@@ -167,7 +168,9 @@ class PlainLines:
         if is_complete:
             self.close()
         elif self._is_open and self._clock() - self._written >= _LINE_SECONDS:
-            self._write(_line(event))
+            count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
+            label = f", {_harmless(event.label)}" if event.label else ""
+            self._write(f"{event.phase}: {count}{label}; {_times(event)}")
 
     def close(self) -> None:
         """Say that the phase at hand is over, if one is."""
@@ -211,16 +214,6 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _draws(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def _line(event: ProgressEvent) -> str:
-    count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
-    label = f", {_harmless(event.label)}" if event.label else ""
-    return f"{event.phase}: {count}{label}; {_times(event)}"
 
 
 def _harmless(label: str) -> str:

@@ -68,11 +68,14 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
         SpecError: DRIFTLENS_THREADS is no positive number.
     """
     available = torch.get_num_threads()
-    number = _wanted.get() or _from_environment()
+    number = _wanted.get()
+    if number is None and os.environ.get(VARIABLE):
+        number = _allowed(os.environ[VARIABLE], VARIABLE)
     if number is None:
         number = 1
         if available > 1:
-            number = fewest_threads(_layer(rows, width), _candidates(available))
+            powers = {1 << power for power in range(available.bit_length())}
+            number = fewest_threads(_layer(rows, width), sorted({*powers, available}))
             _tell(phase.partition(":")[0], number, available)
     with _computing_with(number):
         yield number
@@ -106,11 +109,6 @@ def fewest_threads(
     return min(number for number in candidates if seconds[number] <= GAIN * min(seconds.values()))
 
 
-def _candidates(available: int) -> list[int]:
-    """1, 2, 4 and so on, and all that are available."""
-    return sorted({*(1 << power for power in range(available.bit_length())), available})
-
-
 def _layer(rows: int, width: int) -> Callable[[], object]:
     """A linear map and the operations around it, as a transformer has them, at the size given or a little below."""
     rows = max(1, min(rows, int(_LARGEST_PRODUCT / width**2)))
@@ -133,21 +131,12 @@ def _computing_with(number: int) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _from_environment() -> int | None:
-    text = os.environ.get(VARIABLE, "")
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise SpecError(f"{VARIABLE} is {text!r}, expected a whole number from 1 upwards")
-    return _allowed(int(text), VARIABLE)
-
-
-def _allowed(wanted: int, what: str) -> int:
+def _allowed(wanted: int | str, what: str) -> int:
     """`wanted`, or what the user allows OpenMP, if that is less; more may be listed there, for nested regions."""
-    if wanted < 1:
+    if not str(wanted).isdecimal() or not int(wanted):
         raise SpecError(f"{what} is {wanted}, expected a whole number from 1 upwards")
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return min(wanted, int(limit)) if limit.isdecimal() and int(limit) else wanted
+    return min(int(wanted), int(limit)) if limit.isdecimal() and int(limit) else int(wanted)
 
 
 @functools.cache

@@ -76,6 +76,11 @@ def dark_and_light(rng: np.random.Generator, gap: float) -> tuple[Colour, Colour
             return dark, light
 
 
+def from_values(values: Field) -> Image.Image:
+    """The picture of these brightnesses, 0 to 255; what lies outside is cut."""
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+
+
 def backdrop(rng: np.random.Generator, middle: Colour, spread: int = 30, side: int = CANVAS) -> Image.Image:
     """A smooth background [side, side] that runs between four shades of `middle`, one in each corner."""
     corners = [[near(rng, middle, spread) for _ in range(2)] for _ in range(2)]
@@ -165,16 +170,8 @@ def placed_somewhere(
     shear: float = 0.0,
     stretch: tuple[float, float] | None = None,
 ) -> Image.Image:
-    """`image` placed near the middle of the canvas; random numbers are drawn for what may vary, in the order given.
-
-    Args:
-        image: as for `placed`.
-        rng: random numbers.
-        shift: largest distance of its centre from the middle, along either axis.
-        height: its smallest and largest height.
-        angle: largest turn to either side.
-        shear: largest shear to either side.
-        stretch: smallest and largest stretch.
+    """`image` placed near the middle, varied at random: `shift`, `angle` and `shear` to either side, `height` and
+    `stretch` between bounds; numbers are drawn in this order, and only for what may vary.
     """
     return placed(
         image,

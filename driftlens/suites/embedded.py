@@ -236,7 +236,7 @@ def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> No
     counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
     for name, purpose in worker.jobs(list(itertools.product(tasks, PURPOSES))):
         images, labels = tasks[name].pictures(purpose, counts[purpose], seed)
-        np.savez(_drawn_file(folder, name, purpose), images=images, labels=labels)
+        np.savez(folder / _DRAWN / f"{name}-{purpose}.npz", images=images, labels=labels)
         worker.tell("draw", f"{name}, {purpose}", 1)
     worker.meet()
     _train_base(worker, folder, recipe, seed)
@@ -245,12 +245,8 @@ def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> No
         _train_expert(worker, folder, recipe, seed, name)
 
 
-def _drawn_file(folder: pathlib.Path, name: str, purpose: Purpose) -> pathlib.Path:
-    return folder / _DRAWN / f"{name}-{purpose}.npz"
-
-
 def _drawn(folder: pathlib.Path, name: str, purpose: Purpose) -> Pictures:
-    with np.load(_drawn_file(folder, name, purpose)) as file:
+    with np.load(folder / _DRAWN / f"{name}-{purpose}.npz") as file:
         return Pictures(tasks[name], **file)
 
 

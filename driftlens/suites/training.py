@@ -254,21 +254,17 @@ class Muon(torch.optim.Optimizer):
         """Move every parameter that has a gradient; no closure is ever called."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, group["lr"], group["weight_decay"])
-
-    def _move(self, parameter: Tensor, rate: float, weight_decay: float) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        state = self.state[parameter]
-        mean = state.setdefault("mean", torch.zeros_like(parameter))
-        mean.lerp_(gradient, 1 - MOMENTUM)
-        ahead = gradient.lerp(mean, MOMENTUM)
-        rows, columns = parameter.shape
-        parts = 3 if rows == 3 * columns else 1
-        direction = torch.cat([orthogonalized(part) for part in ahead.chunk(parts)])
-        parameter.mul_(1 - rate * weight_decay)
-        parameter.add_(direction, alpha=-rate * math.sqrt(max(1.0, rows / parts / columns)))
+                if parameter.grad is None:
+                    continue
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 1 - MOMENTUM)
+                ahead = parameter.grad.lerp(mean, MOMENTUM)
+                rows, columns = parameter.shape
+                parts = 3 if rows == 3 * columns else 1
+                direction = torch.cat([orthogonalized(part) for part in ahead.chunk(parts)])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                size = group["lr"] * math.sqrt(max(1.0, rows / parts / columns))
+                parameter.add_(direction, alpha=-size)
 
 
 class Descent:

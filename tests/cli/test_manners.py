@@ -60,7 +60,7 @@ def test_stdout_carries_the_result_and_stderr_plain_progress(
     assert "\r" not in done.stderr and "\x1b" not in done.stderr
     # A slow machine adds lines in between, at most one in ten seconds.
     finished = [line for line in done.stderr.splitlines() if ": done in " in line]
-    assert [line.split(":")[0] for line in finished] == ["analyze", "params"]
+    assert [line.split(":")[0] for line in finished] == ["merge", "analyze", "params"]
 
 
 def test_progress_as_json_is_one_object_per_line(

@@ -8,7 +8,16 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image, ImageDraw
 
-from driftlens.suites.drawing import CANVAS, Colour, Split, backdrop, drawn_task, near, smooth_field
+from driftlens.suites.drawing import (
+    CANVAS,
+    Colour,
+    Split,
+    backdrop,
+    drawn_task,
+    from_values,
+    near,
+    smooth_field,
+)
 
 SIDE = 92
 """Side of the land that is drawn before it is turned and cut to the canvas; a little over CANVAS * sqrt(2)."""
@@ -27,9 +36,7 @@ def _pick(rng: np.random.Generator, *colours: Colour, spread: int = 22) -> Colou
 def _land(rng: np.random.Generator, *colours: Colour) -> Image.Image:
     """Ground in a shade of one of `colours`, mottled."""
     ground = np.asarray(backdrop(rng, _pick(rng, *colours), spread=18, side=SIDE), dtype=np.float32)
-    return Image.fromarray(
-        (ground + 14 * smooth_field(rng, 12, SIDE)[..., None]).clip(0, 255).astype(np.uint8)
-    )
+    return from_values(ground + 14 * smooth_field(rng, 12, SIDE)[..., None])
 
 
 def _speckle(rng: np.random.Generator, land: Image.Image, count: int, size: float, of: Colour) -> None:
@@ -71,7 +78,7 @@ def _fields(rng: np.random.Generator) -> Image.Image:
 def _forest(rng: np.random.Generator) -> Image.Image:
     canopy = np.asarray(_land(rng, WOOD, (66, 88, 50)), dtype=np.float32)
     crowns = 38 * smooth_field(rng, int(rng.integers(18, 30)), SIDE)
-    return Image.fromarray((canopy + crowns[..., None]).clip(0, 255).astype(np.uint8))
+    return from_values(canopy + crowns[..., None])
 
 
 def _pasture(rng: np.random.Generator) -> Image.Image:
@@ -148,15 +155,11 @@ def _residential(rng: np.random.Generator) -> Image.Image:
     return land
 
 
-def _industrial(rng: np.random.Generator) -> Image.Image:
-    return _roofs(rng, rng.uniform(28, 40), (0.5, 0.8), CONCRETE, (206, 208, 210), (128, 142, 158))
-
-
 def _desert(rng: np.random.Generator) -> Image.Image:
     land = np.asarray(_land(rng, SAND), dtype=np.float32)
     along = np.arange(SIDE)[:, None] / rng.uniform(9, 15)
     ridges = np.sin(2 * np.pi * (along + 0.5 * smooth_field(rng, 4, SIDE)))
-    return Image.fromarray((land + 16 * ridges[..., None]).clip(0, 255).astype(np.uint8))
+    return from_values(land + 16 * ridges[..., None])
 
 
 LANDSCAPES: dict[str, Landscape] = {
@@ -168,7 +171,9 @@ LANDSCAPES: dict[str, Landscape] = {
     "lake shore": _lake,
     "highway": _highway,
     "residential area": _residential,
-    "industrial area": _industrial,
+    "industrial area": lambda rng: _roofs(
+        rng, rng.uniform(28, 40), (0.5, 0.8), CONCRETE, (206, 208, 210), (128, 142, 158)
+    ),
     "desert": _desert,
 }
 
@@ -186,5 +191,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     edge = (SIDE - CANVAS) // 2
     seen = turned.crop((edge, edge, edge + CANVAS, edge + CANVAS))
     tint = rng.uniform(0.8, 1.2, 3)
-    hazy = (np.asarray(seen) * tint).clip(0, 255).astype(np.uint8)
-    return Image.fromarray(hazy)
+    return from_values(np.asarray(seen) * tint)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from driftlens.suites.drawing import CANVAS, Split, drawn_task
+from driftlens.suites.drawing import CANVAS, Split, drawn_task, from_values
 
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in the photograph's pixels."""
@@ -89,4 +89,4 @@ def draw(rng: np.random.Generator, label: int, split: Split) -> Image.Image:
     patch = ImageEnhance.Color(patch).enhance(0.0 if rng.random() < 0.2 else rng.uniform(0.6, 1.3))
     # Below 1: a brightened sky would be white all over, and two of its patches the same picture.
     tint = rng.uniform(0.7, 0.9, 3)
-    return Image.fromarray((np.asarray(patch) * tint).clip(0, 255).astype(np.uint8))
+    return from_values(np.asarray(patch) * tint)

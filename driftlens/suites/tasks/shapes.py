@@ -55,10 +55,6 @@ def _cross() -> Points:
     return np.concatenate([quarter @ turn.T for turn in turns])
 
 
-def _arrow() -> Points:
-    return np.array([[-1, -0.3], [0.1, -0.3], [0.1, -0.8], [1, 0], [0.1, 0.8], [0.1, 0.3], [-1, 0.3]])
-
-
 OUTLINES: dict[str, Callable[[], Points]] = {
     "circle": lambda: _regular(32),
     "square": lambda: _regular(4, -45.0) * 1.15,
@@ -68,7 +64,9 @@ OUTLINES: dict[str, Callable[[], Points]] = {
     "cross": _cross,
     "heart": _heart,
     "crescent": _crescent,
-    "arrow": _arrow,
+    "arrow": lambda: np.array(
+        [[-1, -0.3], [0.1, -0.3], [0.1, -0.8], [1, 0], [0.1, 0.8], [0.1, 0.3], [-1, 0.3]]
+    ),
     "bar": lambda: np.array([[-1, -0.28], [1, -0.28], [1, 0.28], [-1, 0.28]]),
 }
 
@@ -80,12 +78,8 @@ def _silhouette(outline: Points) -> Image.Image:
     return mask
 
 
-def _hollow(silhouette: Image.Image) -> Image.Image:
-    return ImageChops.subtract(silhouette, silhouette.filter(ImageFilter.MinFilter(9)))
-
-
 FILLED = tuple(_silhouette(outline()) for outline in OUTLINES.values())
-HOLLOW = tuple(_hollow(silhouette) for silhouette in FILLED)
+HOLLOW = tuple(ImageChops.subtract(each, each.filter(ImageFilter.MinFilter(9))) for each in FILLED)
 
 
 @drawn_task(

@@ -27,21 +27,9 @@ def _from_middle(x: Field) -> Field:
     return np.abs(_fraction(x) - 0.5)
 
 
-def _striped(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    return _edge(_from_middle(u) - rng.uniform(0.15, 0.35))
-
-
-def _chequered(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    return _edge(np.sin(np.pi * u) * np.sin(np.pi * v), 0.3)
-
-
 def _dotted(u: Field, v: Field, rng: np.random.Generator) -> Field:
     shifted = u + 0.5 * (np.floor(v) % 2)
     return _edge(rng.uniform(0.22, 0.38) - np.hypot(_fraction(shifted) - 0.5, _fraction(v) - 0.5))
-
-
-def _wavy(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    return _edge(_from_middle(v + rng.uniform(0.3, 0.5) * np.sin(np.pi * u)) - 0.25)
 
 
 def _bricked(u: Field, v: Field, rng: np.random.Generator) -> Field:
@@ -89,10 +77,10 @@ def _honeycombed(u: Field, v: Field, rng: np.random.Generator) -> Field:
 
 
 PATTERNS: dict[str, Pattern] = {
-    "striped": _striped,
-    "chequered": _chequered,
+    "striped": lambda u, v, rng: _edge(_from_middle(u) - rng.uniform(0.15, 0.35)),
+    "chequered": lambda u, v, rng: _edge(np.sin(np.pi * u) * np.sin(np.pi * v), 0.3),
     "dotted": _dotted,
-    "wavy": _wavy,
+    "wavy": lambda u, v, rng: _edge(_from_middle(v + rng.uniform(0.3, 0.5) * np.sin(np.pi * u)) - 0.25),
     "bricked": _bricked,
     "meshed": _meshed,
     "marbled": _marbled,

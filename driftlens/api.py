@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
 from driftlens.errors import SpecError
 from driftlens.files import PathLike
-from driftlens.progress import CancelToken, ProgressSink, sink_for
+from driftlens.progress import CancelToken, Mode, ProgressEvent, ProgressSink, sink_for
 from driftlens.records.run import DriftRun
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.spec import RunSpec
-
-Progress = Literal["auto", "rich", "jsonl", "none"]
 
 
 class Run(DriftRun):
@@ -96,7 +93,7 @@ def analyze(
     experts: Mapping[str, nn.Module] | None = None,
     data: Mapping[str, Any] | None = None,
     base: nn.Module | None = None,
-    progress: Progress = "auto",
+    progress: Mode = "auto",
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
     resume: bool = False,
@@ -121,18 +118,16 @@ def analyze(
         resume: go on where an interrupted run of the same spec stopped.
         force: replace the run that is there.
         **options: with a spec, those of `driftlens.pipeline.analyze.job.analyze` (attribution, device, offline, trust,
-            overrides);
-            with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, layers, blocks, pool, n,
-            batch_size, cka, jacobian, device, seed, name).
+            overrides); with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, layers, blocks,
+            pool, n, batch_size, cka, jacobian, device, seed, name).
 
     Raises:
         SpecError: both a spec and modules are given, or neither.
         DriftLensError: see the tree in `driftlens.errors`.
     """
-    with ExitStack() as stack:
-        shown = stack.enter_context(sink_for(progress))
+    with sink_for(progress) as shown:
 
-        def sink(event: Any) -> None:
+        def sink(event: ProgressEvent) -> None:
             shown(event)
             if on_progress is not None:
                 on_progress(event)
@@ -142,24 +137,16 @@ def analyze(
             from driftlens.pipeline.analyze.job import analyze as analyze_spec
             from driftlens.spec import load_spec
 
-            resolved = load_spec(spec)
-            folder = out if out is not None else Path("runs") / resolved.name
-            analyze_spec(
-                resolved,
-                out=folder,
-                resume=resume,
-                force=force,
-                on_progress=sink,
-                cancel=cancel,
-                access=_access(options),
-                **options,
-            )
+            resolved, access = load_spec(spec), _access(options)
+            folder = Path("runs", resolved.name) if out is None else Path(out)
+            watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access}
+            analyze_spec(resolved, out=folder, resume=resume, force=force, **watched, **options)
             return Run.at(folder)
         if spec is not None or merged is None or experts is None or data is None:
             raise SpecError("pass either a spec, or merged=, experts= and data=")
         from driftlens.pipeline.analyze.live import analyze_study, live_study
 
         study = live_study(merged=merged, experts=experts, data=data, base=base, **options)
-        place = out if out is not None else Path("runs") / study.name
-        analyze_study(study, out=place, force=force, on_progress=sink, cancel=cancel)
-        return Run.at(place)
+        folder = Path("runs", study.name) if out is None else Path(out)
+        analyze_study(study, out=folder, force=force, on_progress=sink, cancel=cancel)
+        return Run.at(folder)

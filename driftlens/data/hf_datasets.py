@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.sources import Split, SplitView, as_picture, data_sources, named
+from driftlens.data.sources import Split, SplitView, as_picture, data_sources, named, refused
 from driftlens.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -52,36 +52,24 @@ def _load(entry: HfData, access: Access) -> Any:
             "data sets of kind hf need the package `datasets`", hint="pip install driftlens[data]"
         ) from error
     if Path(entry.path).is_dir():
-        return _from_disk(datasets, entry.path)
+        hint = "Write it with DatasetDict.save_to_disk."
+        with refused(f"{entry.path}: not a folder written by save_to_disk", hint):
+            loaded = datasets.load_from_disk(entry.path)
+        if not isinstance(loaded, datasets.DatasetDict):
+            raise DataError(
+                f"{entry.path}: holds one data set without splits",
+                hint="Save one entry per split: DatasetDict(train=..., test=...).save_to_disk(path).",
+            )
+        return loaded
     if access.offline:
         raise DataError(
             f"{entry.path}: no such folder, and nothing is downloaded while offline",
             hint="Save the data set with save_to_disk on a machine with a network and name the folder.",
         )
     log.info("loading the data set %s from the Hugging Face Hub", entry.path)
-    try:
+    hint = "Check the id and `config`, or name a folder written by save_to_disk."
+    with refused(f"{entry.path}: the data set can't be loaded", hint):
         return datasets.load_dataset(entry.path, entry.config)
-    except Exception as error:  # the library's own errors have no common root
-        raise DataError(
-            f"{entry.path}: the data set can't be loaded: {error}",
-            hint="Check the id and `config`, or name a folder written by save_to_disk.",
-        ) from error
-
-
-def _from_disk(datasets: Any, path: str) -> Any:
-    try:
-        loaded = datasets.load_from_disk(path)
-    except Exception as error:
-        raise DataError(
-            f"{path}: not a folder written by save_to_disk: {error}",
-            hint="Write it with DatasetDict.save_to_disk.",
-        ) from error
-    if not isinstance(loaded, datasets.DatasetDict):
-        raise DataError(
-            f"{path}: holds one data set without splits",
-            hint="Save one entry per split: DatasetDict(train=..., test=...).save_to_disk(path).",
-        )
-    return loaded
 
 
 def _check_image_column(rows: Any, column: str, where: str) -> None:

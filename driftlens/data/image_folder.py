@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftlens.access import Access
-from driftlens.data.sources import Picture, Split, SplitView, data_sources
+from driftlens.data.sources import PATHS_HINT, Picture, Split, SplitView, data_sources, refused
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,13 +51,8 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
 
 def _listing(folder: Path) -> tuple[list[str], list[str]]:
     """Names of the class folders and of the images directly in `folder`, each sorted."""
-    try:
+    with refused(f"{folder}: the image folder can't be listed", PATHS_HINT, OSError):
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    except OSError as error:
-        raise DataError(
-            f"{folder}: the image folder can't be listed: {error.strerror}",
-            hint="Relative paths are resolved against the spec file's folder.",
-        ) from error
     _check_names(entry.name for entry in entries)
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     images = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name))
@@ -104,11 +99,7 @@ def read_image(path: Path) -> Picture:
     """
     from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"{path}: the image can't be read: {error}",
-            hint="Replace the file, or remove it from the folder.",
-        ) from error
+    hint = "Replace the file, or remove it from the folder."
+    kinds = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+    with refused(f"{path}: the image can't be read", hint, *kinds), Image.open(path) as image:
+        return image.convert("RGB")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftlens.access import Access
-from driftlens.data.sources import Split, SplitView, data_sources
+from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, refused
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,23 +42,15 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
 
 
 def _lines(file: Path) -> list[str]:
-    try:
+    not_text = refused(f"{file}: not UTF-8 text", "Save the file as UTF-8.", UnicodeDecodeError)
+    with refused(f"{file}: can't be read", PATHS_HINT, OSError), not_text:
         # Only \n ends a line: other separators may stand unescaped inside a JSON string.
         return file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8 text ({error.reason})", hint="Save the file as UTF-8.") from error
-    except OSError as error:
-        raise DataError(
-            f"{file}: can't be read: {error.strerror}",
-            hint="Relative paths are resolved against the spec file's folder.",
-        ) from error
 
 
 def _row(line: str, entry: JsonlData, where: str) -> tuple[str, str]:
-    try:
+    with refused(f"{where}: not JSON", "Write one JSON object per line.", json.JSONDecodeError):
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg}", hint="Write one JSON object per line.") from error
     if not isinstance(row, dict):
         raise DataError(
             f"{where}: a {type(row).__name__}, expected an object",

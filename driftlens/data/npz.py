@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from driftlens.access import Access
-from driftlens.data.sources import Split, SplitView, check_pixels, data_sources, named
+from driftlens.data.sources import PATHS_HINT, Split, SplitView, check_pixels, data_sources, named, refused
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -111,56 +113,37 @@ class _File:
 
     @functools.cached_property
     def keys(self) -> list[str]:
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                return [name.removesuffix(".npy") for name in archive.namelist()]
-        except OSError as error:
-            raise DataError(
-                f"{self.path}: can't be read: {error.strerror}",
-                hint="Relative paths are resolved against the spec file's folder.",
-            ) from error
-        except zipfile.BadZipFile as error:
-            raise DataError(
-                f"{self.path}: not an .npz file, or cut short: {error}",
-                hint="Write it anew with numpy.savez.",
-            ) from error
+        hint = "Write it anew with numpy.savez."
+        no_zip = refused(f"{self.path}: not an .npz file, or cut short", hint, zipfile.BadZipFile)
+        unreadable = refused(f"{self.path}: can't be read", PATHS_HINT, OSError)
+        with unreadable, no_zip, zipfile.ZipFile(self.path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
 
     def header(self, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Shape and dtype of an array, without its contents."""
-        self._require(key)
-        try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(f"{key}.npy") as stream:
-                version = np.lib.format.read_magic(stream)
-                read = (
-                    np.lib.format.read_array_header_1_0
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0
-                )
-                shape, _, dtype = read(stream)
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise self._damaged(key, error) from error
-        return shape, dtype
+        form = np.lib.format
+        with self._reading(key), zipfile.ZipFile(self.path) as archive, archive.open(f"{key}.npy") as stream:
+            is_first = form.read_magic(stream) == (1, 0)
+            read = form.read_array_header_1_0 if is_first else form.read_array_header_2_0
+            shape, _, dtype = read(stream)
+            return shape, dtype
 
     def read(self, key: str) -> Array:
         """An array with its contents."""
-        self._require(key)
+        with self._reading(key), np.load(self.path, allow_pickle=False) as archive:
+            return np.asarray(archive[key])
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        if key not in self.keys:
+            raise DataError(
+                f"{self.path}: no array {key}; there are {', '.join(self.keys)}",
+                hint="Name the arrays in the spec: `calibration: {x: KEY, y: KEY}`, and likewise for test.",
+            )
         try:
-            with np.load(self.path, allow_pickle=False) as archive:
-                return np.asarray(archive[key])
+            yield
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise self._damaged(key, error) from error
-
-    def _require(self, key: str) -> None:
-        if key in self.keys:
-            return
-        raise DataError(
-            f"{self.path}: no array {key}; there are {', '.join(self.keys)}",
-            hint="Name the arrays in the spec: `calibration: {x: KEY, y: KEY}`, and likewise for test.",
-        )
-
-    def _damaged(self, key: str, error: Exception) -> DataError:
-        if "allow_pickle" in str(error):
-            hint = "Object arrays are pickles and never read; store text as numpy.array(list_of_names)."
-        else:
             hint = "Write the file anew with numpy.savez."
-        return DataError(f"{self.path}, array {key}: can't be read: {error}", hint=hint)
+            if "allow_pickle" in str(error):
+                hint = "Object arrays are pickles and never read; store text as numpy.array(list_of_names)."
+            raise DataError(f"{self.path}, array {key}: can't be read: {error}", hint=hint) from error

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.sources import Split, SplitView, as_picture, class_name, data_sources
-from driftlens.errors import DataError, DriftLensError, SpecError
+from driftlens.data.sources import Split, SplitView, as_picture, class_name, data_sources, refused
+from driftlens.errors import DataError, SpecError
 
 if TYPE_CHECKING:
     from driftlens.spec import PythonData
+
+DEBUG_HINT = "The traceback is shown with --debug."
 
 
 @data_sources.register("python")
@@ -33,7 +33,7 @@ def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
             hint="If you trust it, repeat the command with --trust-code.",
         )
     function, where = _function(entry.target), f"{entry.target}({split!r})"
-    with _failures_of(where):
+    with refused(f"{where} failed", DEBUG_HINT):
         items = function(split)
     names = _class_names(items, where)
     return SplitView(
@@ -43,17 +43,6 @@ def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
         label=lambda position: _label(_item(items, position, where)[1], names, f"{where}[{position}]"),
         read=lambda position: as_picture(_item(items, position, where)[0], f"{where}[{position}]"),
     )
-
-
-@contextmanager
-def _failures_of(call: str) -> Iterator[None]:
-    """A block that runs the user's code: whatever it raises becomes a `DataError`."""
-    try:
-        yield
-    except DriftLensError:
-        raise
-    except Exception as error:
-        raise DataError(f"{call} failed: {error!r}", hint="The traceback is shown with --debug.") from error
 
 
 def _function(target: str) -> Any:
@@ -93,7 +82,7 @@ def _class_names(items: Any, where: str) -> tuple[str, ...] | None:
 
 
 def _item(items: Any, position: int, where: str) -> tuple[Any, Any]:
-    with _failures_of(f"{where}[{position}]"):
+    with refused(f"{where}[{position}] failed", DEBUG_HINT):
         item = items[position]
     if not isinstance(item, tuple) or len(item) != 2:
         raise DataError(

@@ -6,14 +6,15 @@ contents. Images are handed over as PIL images or as arrays of bytes, texts as p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from driftlens.access import Access
-from driftlens.errors import DataError
+from driftlens.errors import DataError, DriftLensError
 from driftlens.registry import Registry
 
 if TYPE_CHECKING:
@@ -55,7 +56,22 @@ DataSource = Callable[[Any, Split, Access], SplitView]
 
 data_sources: Registry[DataSource] = Registry("data source", "driftlens.data")
 
+PATHS_HINT = "Relative paths are resolved against the spec file's folder."
 BYTES_REMEDY = "Store values 0 to 255 as uint8; values in [0, 1] become (255 * x).round().astype('uint8')."
+
+
+@contextmanager
+def refused(what: str, hint: str, *kinds: type[Exception]) -> Iterator[None]:
+    """A block whose errors become a `DataError`: `what`, and their own words; without `kinds` all do, by name."""
+    caught = kinds or (Exception,)
+    try:
+        yield
+    except DriftLensError:
+        raise
+    except caught as error:
+        told = (getattr(error, name, None) for name in ("strerror", "reason", "msg"))
+        reason = next(filter(None, told), error) if kinds else repr(error)
+        raise DataError(f"{what}: {reason}", hint=hint) from error
 
 
 def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:

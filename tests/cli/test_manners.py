@@ -49,17 +49,16 @@ def quick(world: World, spec_file: pathlib.Path) -> pathlib.Path:
 
 
 def test_stdout_carries_the_result_and_stderr_plain_progress(
-    quick: pathlib.Path, tmp_path: pathlib.Path
+    run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    command = [*COMMAND, "analyze", quick, "--out", tmp_path / "run", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    result = json.loads(done.stdout)
+    done = run_cli("analyze", quick, "--out", tmp_path / "run", "--json")
+    result = json.loads(done.out)
     assert result["tasks"] == [TASKS[0]] and {row["variant"] for row in result["final"]} == {"base", "merged"}
     drift = open_run(tmp_path / "run").value("drift_l2_mean", task=TASKS[0])
     assert [row["drift_l2_mean"] for row in result["final"] if row["variant"] == "merged"] == [drift]
-    assert "\r" not in done.stderr and "\x1b" not in done.stderr
+    assert done.code == 0 and "\r" not in done.err and "\x1b" not in done.err
     # A slow machine adds lines in between, at most one in ten seconds.
-    finished = [line for line in done.stderr.splitlines() if ": done in " in line]
+    finished = [line for line in done.err.splitlines() if ": done in " in line]
     assert [line.split(":")[0] for line in finished] == ["merge", "analyze", "params"]
 
 

@@ -84,6 +84,7 @@ def test_a_worker_that_dies_is_an_error():
         together(die_or_wait)
 
 
+@pytest.mark.slow  # so does a suite that is cancelled while it is drawn
 def test_what_the_listener_raises_stops_the_work():
     def cancel(*_: object) -> None:
         raise Cancelled("cancelled")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +91,16 @@ class RunContents:
             RunError: the table can't be read or written.
         """
         self._write(table, filled(self.folder / layout.table_file(table), TABLES[table], frame))
+
+    def drop(self, table: str, column: str, values: Collection[str]) -> None:
+        """Take out the rows of a table whose text `column` holds one of `values`; the others keep their exact values.
+
+        Raises:
+            RunError: the table can't be read or written.
+        """
+        kept = without(self.folder / layout.table_file(table), TABLES[table], column, values)
+        if kept is not None:
+            self._write(table, kept)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
         """Store features [n, d] as float16, rows in the order of the task's diagnosis samples.
@@ -187,12 +197,10 @@ class RunContents:
             warnings=[text for text in self.manifest.warnings if not _mentions(text, gone)],
             notices=[text for text in self.manifest.notices if not _mentions(text, gone)],
         )
-        by_variant = [(table, "variant", gone) for table in TABLES.values() if "variant" in table.names]
-        others = [(TABLES["calibration"], "name", [name]), (TABLES["resources"], "phase", phases)]
+        by_variant = [(name, "variant", gone) for name, table in TABLES.items() if "variant" in table.names]
+        others = [("calibration", "name", [name]), ("resources", "phase", phases)]
         for table, column, values in (*by_variant, *others):
-            kept = without(self.folder / layout.table_file(table.name), table, column, values)
-            if kept is not None:
-                self._write(table.name, kept)
+            self.drop(table, column, values)
         folders = [layout.feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
         folders.append(layout.calibration_folder(name))
         # Unlisted first: whenever this is stopped, nothing is listed that is not there any more.

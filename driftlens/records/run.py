@@ -135,19 +135,11 @@ class DriftRun:
         return self._rows(schema.CALIBRATION, name=name)
 
     def sweeps(self) -> pd.DataFrame:
-        """Rows of the sweep table: one calibration per point and seed, one row per task.
-
-        Raises:
-            RunError: the table can't be read.
-        """
+        """Rows of the sweep table: one calibration per point and seed, one row per task. Errors as for `layers`."""
         return self._rows(schema.SWEEPS)
 
     def resources(self) -> pd.DataFrame:
-        """Time, memory and energy by phase.
-
-        Raises:
-            RunError: the table can't be read.
-        """
+        """Time, memory and energy by phase. Errors as for `layers`."""
         return self._rows(schema.RESOURCES)
 
     def value(self, column: str, *, task: str, variant: str = "merged", layer: int | str = "final") -> float:

@@ -101,7 +101,11 @@ class RunWriter(RunContents):
                 folder, dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION), lock
             )
             writer._begin("resumed", previous)
-            writer._notice_versions()
+            now, before = versions(), manifest.versions
+            changed = [name for name in before if name in now and now[name] != before[name]]
+            if changed:
+                listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
+                writer.notice(f"resumed with {listed}")
         except BaseException:
             lock.release()
             raise
@@ -201,13 +205,6 @@ class RunWriter(RunContents):
             self.status(final_state(error), phase=at.phase, done=at.done, total=at.total, error=failure)
             append_event(self.folder, final_state(error), **dataclasses.asdict(failure))
             self._save()
-
-    def _notice_versions(self) -> None:
-        now, before = versions(), self.manifest.versions
-        changed = [name for name in before if name in now and now[name] != before[name]]
-        if changed:
-            listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
-            self.notice(f"resumed with {listed}")
 
     def _set_phase(self, name: str, phase: PhaseInfo) -> None:
         self.describe(phases={name: phase})

@@ -30,8 +30,6 @@ from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.schema import SWEEPS
-from driftlens.records.tables import append_rows
 from driftlens.records.writer import RunWriter
 from driftlens.spec import RunSpec, load_spec
 
@@ -233,9 +231,7 @@ def _write(writer: RunWriter, rows: Sequence[Mapping[str, Any]], outdated: set[s
     import pandas as pd
 
     if outdated:
-        there = open_run(writer.folder).sweeps()
-        with writer.file(layout.table_file(SWEEPS.name)) as file:
-            append_rows(file, SWEEPS, there[~there["sweep"].isin(outdated)])
+        writer.drop("sweeps", "sweep", outdated)
         outdated.clear()
     writer.append("sweeps", pd.DataFrame(rows), replace=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from driftlens.errors import SpecError
-from driftlens.models.alignment import KeyLayout, aligned
+from driftlens.models.alignment import KeyLayout, aligned, tower_prefix
 from driftlens.models.chain import LayerChain
 from driftlens.models.loading import StateSource
 from driftlens.models.preprocessing import Preprocess
@@ -57,7 +57,6 @@ class Architecture:
         layout: how checkpoints name its parameters; None where they must match exactly.
         preprocess: samples -> raw inputs; None when the caller brings these.
         folder: how to save it for the original library; None when only a state dict can be saved.
-        notices: what the user should know, in sentences.
         open_text: the base's weights under their own key names -> its text tower; None where there is none.
     """
 
@@ -68,13 +67,17 @@ class Architecture:
     layout: KeyLayout | None = None
     preprocess: Preprocess | None = None
     folder: FolderFormat | None = None
-    notices: tuple[str, ...] = ()
     open_text: Callable[[StateSource], TextTower] | None = field(default=None, repr=False)
 
     @property
     def adapter(self) -> str:
         """Name of the adapter that took the skeleton apart."""
         return self.chain.architecture
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know, in sentences."""
+        return (self.preprocess.notice,) if self.preprocess is not None and self.preprocess.notice else ()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -150,3 +153,16 @@ def no_text_tower(what: str) -> SpecError:
         f"{what} has no text tower to read class names and templates with",
         hint="Give a whole CLIP as base (and `architecture.source`), or embeddings in `heads.<task>.file`.",
     )
+
+
+def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> None:
+    """Give all of a whole CLIP but its image tower the base's weights, in float32.
+
+    Raises:
+        SpecError: the base lacks some of them.
+    """
+    before = tower_prefix(base.headers, layout, base.name).removesuffix(layout.tower)
+    wanted = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
+    if not all(before + key in base.headers for key in wanted):
+        raise no_text_tower(base.name)
+    model.load_state_dict({key: base.read(before + key).float() for key in wanted}, strict=False, assign=True)

@@ -1,57 +1,35 @@
-"""Adapter for transformers' CLIP image tower: `CLIPVisionModel`, with or without projection, or a whole
-`CLIPModel`.
+"""CLIP of transformers: its image tower taken apart, and the folder or Hub repository it is loaded from.
 
-Layer paths: the stem is named after its first module, `vision_model.embeddings`; blocks are
-`vision_model.encoder.layers.j`; the head is `vision_model.post_layernorm`. `CLIPVisionModel` of transformers
-5.6 and later has no inner `vision_model`, so neither have its keys and paths; which layout a module has is
-read off its structure.
+The tower is `CLIPVisionModel`, with or without projection, or stands in a whole `CLIPModel`. Layer paths: the stem is
+named after its first module, `vision_model.embeddings`; blocks are `vision_model.encoder.layers.j`; the head is
+`vision_model.post_layernorm`. `CLIPVisionModel` of transformers 5.6 and later has no inner `vision_model`, so neither
+have its keys and paths; which layout a module has is read off its structure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from driftlens.errors import IncompatibleModelsError
+from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.chain import IMAGE, Layer, LayerChain, Site, Slot
-from driftlens.models.registry import adapters
-from driftlens.models.vit import (
-    ACTIVATIONS,
-    BlockNames,
-    HeadNames,
-    StemNames,
-    activation_name,
-    block_sites,
-    known_activation,
-    layer_call,
-    library_states,
-    scrambled,
-    start,
-    token_weight_rules,
-    vit_block,
-    vit_head,
-    vit_stem,
+from driftlens.models.architecture import (
+    Architecture,
+    FolderFormat,
+    TextTower,
+    no_text_tower,
+    read_text_side,
 )
+from driftlens.models.config_source import read_config, weightless
+from driftlens.models.loading import StateSource
+from driftlens.models.preprocessing import hf_preprocess
+from driftlens.models.registry import adapters, loaders
+from driftlens.models.vit import ClipViT, Names, scrambled
 
-STEM = StemNames(
-    patches="embeddings.patch_embedding.weight",
-    cls="embeddings.class_embedding",
-    positions="embeddings.position_embedding.weight",
-    norm="pre_layrnorm",  # sic: the library's spelling
-)
-BLOCK = BlockNames(
-    norm1="layer_norm1",
-    q="self_attn.q_proj",
-    k="self_attn.k_proj",
-    v="self_attn.v_proj",
-    out="self_attn.out_proj",
-    norm2="layer_norm2",
-    fc1="mlp.fc1",
-    fc2="mlp.fc2",
-)
 LAYOUT = KeyLayout(
     anchor="embeddings.class_embedding",
     tower="vision_model.",
@@ -62,44 +40,38 @@ LAYOUT = KeyLayout(
         "transformer.resblocks.": "a tower saved by open_clip, whose loader is open-clip",
     },
 )
-_BLOCK_KEYS = {f"{site}.{part}" for site in vars(BLOCK).values() if site for part in ("weight", "bias")}
 
 
-class HfClipViT:
+class HfClipViT(ClipViT):
     """transformers' CLIP image tower, taken apart."""
 
     name = "hf_clip_vit"
     layout = LAYOUT
-
-    def matches(self, module: nn.Module) -> bool:
-        """Whether `module` is, or holds at `vision_model`, a CLIP image tower of transformers."""
-        return why_not(module) is None
-
-    def chain(self, module: nn.Module) -> LayerChain:
-        """The tower taken apart; keys are those of `module.state_dict()`.
-
-        Raises:
-            IncompatibleModelsError: the module is no CLIP image tower.
-        """
-        reason = why_not(module)
-        if reason is not None:
-            raise IncompatibleModelsError(
-                f"this transformers model can't be taken apart: {reason}",
-                hint="Supported are CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel.",
-            )
-        tower, prefix = _tower(module)
-        blocks = [_block(block, prefix, index) for index, block in enumerate(tower.encoder.layers)]
-        last = "visual_projection" if hasattr(module, "visual_projection") else f"{prefix}post_layernorm"
-        paths = [f"{prefix}pre_layrnorm", *(block.path for block in blocks), last]
-        return LayerChain(
-            architecture=self.name,
-            layers=(_stem(tower, prefix), *blocks, _head(module, tower, prefix)),
-            start=start,
-            library_states=partial(library_states, paths=paths, run=_run),
-            token_weights=token_weight_rules(tower.embeddings.position_embedding.weight.shape[0]),
-            settings=_settings(tower),
-            modality=IMAGE,
-        )
+    library = "transformers"
+    supported = "CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel"
+    inner = "vision_model"
+    blocks = "encoder.layers"
+    attention = "self_attn"
+    activation = "mlp.activation_fn"
+    image_size = "embeddings.image_size"
+    projects_inside = False
+    names = Names(
+        patches="embeddings.patch_embedding.weight",
+        cls="embeddings.class_embedding",
+        positions="embeddings.position_embedding.weight",
+        stem_norm="pre_layrnorm",  # sic: the library's spelling
+        norm1="layer_norm1",
+        q="self_attn.q_proj",
+        k="self_attn.k_proj",
+        v="self_attn.v_proj",
+        out="self_attn.out_proj",
+        norm2="layer_norm2",
+        fc1="mlp.fc1",
+        fc2="mlp.fc2",
+        head_norm="post_layernorm",
+        projection="visual_projection",
+    )
+    required = frozenset(f"{site}.{part}" for site in names.block_sites for part in ("weight", "bias"))
 
     def tiny(self) -> nn.Module:
         """A 3-block tower of width 32 on 16 x 16 pixels (17 tokens) with random weights, in eval mode."""
@@ -116,86 +88,117 @@ class HfClipViT:
         )
         return scrambled(lambda: CLIPVisionModelWithProjection(config))
 
+    def _why_not_tower(self, module: nn.Module, tower: Any) -> str | None:
+        own = f"{type(module).__name__} ends in a classifier of its own"
+        return self._missing(module, tower) or (own if hasattr(module, "classifier") else None)
 
-adapters.register("hf_clip_vit")(HfClipViT())
-
-
-def why_not(module: nn.Module) -> str | None:
-    """What keeps the adapter from understanding `module`, in words; None when nothing does."""
-    tower, _ = _tower(module)
-    embeddings = getattr(tower, "embeddings", None)
-    wanted = ("class_embedding", "patch_embedding", "position_embedding")
-    missing = [f"embeddings.{name}" for name in wanted if not hasattr(embeddings, name)]
-    missing += [name for name in ("pre_layrnorm", "encoder", "post_layernorm") if not hasattr(tower, name)]
-    if missing or not hasattr(tower.encoder, "layers"):
-        return f"{type(module).__name__} is no CLIP image tower (no {', '.join(missing) or 'encoder.layers'})"
-    if hasattr(module, "classifier"):
-        return f"{type(module).__name__} ends in a classifier of its own"
-    for index, block in enumerate(tower.encoder.layers):
-        odd = sorted(set(block.state_dict()) ^ _BLOCK_KEYS)
-        if odd:
-            return f"block {index} is not CLIP's (extra or missing: {', '.join(odd)})"
-        if activation_name(block.mlp.activation_fn) is None:
-            return f"its activation {block.mlp.activation_fn} is none of {', '.join(ACTIVATIONS)}"
-    return None
+    def _library_pass(self, module: nn.Module, names: Names, prefix: str) -> tuple[str, str]:
+        # A whole CLIPModel would want text as well.
+        run = "get_image_features" if hasattr(module, "get_image_features") else ""
+        return names.projection or prefix + names.head_norm, run
 
 
-def _tower(module: nn.Module) -> tuple[Any, str]:
-    """The inner transformer and the prefix of its keys."""
-    inner = getattr(module, "vision_model", None)
-    return (module, "") if inner is None else (inner, "vision_model.")
+adapters.register(HfClipViT.name)(HfClipViT())
 
 
-def _run(module: nn.Module, pixels: Tensor) -> object:
-    # A whole CLIPModel would want text as well.
-    return getattr(module, "get_image_features", module)(pixel_values=pixels)
+@loaders.register("hf-clip")
+def load_hf_clip(source: str, offline: bool) -> Architecture:
+    """The architecture of a CLIP, or a CLIP image tower, of transformers.
 
+    Args:
+        source: folder or Hub id.
+        offline: whether only files that were downloaded before may be used.
 
-def _stem(tower: Any, prefix: str) -> Layer:
-    keys = [STEM.patches, STEM.cls, STEM.positions, *_affine(STEM.norm or "")]
-    call = layer_call(partial(vit_stem, names=STEM, eps=tower.pre_layrnorm.eps), reads="pixels")
-    sites = (Site("pre_layrnorm", "layer_norm", input="tokens", eps=tower.pre_layrnorm.eps),)
-    return Layer(1, "stem", f"{prefix}embeddings", {key: Slot(prefix + key) for key in keys}, call, sites)
+    Raises:
+        SpecError: `source` names nothing, or has no config.json.
+        CheckpointError: a file can't be fetched or read.
+        IncompatibleModelsError: the model is no CLIP.
+    """
+    config = read_config(source, "config.json", offline=offline)
+    if config is None:
+        raise SpecError(
+            f"{source} has no config.json{' in the local cache' if offline else ''}",
+            hint="Give a folder of save_pretrained or a Hub id; open_clip's need the loader open-clip.",
+        )
+    skeleton = _skeleton(config, source)
+    size = skeleton.config.image_size
+    processor = read_config(source, "preprocessor_config.json", offline=offline)
+    preprocess = hf_preprocess(processor, (size, size), source)
 
-
-def _block(block: Any, prefix: str, index: int) -> Layer:
-    path = f"{prefix}encoder.layers.{index}"
-    call = partial(
-        vit_block,
-        names=BLOCK,
-        num_heads=block.self_attn.num_heads,
-        eps=block.layer_norm1.eps,
-        activation=ACTIVATIONS[known_activation(block.mlp.activation_fn)],
+    return Architecture(
+        loader="hf-clip",
+        source=source,
+        skeleton=skeleton,
+        chain=HfClipViT().chain(skeleton),
+        layout=LAYOUT,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors", {"config.json": config, "preprocessor_config.json": preprocess.settings}
+        ),
+        open_text=partial(_text_tower, config, source, offline),
     )
-    sites = block_sites(BLOCK, eps=block.layer_norm1.eps)
-    slots = {key: Slot(f"{path}.{key}") for site in sites for key in _affine(site.name)}
-    return Layer(index + 2, "block", path, slots, layer_call(call), sites, is_residual=True)
 
 
-def _head(module: nn.Module, tower: Any, prefix: str) -> Layer:
-    projected = hasattr(module, "visual_projection")
-    names = HeadNames("post_layernorm", "visual_projection" if projected else None)
-    slots = {key: Slot(prefix + key) for key in _affine("post_layernorm")}
-    sites = [Site("post_layernorm", "layer_norm", "hidden", "pooled", eps=tower.post_layernorm.eps)]
-    if projected:
-        slots["visual_projection.weight"] = Slot("visual_projection.weight")
-        sites.append(Site("visual_projection", "linear", "post_layernorm", "pooled"))
-    call = layer_call(partial(vit_head, names=names, eps=tower.post_layernorm.eps, pooling="cls"))
-    path = f"{prefix}post_layernorm"
-    return Layer(len(tower.encoder.layers) + 2, "head", path, slots, call, tuple(sites))
+def _skeleton(config: dict[str, Any], source: str) -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection
+
+    kind, named = config.get("model_type"), config.get("architectures") or []
+    if kind == "clip":
+        # A whole CLIP projects to its own projection_dim; the copy inside vision_config may be stale.
+        vision = {**config.get("vision_config", {}), "projection_dim": config.get("projection_dim", 512)}
+    elif kind == "clip_vision_model":
+        vision = config
+    else:
+        raise IncompatibleModelsError(
+            f"{source} is a {kind} model ({', '.join(named) or 'no architecture named'}), expected CLIP",
+            hint="Supported are CLIPModel, CLIPVisionModel and CLIPVisionModelWithProjection.",
+        )
+    tower = CLIPVisionModel if "CLIPVisionModel" in named else CLIPVisionModelWithProjection
+
+    def build() -> Any:
+        tower_config = CLIPVisionConfig.from_dict(vision)
+        # Eager attention takes its softmax in float32, whatever the dtype of the model.
+        tower_config._attn_implementation = "sdpa"
+        return tower(tower_config)
+
+    return weightless(build, source)
 
 
-def _affine(site: str) -> tuple[str, str]:
-    return f"{site}.weight", f"{site}.bias"
+def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateSource) -> TextTower:
+    from transformers import CLIPConfig, CLIPModel
+
+    if config["model_type"] != "clip":
+        raise no_text_tower(source)
+    model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
+    read_text_side(model, base, LAYOUT)
+    tokenizer = _tokenizer(source, model.config.text_config, offline)
+    length = model.config.text_config.max_position_embeddings
+
+    @torch.no_grad()
+    def embed(prompts: Sequence[str]) -> Tensor:
+        tokens = tokenizer(
+            list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt"
+        )
+        # Not get_text_features: what that returns has changed between versions.
+        features: Tensor = model.text_projection(model.text_model(**tokens).pooler_output)
+        return features
+
+    return TextTower(embed, model.logit_scale.exp().item())
 
 
-def _settings(tower: Any) -> dict[str, object]:
-    block, embeddings = tower.encoder.layers[0], tower.embeddings
-    return {
-        "activation": known_activation(block.mlp.activation_fn),
-        "eps": block.layer_norm1.eps,
-        "num_heads": block.self_attn.num_heads,
-        "patch_size": [embeddings.patch_size] * 2,
-        "image_size": [embeddings.image_size] * 2,
-        "pooling": "cls",
-    }
+def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
+    from transformers import CLIPTokenizer
+
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(source, local_files_only=offline)
+    except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
+        tokenizer = None
+    # The text feature is read at the token that ends the prompt; older configurations say 2 and mean the last.
+    end = text_config.eos_token_id if text_config.eos_token_id != 2 else text_config.vocab_size - 1
+    # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
+    if tokenizer is None or tokenizer.eos_token_id != end:
+        raise SpecError(
+            f"{source} has no tokenizer that fits its text tower, so prompts can't be read",
+            hint="Put the base's tokenizer files beside its config.json, or use `heads.<task>.file`.",
+        )
+    return tokenizer

@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
     "unknown_activation": (OpenClipViT(), lambda: open_clip_tower(act_layer=Cubic), "activation Cubic()"),
     "resnet": (OpenClipViT(), resnet, "ResNet"),
     "timm": (OpenClipViT(), timm_trunk, "timm trunk"),
-    "transformers_given_to_open_clip": (OpenClipViT(), hf_tower, "CLIPVisionModelWithProjection is not"),
+    "transformers_given_to_open_clip": (OpenClipViT(), hf_tower, "CLIPVisionModelWithProjection is no CLIP"),
     "open_clip_given_to_transformers": (HfClipViT(), open_clip_tower, "VisionTransformer is no CLIP"),
     "siglip": (
         HfClipViT(),

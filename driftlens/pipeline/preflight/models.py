@@ -14,7 +14,7 @@ from driftlens.models.architecture import Architecture
 from driftlens.models.config_source import read_json
 from driftlens.models.loading import StateSource
 from driftlens.models.lora import is_lora_folder
-from driftlens.models.open_clip_loader import CONFIG_FILE
+from driftlens.models.open_clip_vit import CONFIG_FILE
 from driftlens.models.vit import activation_name
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.opening import OpenModels, dtype_notices, open_models, origins_of

@@ -8,12 +8,9 @@ from typing import Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, bar, hatched, scatter
-from driftlens_reports.charts.panels import last_layer, layer_axis, panel_grid
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, ordered
-from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look, palette
-from driftlens_reports.charts.words import by_variant, counted, literal, overlap_notes, ranged, shown, themed
+from driftlens_reports.charts.marks import Trace
 from driftlens_reports.wording import number
 
 _TARGETS = {"loss": "part of the loss change (nat)", "margin": "part of the margin change (score units)"}
@@ -22,8 +19,8 @@ _MEAN, _REST = "mean part", "remainder"
 
 def _samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.adjoint()
-    is_chosen = rows["task"].isin(chosen_tasks(run, options)) & rows["variant"].isin(
-        chosen_variants(run, options)
+    is_chosen = rows["task"].isin(picking.chosen_tasks(run, options)) & rows["variant"].isin(
+        picking.chosen_variants(run, options)
     )
     return rows[is_chosen & rows["target"].isin(list(_TARGETS)) & rows["part"].notna()]
 
@@ -60,31 +57,33 @@ def _means(rows: pd.DataFrame) -> pd.DataFrame:
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of bars by layer, one row per variant, one column per target."""
     samples = _samples(run, options)
-    rows = ordered(_rows(samples), chosen_tasks(run, options), chosen_variants(run, options))
+    rows = picking.ordered(
+        _rows(samples), picking.chosen_tasks(run, options), picking.chosen_variants(run, options)
+    )
     means = _means(rows)
     names = list(rows["variant"].unique())
     targets = [target for target in _TARGETS if target in set(rows["target"])]
-    grid = panel_grid(
-        [f"{shown(variant)}: {target}" for variant in names for target in targets],
-        x_title=f"layer (index: 1 stem, {last_layer(run)} head; rest: in no layer)",
+    grid = panels.panel_grid(
+        [f"{words.shown(variant)}: {target}" for variant in names for target in targets],
+        x_title=f"layer (index: 1 stem, {panels.last_layer(run)} head; rest: in no layer)",
         y_titles=[_TARGETS[target] for target in targets],
         columns=len(targets),
-        **themed(run, "adjoint", options),
+        **words.themed(run, "adjoint", options),
     )
-    last = last_layer(run)
+    last = panels.last_layer(run)
     spots = {str(layer): layer for layer in rows["layer"].dropna().astype(int).unique()}
     spots[_REST] = last + 1
     for at, (variant, target) in enumerate((variant, target) for variant in names for target in targets):
         mean, tasks = (
             table[(table["variant"] == variant) & (table["target"] == target)] for table in (means, rows)
         )
-        filled = hatched(look(run.variants, variant, dark=options.dark))
-        grid.add(at, _marks(bar, mean, spots, marker=filled, textposition="none"))
+        filled = marks.hatched(theme.look(run.variants, variant, dark=options.dark))
+        grid.add(at, _marks(marks.bar, mean, spots, marker=filled, textposition="none"))
         if rows["task"].nunique() > 1:
-            dots = {"color": palette(options.dark).ink, "symbol": "circle-open", "size": 5}
-            grid.add(at, _marks(scatter, tasks, spots, marker=dots, mode="markers"))
+            dots = {"color": theme.palette(options.dark).ink, "symbol": "circle-open", "size": 5}
+            grid.add(at, _marks(marks.scatter, tasks, spots, marker=dots, mode="markers"))
     grid.add_line("y", 0)
-    grid.set_axes(x=layer_axis(run, "rest"), y={"tickformat": TICK_NUMBER})
+    grid.set_axes(x=panels.layer_axis(run, "rest"), y={"tickformat": theme.TICK_NUMBER})
     grid.figure.update_layout(bargap=0.25, showlegend=False)
     counts = rows.loc[rows["place"] != _REST, "n"]
     return Drawn(
@@ -92,21 +91,24 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         alt=f"Parts by layer. Largest cost: {_worst_in_words(means, targets)}.",
         data=pd.concat([rows, means], ignore_index=True)[["task", "variant", "target", "place", "n", _MEAN]],
         notes=(
-            f"{ranged(counts, 'diagnosis sample')} per task, over {counted(rows['task'].nunique(), 'task')}.",
-            *overlap_notes(run),
+            f"{words.ranged(counts, 'diagnosis sample')} per task, "
+            f"over {words.counted(rows['task'].nunique(), 'task')}.",
+            *words.overlap_notes(run),
         ),
     )
 
 
 def _marks(draw: Callable[..., Trace], rows: pd.DataFrame, spots: dict[str, int], **settings: Any) -> Trace:
     """Bars of the means by layer, or dots of the tasks."""
-    is_mean = draw is bar
-    texts = [_where(place) for place in rows["place"]] if is_mean else rows["task"].astype(str).map(literal)
+    is_mean = draw is marks.bar
+    texts = (
+        [_where(place) for place in rows["place"]] if is_mean else rows["task"].astype(str).map(words.literal)
+    )
     return draw(
         x=[spots[place] for place in rows["place"]],
         y=rows[_MEAN].tolist(),
         text=list(texts),
-        hovertemplate=f"%{{text}}<br>{'mean of tasks ' if is_mean else ''}%{{y:{NUMBER}}}<extra></extra>",
+        hovertemplate=f"%{{text}}<br>{'mean of tasks ' if is_mean else ''}%{{y:{theme.NUMBER}}}<extra></extra>",
         **settings,
     )
 
@@ -123,4 +125,4 @@ def _worst_in_words(means: pd.DataFrame, targets: list[str]) -> str:
     for variant, rows in layers.groupby("variant", sort=False):
         at = rows[_MEAN].idxmax() if targets[0] == "loss" else rows[_MEAN].idxmin()
         parts.append((variant, f"layer {rows.at[at, 'place']}, {number(rows.at[at, _MEAN])} {unit}"))
-    return by_variant(parts)
+    return words.by_variant(parts)

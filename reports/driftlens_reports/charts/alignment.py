@@ -5,12 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, named, scatter, whiskers
-from driftlens_reports.charts.panels import layer_axis, layer_title
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, ordered
-from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, apply_theme, look
-from driftlens_reports.charts.words import by_variant, counted, literal, shown, span, themed
+from driftlens_reports.charts.marks import Trace
 from driftlens_reports.wording import number
 
 OUTSIDE = "stem and head"
@@ -40,7 +37,7 @@ def block_of(run: DriftRun, path: str) -> str:
 def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.params()
     rows = rows[rows["scope"].isin(["layer", "module"]) & rows["cos"].notna()]
-    return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
+    return picking.ordered(rows, picking.chosen_tasks(run, options), picking.chosen_variants(run, options))
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
@@ -90,16 +87,16 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         for place, rows, by in ((1, layers, "layer"), (2, groups, "module group")):
             part = rows[rows["variant"] == variant]
             figure.add_trace(_trace(run, part, str(variant), by, dark=options.dark), row=1, col=place)
-    apply_theme(figure, height=HEIGHT, **themed(run, "alignment", options))
+    theme.apply_theme(figure, height=HEIGHT, **words.themed(run, "alignment", options))
     figure.update_layout(scattermode="group", scattergap=0.4)
-    figure.update_xaxes(**layer_axis(run), title_text=layer_title(run), col=1)
+    figure.update_xaxes(**panels.layer_axis(run), title_text=panels.layer_title(run), col=1)
     figure.update_xaxes(type="category", title_text="module (name inside its block)", showgrid=False, col=2)
-    figure.update_yaxes(tickformat=TICK_NUMBER)
+    figure.update_yaxes(tickformat=theme.TICK_NUMBER)
     figure.update_yaxes(title_text="cosine of task vectors (1: same direction)", col=1)
     figure.update_yaxes(showticklabels=False, col=2)
-    tasks = counted(params["task"].nunique(), "task")
-    said = by_variant(
-        (variant, span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} (layer {row['layer']})"))
+    tasks = words.counted(params["task"].nunique(), "task")
+    said = words.by_variant(
+        (variant, words.span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} (layer {row['layer']})"))
         for variant, rows in layers.groupby("variant", sort=False)
     )
     return Drawn(
@@ -111,21 +108,21 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _trace(run: DriftRun, rows: pd.DataFrame, variant: str, by: str, *, dark: bool) -> Trace:
-    style = look(run.variants, variant, dark=dark)
+    style = theme.look(run.variants, variant, dark=dark)
     is_layer = by == "layer"
-    ends = whiskers(rows[_VALUE], rows["lowest"], rows["highest"], style.colour, thickness=1, width=2)
+    ends = marks.whiskers(rows[_VALUE], rows["lowest"], rows["highest"], style.colour, thickness=1, width=2)
     where = "layer %{x}" if is_layer else "%{x}"
-    return scatter(
-        x=rows[by].tolist() if is_layer else [literal(str(group)) for group in rows[by]],
+    return marks.scatter(
+        x=rows[by].tolist() if is_layer else [words.literal(str(group)) for group in rows[by]],
         y=rows[_VALUE].tolist(),
         error_y=ends,
         mode="markers",
         marker={"color": style.colour, "symbol": style.symbol, "size": 7},
-        **named(variant, shown(variant), legend=is_layer),
+        **marks.named(variant, words.shown(variant), legend=is_layer),
         offsetgroup=variant,
         text=[
             f"{number(low)} to {number(high)} over {count}"
             for low, high, count in zip(rows["lowest"], rows["highest"], rows["cosines"], strict=True)
         ],
-        hovertemplate=f"{where}<br>mean cosine %{{y:{NUMBER}}}<br>%{{text}}",
+        hovertemplate=f"{where}<br>mean cosine %{{y:{theme.NUMBER}}}<br>%{{text}}",
     )

@@ -6,12 +6,8 @@ import numpy as np
 import pandas as pd
 
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import identity_line, literal_column, named, points, thinned_samples
-from driftlens_reports.charts.panels import panel_grid
-from driftlens_reports.charts.picking import scored_samples
-from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look
-from driftlens_reports.charts.words import by_variant, counted, shown, table_notes, themed
 from driftlens_reports.wording import percent
 
 _ESTIMATES = {
@@ -25,7 +21,7 @@ _ACTUAL, _USE = "score drift", "median share of the certified bound used"
 
 def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task, variant and sample: score drift, and the bound by each estimate of the gain."""
-    outputs = scored_samples(run, options, "score_drift_l2")
+    outputs = picking.scored_samples(run, options, "score_drift_l2")
     final = run.samples(layer="final" if run.manifest.layers else None)
     drifts = final[["task", "variant", "sample_id", "drift_l2"]]
     rows = outputs.merge(drifts, on=["task", "variant", "sample_id"], how="left")
@@ -60,36 +56,36 @@ def _bounded(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Four panels of points with the same logarithmic axes."""
     rows = _with_use(_rows(run, options))
-    drawn, thinned = thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
-    grid = panel_grid(
+    drawn, thinned = marks.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
+    grid = panels.panel_grid(
         [title for _, title in _ESTIMATES.values()],
         x_title="bound: gain times final drift (score units, log)",
         y_titles=["norm of the score drift (score units, log)"],
         columns=2,
         height=230,
-        **themed(run, "bound", options),
+        **words.themed(run, "bound", options),
     )
     names = list(drawn["variant"].unique())
-    texts = (literal_column(drawn["task"]) + ", " + literal_column(drawn["sample_id"])).to_numpy()
+    texts = (marks.literal_column(drawn["task"]) + ", " + marks.literal_column(drawn["sample_id"])).to_numpy()
     for at, estimate in enumerate(_ESTIMATES):
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & _drawable(drawn, estimate)).to_numpy()
-            trace = points(
+            trace = marks.points(
                 drawn.loc[is_shown, estimate],
                 drawn.loc[is_shown, _ACTUAL],
-                look(run.variants, variant, dark=options.dark),
+                theme.look(run.variants, variant, dark=options.dark),
                 total=len(drawn) * len(_ESTIMATES),
-                **named(variant, shown(variant), legend=at == 0),
+                **marks.named(variant, words.shown(variant), legend=at == 0),
                 text=texts[is_shown],
-                hovertemplate=f"%{{text}}<br>score drift %{{y:{NUMBER}}}, bound %{{x:{NUMBER}}}",
+                hovertemplate=f"%{{text}}<br>score drift %{{y:{theme.NUMBER}}}, bound %{{x:{theme.NUMBER}}}",
             )
             grid.add(at, trace)
     for at in range(len(_ESTIMATES)):
-        identity_line(grid.figure, *_reach(drawn), dark=options.dark, **grid.place(at))
-    axis = {"type": "log", "tickformat": TICK_NUMBER, "minor": {"ticks": "outside"}}
+        marks.identity_line(grid.figure, *_reach(drawn), dark=options.dark, **grid.place(at))
+    axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}}
     grid.figure.update_xaxes(**axis)
     grid.figure.update_yaxes(**axis)
-    counts, *overlaps = table_notes(run, rows, over_tasks=False)
+    counts, *overlaps = words.table_notes(run, rows, over_tasks=False)
     return Drawn(
         grid.figure,
         alt=_used_in_words(rows),
@@ -120,7 +116,9 @@ def _left_out(rows: pd.DataFrame) -> list[str]:
     count = sum(int((~_drawable(rows, estimate)).sum()) for estimate in _ESTIMATES)
     if not count:
         return []
-    return [f"{counted(count, 'point')} without a place on logarithmic axes: no drift, or no finite bound."]
+    return [
+        f"{words.counted(count, 'point')} without a place on logarithmic axes: no drift, or no finite bound."
+    ]
 
 
 def _used_in_words(rows: pd.DataFrame) -> str:
@@ -128,5 +126,6 @@ def _used_in_words(rows: pd.DataFrame) -> str:
     measured = rows[np.isfinite(rows["certified"]) & (rows["certified"] > 0)]
     over = int((measured[_ACTUAL] > measured["certified"] * (1 + 1e-6)).sum())
     medians = measured.drop_duplicates("variant").set_index("variant")[_USE]
-    used = by_variant(medians.astype(float).map(percent).items())
-    return f"{counted(over, 'sample')} of {len(measured)} above the certified bound. Median share of it used: {used}."
+    used = words.by_variant(medians.astype(float).map(percent).items())
+    above = f"{words.counted(over, 'sample')} of {len(measured)} above the certified bound."
+    return f"{above} Median share of it used: {used}."

@@ -131,7 +131,9 @@ class Chart:
             return self.lacks(run, options)
         if self.rows is None:
             return lacking(run, options, *self.needs)
-        if len(self.rows(run, options)):
+        found = self.rows(run, options)
+        needed = [name for name in self.needs[1] if name in found]
+        if len(found) and (not needed or found[needed].notna().any(axis=None)):
             return None
         reason = "" if self.also else lacking(run, options, *self.needs)
         return reason or absent(*self.needs, also=self.also)

@@ -8,40 +8,10 @@ from typing import Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers
-from driftlens_reports.charts.marks import (
-    Trace,
-    bar,
-    colour_bar,
-    gapped,
-    interval_texts,
-    named,
-    scatter,
-    whiskers,
-)
-from driftlens_reports.charts.panels import (
-    MOST_COLUMNS,
-    last_layer,
-    layer_axis,
-    layer_places,
-    layer_title,
-    panel_grid,
-    room_beside,
-)
-from driftlens_reports.charts.picking import layer_rows
-from driftlens_reports.charts.theme import (
-    SHARE,
-    SMALL,
-    TICK_SHARE,
-    faded,
-    look,
-    palette,
-    readable,
-    scale,
-    shade,
-)
-from driftlens_reports.charts.words import label, literal, peak_share, shown, task_titles, themed
+from driftlens_reports.charts.marks import Trace
 from driftlens_reports.wording import percent
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
@@ -59,7 +29,7 @@ def share_rows(run: DriftRun, options: ChartOptions, names: Mapping[str, str]) -
     new = {
         f"{share}{end}": f"{name}{end.replace('_', ' ')}" for share, name in names.items() for end in _ENDS
     }
-    rows = layer_rows(run, options).rename(columns=new)
+    rows = picking.layer_rows(run, options).rename(columns=new)
     ends = [name for name in new.values() if name.endswith((" low", " high"))]
     return rows.drop(columns=[name for name in ends if rows[name].isna().all()])
 
@@ -70,7 +40,7 @@ def with_ends(rows: pd.DataFrame, column: str) -> list[str]:
 
 
 def _intervals(rows: pd.DataFrame, column: str) -> list[str]:
-    return interval_texts(rows, f"{column} low", f"{column} high")
+    return marks.interval_texts(rows, f"{column} low", f"{column} high")
 
 
 def _whiskers(rows: pd.DataFrame, column: str, colour: str) -> dict[str, Any] | None:
@@ -78,7 +48,9 @@ def _whiskers(rows: pd.DataFrame, column: str, colour: str) -> dict[str, Any] | 
     column, *ends = with_ends(rows, column)
     if not ends or rows[[column, *ends]].isna().any(axis=None):
         return None
-    return whiskers(rows[column].astype(float), *(rows[end] for end in ends), colour, thickness=1, width=2)
+    return marks.whiskers(
+        rows[column].astype(float), *(rows[end] for end in ends), colour, thickness=1, width=2
+    )
 
 
 @chart(
@@ -97,12 +69,12 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     """A panel per task with one stack per variant; all panels have one x axis range."""
     rows = stacked(share_rows(run, options, {"final_share": CONTRIBUTED}))
     tasks, variants = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
-    grid = panel_grid(
-        [label(task) for task in tasks],
+    grid = panels.panel_grid(
+        [words.label(task) for task in tasks],
         x_title="share of final drift (%)",
         y_titles=["variant (name)"],
         height=max(_BAR * len(variants) + 12, _LEAST),
-        **themed(run, "contributions", options),
+        **words.themed(run, "contributions", options),
     )
     layers, remainders = rows[rows["role"] != REST], rows[rows["role"] == REST]
     for at, task in enumerate(tasks):
@@ -111,17 +83,17 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.add(at, _remainders(of_task, variants, options.dark, legend=at == 0))
     for end in (0.0, 1.0):
         grid.add_line("x", end)
-    titles = [shown(variant) for variant in variants]
+    titles = [words.shown(variant) for variant in variants]
     rows_of_bars = {"autorangeoptions": {"include": [-0.5, len(variants) - 0.5]}, "autorange": "reversed"}
     grid.set_axes(
-        x={"tickformat": TICK_SHARE, "autorangeoptions": {"include": [0.0, 1.0]}},
+        x={"tickformat": theme.TICK_SHARE, "autorangeoptions": {"include": [0.0, 1.0]}},
         y={"tickvals": list(range(len(titles))), "ticktext": titles, **rows_of_bars, "showgrid": False},
     )
     grid.add(0, _depth(run, options.dark))
     # Numbers of segments that are too narrow for one size are left out; hovering tells.
-    written = {"minsize": SMALL - 2, "mode": "hide"}
-    grid.figure.update_layout(barmode="overlay", uniformtext=written, margin=room_beside(titles))
-    said = peak_share(layers, CONTRIBUTED)
+    written = {"minsize": theme.SMALL - 2, "mode": "hide"}
+    grid.figure.update_layout(barmode="overlay", uniformtext=written, margin=panels.room_beside(titles))
+    said = words.peak_share(layers, CONTRIBUTED)
     columns = [*with_ends(rows, CONTRIBUTED), "start"]
     return of_layers(
         run,
@@ -137,9 +109,6 @@ def stacked(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with a share, and where their segments start: positive ones go right from zero, negative ones left.
 
     The remainder is a row of its own behind the head, with role `remainder` and no layer.
-
-    Args:
-        rows: rows of the layer table, by task, variant and layer.
     """
     stacks = [_stack(part) for _, part in rows.groupby(["task", "variant"], sort=False)]
     return pd.concat(stacks, ignore_index=True)
@@ -160,11 +129,13 @@ def _stack(rows: pd.DataFrame) -> pd.DataFrame:
 def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> Trace:
     """One segment per layer and variant, coloured by depth."""
     # Colours are worked out here: plotly can't choose readable text on those of a colour axis.
-    colours = [shade(palette(dark).sequential, layer / last_layer(run)) for layer in rows["layer"]]
-    return _segments(rows, layer_places(rows), variants, dark).update(
-        error_x=_whiskers(rows, CONTRIBUTED, palette(dark).ink),
+    colours = [
+        theme.shade(theme.palette(dark).sequential, layer / panels.last_layer(run)) for layer in rows["layer"]
+    ]
+    return _segments(rows, panels.layer_places(rows), variants, dark).update(
+        error_x=_whiskers(rows, CONTRIBUTED, theme.palette(dark).ink),
         marker_color=colours,
-        insidetextfont_color=[readable(colour) for colour in colours],
+        insidetextfont_color=[theme.readable(colour) for colour in colours],
         text=rows["layer"].astype(str).tolist(),
         textposition="inside",
         insidetextanchor="middle",
@@ -175,39 +146,39 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
 
 def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: bool) -> Trace:
     """The hatched bar of each variant."""
-    colours = palette(dark)
+    colours = theme.palette(dark)
     hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
     return _segments(rows, [REST] * len(rows), variants, dark).update(
-        **named(REST, REST, legend=legend), marker_pattern=hatch
+        **marks.named(REST, REST, legend=legend), marker_pattern=hatch
     )
 
 
 def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> Trace:
     pairs = zip(rows["task"], rows["variant"], strict=True)
-    return bar(
+    return marks.bar(
         orientation="h",
         x=rows[CONTRIBUTED].astype(float).tolist(),
         base=rows["start"].tolist(),
         y=[variants.index(variant) for variant in rows["variant"]],
         width=0.7,
-        marker_line={"color": palette(dark).quiet, "width": 0.5},
-        hovertext=[f"{literal(str(task))}, {shown(variant)}" for task, variant in pairs],
+        marker_line={"color": theme.palette(dark).quiet, "width": 0.5},
+        hovertext=[f"{words.literal(str(task))}, {words.shown(variant)}" for task, variant in pairs],
         customdata=list(zip(places, _intervals(rows, CONTRIBUTED), strict=True)),
         hovertemplate="%{hovertext}<br>%{customdata[0]}<br>"
-        f"share %{{value:{SHARE}}}%{{customdata[1]}}<extra></extra>",
+        f"share %{{value:{theme.SHARE}}}%{{customdata[1]}}<extra></extra>",
     )
 
 
 def _depth(run: DriftRun, dark: bool) -> Trace:
     """Nothing but the colour bar; 0 on it keeps the stem apart from the background."""
-    beside = colour_bar(
-        title={"text": "layer (index)", "side": "right"}, tickvals=layer_axis(run)["tickvals"]
+    beside = marks.colour_bar(
+        title={"text": "layer (index)", "side": "right"}, tickvals=panels.layer_axis(run)["tickvals"]
     )
     marker = {
-        **{"color": [0], "cmin": 0, "cmax": last_layer(run), "showscale": True},
-        **{"colorscale": scale(palette(dark).sequential), "colorbar": beside},
+        **{"color": [0], "cmin": 0, "cmax": panels.last_layer(run), "showscale": True},
+        **{"colorscale": theme.scale(theme.palette(dark).sequential), "colorbar": beside},
     }
-    return scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
+    return marks.scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
 
 
 @chart(
@@ -227,28 +198,28 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = share_rows(run, options, {"final_share": _CARRIED, "prefix_share": _SWAPPED})
     rows = rows[rows[[_CARRIED, _SWAPPED]].notna().any(axis=1).groupby(rows["variant"]).transform("any")]
     tasks, variants = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
-    grid = panel_grid(
-        task_titles(tasks, [shown(variant) for variant in variants]),
-        x_title=layer_title(run),
+    grid = panels.panel_grid(
+        words.task_titles(tasks, [words.shown(variant) for variant in variants]),
+        x_title=panels.layer_title(run),
         y_titles=["share of final drift (%)"],
-        columns=min(len(variants), MOST_COLUMNS),
+        columns=min(len(variants), panels.MOST_COLUMNS),
         height=120,
-        **themed(run, "splits", options),
+        **words.themed(run, "splits", options),
     )
     names = {_CARRIED: "carried by Jacobians", _SWAPPED: "swapping prefixes"}
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
-        marks = look(run.variants, variant, dark=options.dark)
+        style = theme.look(run.variants, variant, dark=options.dark)
         at = tasks.index(task) * len(variants) + variants.index(variant)
-        grid.add(at, *(_bars(part, column, marks.colour, options.dark) for column in names))
+        grid.add(at, *(_bars(part, column, style.colour, options.dark) for column in names))
     # Entries in the colour of text: the marks mean the same whatever colour the variant has.
-    quiet = palette(options.dark).quiet
+    quiet = theme.palette(options.dark).quiet
     for column, name in names.items():
         entry = {"name": name, "legendgroup": column, "offsetgroup": column}
-        grid.add(0, bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
+        grid.add(0, marks.bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
     grid.add_line("y", 0.0)
-    grid.set_axes(x=layer_axis(run), y={"tickformat": TICK_SHARE})
+    grid.set_axes(x=panels.layer_axis(run), y={"tickformat": theme.TICK_SHARE})
     grid.figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0)
-    carried, swapped = (peak_share(rows, column) for column in names)
+    carried, swapped = (words.peak_share(rows, column) for column in names)
     columns = [*with_ends(rows, _CARRIED), *with_ends(rows, _SWAPPED)]
     return of_layers(
         run,
@@ -271,25 +242,31 @@ def _remainder_notes(rows: pd.DataFrame) -> list[str]:
 
 
 def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> Trace:
-    task, variant = literal(str(rows["task"].iloc[0])), shown(rows["variant"].iloc[0])
-    return bar(
+    task, variant = words.literal(str(rows["task"].iloc[0])), words.shown(rows["variant"].iloc[0])
+    return marks.bar(
         x=rows["layer"].tolist(),
-        y=gapped(rows[column].astype(float)),
-        error_y=_whiskers(rows, column, palette(dark).ink),
+        y=marks.gapped(rows[column].astype(float)),
+        error_y=_whiskers(rows, column, theme.palette(dark).ink),
         name=column,
         marker=_fill(colour, column, dark),
         showlegend=False,
         legendgroup=column,
         offsetgroup=column,
-        text=[f"{task}, {place}" for place in layer_places(rows)],
+        text=[f"{task}, {place}" for place in panels.layer_places(rows)],
         textposition="none",
         customdata=_intervals(rows, column),
-        hovertemplate=f"%{{text}}<br>{column} %{{y:{SHARE}}}%{{customdata}}<extra>{variant}</extra>",
+        hovertemplate=f"%{{text}}<br>{column} %{{y:{theme.SHARE}}}%{{customdata}}<extra>{variant}</extra>",
     )
 
 
 def _fill(colour: str, column: str, dark: bool) -> dict[str, object]:
     if column == _CARRIED:
         return {"color": colour, "line": {"color": colour, "width": 1}}
-    hatch = {"shape": "/", "fgcolor": colour, "bgcolor": palette(dark).surface, "size": 5, "solidity": 0.35}
-    return {"color": faded(colour, 1), "pattern": hatch, "line": {"color": colour, "width": 1}}
+    hatch = {
+        "shape": "/",
+        "fgcolor": colour,
+        "bgcolor": theme.palette(dark).surface,
+        "size": 5,
+        "solidity": 0.35,
+    }
+    return {"color": theme.faded(colour, 1), "pattern": hatch, "line": {"color": colour, "width": 1}}

@@ -1,83 +1,74 @@
-"""What becomes of the expert's decisions: certified, kept or flipped by task, and which flip by the expert's margin."""
+"""What becomes of the expert's decisions, by task and by margin, and whether class probabilities can be believed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
+from driftlens.records.intervals import wilson
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import bar, category_axis, named
-from driftlens_reports.charts.panels import Grid, panel_grid
-from driftlens_reports.charts.picking import scored_samples
-from driftlens_reports.charts.theme import SHARE, TICK_NUMBER, TICK_SHARE, palette
-from driftlens_reports.charts.words import (
-    by_variant,
-    counted,
-    literal,
-    sample_notes,
-    shown,
-    table_notes,
-    themed,
-)
+from driftlens_reports.charts.panels import panel_grid
 from driftlens_reports.wording import number, percent
 
-_BINS = 20
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_BINS, CONFIDENCE_BINS = 20, 10
+_CERTIFIED, _KEPT_ONLY, _KEPT, _FLIPPED = "certified", "kept without certificate", "kept", "flipped"
+_LOOKS = {_CERTIFIED: (1, ""), _KEPT: (1, ""), _KEPT_ONLY: (3, "/"), _FLIPPED: (5, "x")}
+"""Of an outcome: where in the sequential scale its colour stands, and its hatch. Heavier is worse in both."""
 _SHARE = "share flipped, all margins"
+_SCORED = ("label", "pred", "confidence", "expert_pred", "confidence_expert")
+_ERROR = "expected calibration error"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One outcome of a decision: its column, where in the sequential scale its colour stands, its hatch.
-
-    Heavier is worse, also without colour.
-    """
-
-    name: str
-    shade: int
-    hatch: str
-
-    def marker(self, *, dark: bool) -> dict[str, Any]:
-        """How its bars are filled."""
-        return {
-            "color": palette(dark).sequential[self.shade],
-            "line": {"color": palette(dark).quiet, "width": 0.5},
-            "pattern": {"shape": self.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25},
-        }
-
-
-_CERTIFIED, _KEPT_ONLY = Outcome("certified", 1, ""), Outcome("kept without certificate", 3, "/")
-_KEPT, _FLIPPED = Outcome("kept", 1, ""), Outcome("flipped", 5, "x")
-
-
-def _grid(rows: pd.DataFrame, titles: tuple[str, str], height: int, **theme: Any) -> tuple[Grid, list[str]]:
-    """Empty panels, one per variant of the rows, and the variants."""
+def _stacks(
+    rows: pd.DataFrame,
+    outcomes: Sequence[str],
+    bars: Callable[[pd.DataFrame, str], Mapping[str, Any]],
+    titles: tuple[str, str],
+    height: int,
+    *,
+    dark: bool,
+    key: str,
+) -> go.Figure:
+    """A panel of stacked bars per variant of the rows, of which `bars` are the settings for an outcome."""
     names = list(rows["variant"].unique())
     grid = panel_grid(
-        [shown(variant) for variant in names],
+        [words.shown(variant) for variant in names],
         x_title=titles[0],
         y_titles=titles[1:],
         columns=len(names) if len(names) <= 4 else 3,
         height=height,
-        **theme,
+        dark=dark,
+        key=key,
     )
-    return grid, names
+    colours = theme.palette(dark)
+    for at, variant in enumerate(names):
+        for outcome in outcomes:
+            shade, hatch = _LOOKS[outcome]
+            fill = {"color": colours.sequential[shade], "line": {"color": colours.quiet, "width": 0.5}}
+            fill["pattern"] = {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
+            settings = bars(rows[rows["variant"] == variant], outcome)
+            entry = marks.named(outcome, outcome, legend=at == 0)
+            grid.add(at, marks.bar(marker=fill, **entry, **settings))
+    grid.figure.update_layout(barmode="stack")
+    return grid.figure
 
 
 def _outcomes(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task and variant with the share of each outcome; only samples with both columns count."""
-    rows = scored_samples(run, options, "flipped", "certified")
+    rows = picking.scored_samples(run, options, "flipped", "certified")
     flipped, certified = rows["flipped"].astype(bool), rows["certified"].astype(bool)
-    outcomes = {
-        _CERTIFIED.name: certified & ~flipped,
-        _KEPT_ONLY.name: ~certified & ~flipped,
-        _FLIPPED.name: flipped,
-    }
-    groups = rows.assign(**outcomes).groupby(["task", "variant"], sort=False)
-    return groups[list(outcomes)].mean().assign(n=groups.size()).reset_index()
+    shares = {_CERTIFIED: certified & ~flipped, _KEPT_ONLY: ~certified & ~flipped, _FLIPPED: flipped}
+    groups = rows.assign(**shares).groupby(["task", "variant"], sort=False)
+    return groups[list(shares)].mean().assign(n=groups.size()).reset_index()
 
 
 @chart(
@@ -99,36 +90,30 @@ def margins(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of stacked bars that each add up to all samples."""
     rows = _outcomes(run, options)
     tasks = [str(task) for task in rows["task"].unique()]
+
+    def bars(part: pd.DataFrame, outcome: str) -> dict[str, Any]:
+        return {
+            "x": part[outcome].tolist(),
+            "y": [words.literal(str(task)) for task in part["task"]],
+            "orientation": "h",
+            "hovertemplate": f"%{{y}}<br>{outcome} %{{x:{theme.SHARE}}}",
+        }
+
     titles, height = ("share of samples (%)", "task (name)"), 60 + 26 * len(tasks)
-    grid, names = _grid(rows, titles, height, **themed(run, "margins", options))
-    for at, variant in enumerate(names):
-        part = rows[rows["variant"] == variant]
-        for outcome in (_CERTIFIED, _KEPT_ONLY, _FLIPPED):
-            bars = bar(
-                x=part[outcome.name].tolist(),
-                y=[literal(str(task)) for task in part["task"]],
-                orientation="h",
-                **named(outcome.name, outcome.name, legend=at == 0),
-                marker=outcome.marker(dark=options.dark),
-                hovertemplate=f"%{{y}}<br>{outcome.name} %{{x:{SHARE}}}",
-            )
-            grid.add(at, bars)
-    grid.figure.update_layout(barmode="stack", bargap=0.3, legend_traceorder="normal")
-    grid.figure.update_xaxes(range=[0, 1], tickformat=TICK_SHARE)
-    grid.figure.update_yaxes(**category_axis(tasks), autorange="reversed")
-    worst = rows.loc[rows.groupby("variant", sort=False)[_FLIPPED.name].idxmax()].to_dict("records")
-    said = by_variant((row["variant"], f"{percent(row[_FLIPPED.name])} ({row['task']})") for row in worst)
-    return Drawn(
-        grid.figure,
-        alt=f"Share of the expert's decisions that flip, worst task of each variant: {said}.",
-        data=rows,
-        notes=tuple(sample_notes(run, rows)),
-    )
+    outcomes = (_CERTIFIED, _KEPT_ONLY, _FLIPPED)
+    figure = _stacks(rows, outcomes, bars, titles, height, **words.themed(run, "margins", options))
+    figure.update_layout(bargap=0.3, legend_traceorder="normal")
+    figure.update_xaxes(range=[0, 1], tickformat=theme.TICK_SHARE)
+    figure.update_yaxes(**marks.category_axis(tasks), autorange="reversed")
+    worst = rows.loc[rows.groupby("variant", sort=False)[_FLIPPED].idxmax()].to_dict("records")
+    said = words.by_variant((row["variant"], f"{percent(row[_FLIPPED])} ({row['task']})") for row in worst)
+    alt = f"Share of the expert's decisions that flip, worst task of each variant: {said}."
+    return Drawn(figure, alt, rows, tuple(words.sample_notes(run, rows)))
 
 
 def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Rows of the output table that have a margin and a verdict."""
-    rows = scored_samples(run, options, "flipped", "margin")
+    rows = picking.scored_samples(run, options, "flipped", "margin")
     return rows.astype({"flipped": bool, "margin": float})
 
 
@@ -150,38 +135,32 @@ def flips(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of stacked histograms with the same bins."""
     samples = _decided(run, options)
     rows = _histogram(samples)
+
+    def bars(part: pd.DataFrame, outcome: str) -> dict[str, Any]:
+        told = zip(part["from"], part["to"], part[_FLIPPED], part[_FLIPPED] + part[_KEPT], strict=True)
+        return {
+            "x": part["middle"].tolist(),
+            "y": part[outcome].tolist(),
+            "width": (part["to"] - part["from"]).tolist(),
+            "text": [
+                f"margin {number(low)} to {number(high)}<br>"
+                f"{flipped} of {words.counted(count, 'sample')} flipped"
+                for low, high, flipped, count in told
+            ],
+            "textposition": "none",
+            "hovertemplate": f"%{{text}}<extra>{outcome}</extra>",
+        }
+
     titles = ("expert's margin (score units)", "samples (count)")
-    grid, names = _grid(rows, titles, 220, **themed(run, "flips", options))
-    for at, variant in enumerate(names):
-        part = rows[rows["variant"] == variant]
-        flipped, total = part[_FLIPPED.name], part[_FLIPPED.name] + part[_KEPT.name]
-        text = [
-            f"margin {number(low)} to {number(high)}<br>{share} of {counted(count, 'sample')} flipped"
-            for low, high, share, count in zip(part["from"], part["to"], flipped, total, strict=True)
-        ]
-        for outcome in (_FLIPPED, _KEPT):
-            bars = bar(
-                x=part["middle"].tolist(),
-                y=part[outcome.name].tolist(),
-                width=(part["to"] - part["from"]).tolist(),
-                **named(outcome.name, outcome.name, legend=at == 0),
-                marker=outcome.marker(dark=options.dark),
-                text=text,
-                textposition="none",
-                hovertemplate=f"%{{text}}<extra>{outcome.name}</extra>",
-            )
-            grid.add(at, bars)
-    grid.figure.update_layout(barmode="stack", bargap=0)
-    grid.figure.update_xaxes(tickformat=TICK_NUMBER)
-    grid.figure.update_yaxes(tickformat=TICK_NUMBER, rangemode="tozero")
+    themed = words.themed(run, "flips", options)
+    figure = _stacks(rows, (_FLIPPED, _KEPT), bars, titles, 220, **themed)
+    figure.update_layout(bargap=0)
+    figure.update_xaxes(tickformat=theme.TICK_NUMBER)
+    figure.update_yaxes(tickformat=theme.TICK_NUMBER, rangemode="tozero")
     shares = rows.drop_duplicates("variant")
-    said = by_variant(zip(shares["variant"], shares[_SHARE].map(percent), strict=True))
-    return Drawn(
-        grid.figure,
-        alt=f"Share of the expert's decisions that flip: {said}.",
-        data=rows,
-        notes=tuple(table_notes(run, samples)),
-    )
+    said = words.by_variant(zip(shares["variant"], shares[_SHARE].map(percent), strict=True))
+    alt = f"Share of the expert's decisions that flip: {said}."
+    return Drawn(figure, alt, rows, tuple(words.table_notes(run, samples)))
 
 
 def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
@@ -191,9 +170,125 @@ def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
     found = []
     for variant, part in samples.groupby("variant", sort=False):
         counts = {
-            outcome.name: np.histogram(part.loc[part["flipped"] == flips, "margin"], edges)[0]
+            outcome: np.histogram(part.loc[part["flipped"] == flips, "margin"], edges)[0]
             for outcome, flips in ((_KEPT, False), (_FLIPPED, True))
         }
         ends = {"from": edges[:-1], "to": edges[1:], "middle": (edges[:-1] + edges[1:]) / 2}
         found.append(pd.DataFrame({"variant": variant, **ends, **counts, _SHARE: part["flipped"].mean()}))
     return pd.concat(found, ignore_index=True)
+
+
+def reliability(confidence: NDArray[np.float64], is_right: NDArray[np.bool_]) -> pd.DataFrame:
+    """One row per tenth of confidence, (0, 0.1] to (0.9, 1]: samples, mean confidence, accuracy and its 95 % interval.
+
+    Mean confidence and accuracy of an empty bin are null. Each sample, [n], has the largest of its class probabilities,
+    and whether that class is its label.
+    """
+    at = np.clip(np.ceil(confidence * CONFIDENCE_BINS).astype(int) - 1, 0, CONFIDENCE_BINS - 1)
+    count = np.bincount(at, minlength=CONFIDENCE_BINS)
+    right = np.bincount(at, weights=is_right, minlength=CONFIDENCE_BINS)
+    whole = np.where(count > 0, count, np.nan)
+    ends = [wilson(int(k), int(n)) if n else (np.nan, np.nan) for k, n in zip(right, count, strict=True)]
+    return pd.DataFrame(
+        {
+            "from": np.arange(CONFIDENCE_BINS) / CONFIDENCE_BINS,
+            "to": np.arange(1, CONFIDENCE_BINS + 1) / CONFIDENCE_BINS,
+            "samples": count,
+            "confidence": np.bincount(at, weights=confidence, minlength=CONFIDENCE_BINS) / whole,
+            "accuracy": right / whole,
+            "low": [low for low, _ in ends],
+            "high": [high for _, high in ends],
+        }
+    )
+
+
+def expected_calibration_error(bins: pd.DataFrame) -> float:
+    """Mean over samples of their bin's distance between accuracy and mean confidence, from rows of `reliability`."""
+    distance = (bins["accuracy"] - bins["confidence"]).abs()
+    return float((distance * bins["samples"]).sum() / bins["samples"].sum())
+
+
+def _believed(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    return picking.scored_samples(run, options, *_SCORED)
+
+
+def _reliabilities(samples: pd.DataFrame) -> pd.DataFrame:
+    """The bins of the expert and of every variant, with each network's calibration error."""
+    # Every variant's rows repeat what the expert said of the same samples.
+    own = samples.drop_duplicates(["task", "sample_id"])
+    told = {"expert": (own, "expert_pred", "confidence_expert")}
+    told |= {name: (part, "pred", "confidence") for name, part in samples.groupby("variant", sort=False)}
+    found = []
+    for variant, (rows, answer, confidence) in told.items():
+        is_right = (rows[answer] == rows["label"]).to_numpy(dtype=bool)
+        bins = reliability(rows[confidence].to_numpy(dtype=float), is_right)
+        found.append(bins.assign(variant=variant, **{_ERROR: expected_calibration_error(bins)}))
+    return pd.concat(found, ignore_index=True)
+
+
+@chart(
+    "confidence",
+    title="Can the probabilities be believed?",
+    section="probabilities",
+    rank=50,
+    presets=("calibration",),
+    needs=("outputs", ("label", "confidence")),
+    rows=_believed,
+    also="heads and labelled samples",
+    caption="Left, accuracy of predictions on the diagnosis samples of all chosen tasks against their confidence, the "
+    "largest class probability, in ten bins with 95 % Wilson intervals; right, how many samples each bin holds.",
+    hint="On the dotted line, predictions of 80 % confidence are right 80 % of the time; below it a network is surer "
+    "than it should be. Bins with few samples say little: look at their intervals. The error in the notes is the mean "
+    "distance from the line, weighted by samples.",
+)
+def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
+    """A reliability diagram and a histogram, the expert's beside every variant's."""
+    from plotly.subplots import make_subplots
+
+    samples = _believed(run, options)
+    rows = _reliabilities(samples)
+    figure = make_subplots(1, 2, column_widths=[0.58, 0.42], horizontal_spacing=0.1)
+    surface = theme.palette(options.dark).surface
+    for name, bins in rows.groupby("variant", sort=False):
+        variant, style = str(name), theme.look(run.variants, str(name), dark=options.dark)
+        colour, shown = style.colour, words.shown(variant)
+        curve = marks.scatter(
+            x=marks.gapped(bins["confidence"]),
+            y=marks.gapped(bins["accuracy"]),
+            error_y=marks.whiskers(bins["accuracy"], bins["low"], bins["high"], colour, thickness=1, width=3),
+            mode="lines+markers",
+            connectgaps=False,
+            line={"color": colour, "dash": style.dash, "width": 1.5},
+            marker={"color": colour, "symbol": style.symbol, "size": 7},
+            text=[words.counted(count, "sample") for count in bins["samples"]],
+            hovertemplate=f"confidence %{{x:{theme.SHARE}}}, accuracy %{{y:{theme.SHARE}}}<br>%{{text}}",
+            **marks.named(variant, shown, legend=True),
+        )
+        counts = marks.bar(
+            x=((bins["from"] + bins["to"]) / 2).tolist(),
+            y=bins["samples"].tolist(),
+            marker={**marks.hatched(style, size=4), "line": {"width": 0.5, "color": surface}},
+            hovertemplate=f"confidence around %{{x:{theme.SHARE}}}<br>%{{y}} samples",
+            **marks.named(variant, shown, legend=False),
+        )
+        figure.add_traces([curve, counts], rows=[1, 1], cols=[1, 2])
+    theme.apply_theme(figure, height=440, **words.themed(run, "confidence", options))
+    marks.identity_line(figure, 0, 1, dark=options.dark, row=1, col=1)
+    figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
+    reach = [-0.02, 1.02]
+    figure.update_xaxes(range=reach, tickformat=theme.TICK_SHARE)
+    figure.update_xaxes(title_text="mean confidence in the bin (%)", col=1)
+    figure.update_xaxes(title_text="confidence (%)", dtick=0.2, showgrid=False, col=2)
+    figure.update_yaxes(range=reach, tickformat=theme.TICK_SHARE, title_text="accuracy in the bin (%)", col=1)
+    figure.update_yaxes(title_text="samples (count)", rangemode="tozero", col=2)
+    errors = rows.drop_duplicates("variant")
+    told = words.by_variant(zip(errors["variant"], errors[_ERROR].map(number), strict=True))
+    return Drawn(
+        figure,
+        alt=f"Reliability diagram. Expected calibration error: {told}.",
+        data=rows[["variant", *(name for name in rows if name != "variant")]],
+        notes=(
+            f"Expected calibration error over {CONFIDENCE_BINS} bins of equal width: {told}.",
+            *words.table_notes(run, samples),
+        ),
+    )

@@ -12,39 +12,9 @@ from driftlens import variants
 from driftlens.records.intervals import student, unpaired_difference
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import (
-    Trace,
-    identity_line,
-    ink,
-    literal_column,
-    named,
-    points,
-    scatter,
-    thinned_samples,
-    whiskers,
-)
-from driftlens_reports.charts.panels import Grid, panel_grid
-from driftlens_reports.charts.picking import (
-    absent,
-    chosen_tasks,
-    chosen_variants,
-    layer_name,
-    ordered,
-    rows_at,
-)
-from driftlens_reports.charts.theme import GLYPHS, NUMBER, TICK_NUMBER, apply_theme, faded, look, palette
-from driftlens_reports.charts.words import (
-    by_variant,
-    label,
-    literal,
-    overlap_notes,
-    ranged,
-    shown,
-    span,
-    table_notes,
-    themed,
-)
+from driftlens_reports.charts.marks import Trace
 
 NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
 HEIGHT = 460
@@ -54,31 +24,19 @@ _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
 def against_baseline(
     run: DriftRun, options: ChartOptions, rows: pd.DataFrame, column: str, by: Sequence[str]
 ) -> pd.DataFrame:
-    """The rows of the chosen variants that both they and the baseline have a number in, with the baseline's beside it.
+    """The rows of the chosen variants, one layer's at most, that both they and the baseline have a number in.
 
-    Args:
-        run: the run.
-        options: name the variants, and the baseline, which need not be among them.
-        rows: rows of a table with the columns `variant`, `column` and `by`, of one layer at most.
-        column: the value; the baseline's comes as `<column>_baseline`.
-        by: what makes two rows match.
+    The baseline's stands beside it as `<column>_baseline`; rows match in the columns `by`.
 
     Raises:
         DataError: the run has no such baseline.
     """
     run.layers(variant=options.baseline)  # says which variants there are when this is none
-    rivals = [name for name in chosen_variants(run, options) if name != options.baseline]
+    rivals = [name for name in picking.chosen_variants(run, options) if name != options.baseline]
     measured = rows[rows[column].notna()]
     before = measured[measured["variant"] == options.baseline][[*by, column]]
     after = measured[measured["variant"].isin(rivals)]
     return after.merge(before.rename(columns={column: f"{column}_baseline"}), on=list(by), how="inner")
-
-
-def _no_rival(run: DriftRun, options: ChartOptions) -> str:
-    """The sentence for a selection that leaves nothing to compare with the baseline."""
-    if any(name not in ("base", "expert", options.baseline) for name in run.variants):
-        return "needs a variant besides the baseline; choose another variant, or another baseline."
-    return NO_RIVAL
 
 
 def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
@@ -88,23 +46,27 @@ def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
         return f"{row[column]:+#.4g} ({row['task']})"
 
     groups = rows.groupby("variant", sort=False)
-    return by_variant(
-        (name, span(own, column, write) if len(own) > 1 else write(own.iloc[0])) for name, own in groups
+    return words.by_variant(
+        (name, words.span(own, column, write) if len(own) > 1 else write(own.iloc[0])) for name, own in groups
     )
 
 
 def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task, variant and sample with the baseline's cosine beside the variant's own."""
-    samples = rows_at(run, options, "samples", baseline=True)
+    samples = picking.rows_at(run, options, "samples", baseline=True)
     paired = against_baseline(run, options, samples, "cos", ["task", "sample_id"])
     names = {"cos": "cosine", "cos_baseline": "baseline cosine"}
     return paired.rename(columns=names)[["task", "variant", "sample_id", "label", *names.values()]]
 
 
 def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
-    if rows_at(run, options, "samples")["cos"].isna().all():
-        return absent("samples", ["cos"])
-    return None if len(_paired(run, options)) else _no_rival(run, options)
+    if picking.rows_at(run, options, "samples")["cos"].isna().all():
+        return picking.absent("samples", ["cos"])
+    if len(_paired(run, options)):
+        return None
+    if any(name not in ("base", "expert", options.baseline) for name in run.variants):
+        return "needs a variant besides the baseline; choose another variant, or another baseline."
+    return NO_RIVAL
 
 
 @chart(
@@ -125,50 +87,51 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _paired(run, options)
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
-    drawn, thinned = thinned_samples(rows, options, rows["variant"].nunique())
+    drawn, thinned = marks.thinned_samples(rows, options, rows["variant"].nunique())
     tasks = list(rows["task"].unique())
     baseline = variants.title(options.baseline)
-    grid = panel_grid(
-        [label(task) for task in tasks],
-        x_title=f"cosine, {literal(baseline)} (1: as the expert)",
+    grid = panels.panel_grid(
+        [words.label(task) for task in tasks],
+        x_title=f"cosine, {words.literal(baseline)} (1: as the expert)",
         y_titles=["cosine, others (1: as the expert)"],
-        **themed(run, "sample-cosine", options),
+        **words.themed(run, "sample-cosine", options),
     )
     shown_before: set[str] = set()
     for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
-        trace = points(
+        trace = marks.points(
             part["baseline cosine"],
             part["cosine"],
-            look(run.variants, str(variant), dark=options.dark),
+            theme.look(run.variants, str(variant), dark=options.dark),
             total=len(drawn),
-            **named(variant, shown(str(variant)), legend=variant not in shown_before),
-            text=literal_column(part["sample_id"]).to_numpy(),
-            hovertemplate=f"%{{text}}<br>{literal(baseline)} %{{x:{NUMBER}}}, {shown(str(variant))} %{{y:{NUMBER}}}",
+            **marks.named(variant, words.shown(str(variant)), legend=variant not in shown_before),
+            text=marks.literal_column(part["sample_id"]).to_numpy(),
+            hovertemplate=f"%{{text}}<br>{words.literal(baseline)} %{{x:{theme.NUMBER}}}, "
+            f"{words.shown(str(variant))} %{{y:{theme.NUMBER}}}",
         )
         shown_before.add(str(variant))
         grid.add(tasks.index(task), trace)
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for at, task in enumerate(tasks):
-        identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
+        marks.identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
         _write_gains(grid, at, run, means[means["task"] == task], dark=options.dark)
     reach = [low - 0.03, 1.03]
-    grid.figure.update_xaxes(range=reach, tickformat=TICK_NUMBER)
-    grid.figure.update_yaxes(range=reach, tickformat=TICK_NUMBER)
+    grid.figure.update_xaxes(range=reach, tickformat=theme.TICK_NUMBER)
+    grid.figure.update_yaxes(range=reach, tickformat=theme.TICK_NUMBER)
     return Drawn(
         grid.figure,
-        alt=f"Mean gain in cosine of the {layer_name(options)} over {baseline}: "
+        alt=f"Mean gain in cosine of the {picking.layer_name(options)} over {baseline}: "
         f"{_extremes_in_words(means, 'mean gain')}.",
         data=drawn.merge(means, on=["task", "variant"], how="left"),
-        notes=(*thinned, *table_notes(run, rows, over_tasks=False)),
+        notes=(*thinned, *words.table_notes(run, rows, over_tasks=False)),
     )
 
 
-def _write_gains(grid: Grid, at: int, run: DriftRun, means: pd.DataFrame, *, dark: bool) -> None:
+def _write_gains(grid: panels.Grid, at: int, run: DriftRun, means: pd.DataFrame, *, dark: bool) -> None:
     """Each variant's mean gain beside its symbol, in the corner below the line where few points are."""
     lines = []
     for variant, gain in zip(means["variant"], means["mean gain"], strict=True):
-        symbol = look(run.variants, variant, dark=dark).symbol
-        lines.append(f"{GLYPHS.get(symbol, shown(variant))} {gain:+.3f}")
+        symbol = theme.look(run.variants, variant, dark=dark).symbol
+        lines.append(f"{theme.GLYPHS.get(symbol, words.shown(variant))} {gain:+.3f}")
     axis = str(at + 1) if at else ""
     grid.figure.add_annotation(
         text="<br>".join(lines),
@@ -177,14 +140,14 @@ def _write_gains(grid: Grid, at: int, run: DriftRun, means: pd.DataFrame, *, dar
         **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
         align="right",
         showarrow=False,
-        font=ink(dark=dark),
-        bgcolor=faded(palette(dark).surface, 0.8),  # points may lie below it all the same
+        font=marks.ink(dark=dark),
+        bgcolor=theme.faded(theme.palette(dark).surface, 0.8),  # points may lie below it all the same
     )
 
 
 def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task and variant that has both gains."""
-    samples = rows_at(run, options, "samples", baseline=True)
+    samples = picking.rows_at(run, options, "samples", baseline=True)
     cosines = _cosine_gains(against_baseline(run, options, samples, "cos", ["task", "sample_id"]))
     scores = run.accuracy()
     scores = scores[(scores["metric"] == "accuracy") & scores["n"].notna()]
@@ -192,7 +155,7 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     counts = scores[scores["variant"] == options.baseline].set_index("task")["n"]
     accuracies = _accuracy_gains(scored.assign(n_baseline=scored["task"].map(counts)))
     rows = cosines.merge(accuracies, on=["task", "variant"], how="inner")
-    return ordered(rows, chosen_tasks(run, options), list(run.variants))
+    return picking.ordered(rows, picking.chosen_tasks(run, options), list(run.variants))
 
 
 def _cosine_gains(paired: pd.DataFrame) -> pd.DataFrame:
@@ -219,11 +182,10 @@ def _accuracy_gains(scored: pd.DataFrame) -> pd.DataFrame:
 
 
 def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
-    if rows_at(run, options, "samples")["cos"].isna().all():
-        return absent("samples", ["cos"])
-    if not run.accuracy()["value"].notna().any():
-        return absent("accuracy", ["value"])
-    return None if len(_rows(run, options)) else _no_rival(run, options)
+    lacking = _no_pairs(run, options)
+    if lacking is None and not len(_rows(run, options)):
+        return picking.absent("accuracy", ["value"])
+    return lacking
 
 
 @chart(
@@ -251,47 +213,50 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     labelled = ([name for name in names if part_of(name) == "calibrated"] or names)[-1]
     for variant, part in rows.groupby("variant", sort=False):
         figure.add_trace(_trace(run, part, str(variant), labelled, dark=options.dark))
-    apply_theme(figure, height=HEIGHT, **themed(run, "gains", options))
-    line = {"color": palette(options.dark).quiet, "width": 1}
+    theme.apply_theme(figure, height=HEIGHT, **words.themed(run, "gains", options))
+    line = {"color": theme.palette(options.dark).quiet, "width": 1}
     figure.add_hline(0, line=line, layer="below")
     figure.add_vline(0, line=line, layer="below")
-    baseline = literal(variants.title(options.baseline))
+    baseline = words.literal(variants.title(options.baseline))
     x_title = f"gain in mean cosine over {baseline} (cosine, -1 to 1)"
-    figure.update_xaxes(title_text=x_title, tickformat=TICK_NUMBER)
+    figure.update_xaxes(title_text=x_title, tickformat=theme.TICK_NUMBER)
     y_title = f"gain in accuracy over {baseline} (percentage points)"
-    figure.update_yaxes(title_text=y_title, tickformat=TICK_NUMBER)
+    figure.update_yaxes(title_text=y_title, tickformat=theme.TICK_NUMBER)
     return Drawn(
         figure,
         alt=f"Gain in cosine over {variants.title(options.baseline)}: {_extremes_in_words(rows, _COSINE)}. Gain in "
         f"accuracy in points: {_extremes_in_words(rows, _ACCURACY)}.",
         data=rows,
         notes=(
-            f"{ranged(rows['n'], 'diagnosis sample')} and {ranged(rows['test n'], 'test sample')} per task.",
+            f"{words.ranged(rows['n'], 'diagnosis sample')} "
+            f"and {words.ranged(rows['test n'], 'test sample')} per task.",
             "Bars: Student's 95 % interval of the mean gain in cosine; that of the gain in accuracy is from the two "
             "counts alone (wider than it need be, as both answered the same samples).",
-            *overlap_notes(run),
+            *words.overlap_notes(run),
         ),
     )
 
 
 def _trace(run: DriftRun, rows: pd.DataFrame, variant: str, labelled: str, *, dark: bool) -> Trace:
-    style = look(run.variants, variant, dark=dark)
+    style = theme.look(run.variants, variant, dark=dark)
     across, up = (
-        whiskers(rows[name], rows[f"{name} low"], rows[f"{name} high"], style.colour, thickness=1, width=0)
+        marks.whiskers(
+            rows[name], rows[f"{name} low"], rows[f"{name} high"], style.colour, thickness=1, width=0
+        )
         for name in (_COSINE, _ACCURACY)
     )
     # A name goes on the other side than that of the next higher point, which may be close.
     places = rows[_ACCURACY].rank(method="first").astype(int)
-    return scatter(
+    return marks.scatter(
         x=rows[_COSINE].tolist(),
         y=rows[_ACCURACY].tolist(),
         error_x=across,
         error_y=up,
         mode="markers+text" if variant == labelled else "markers",
-        text=[label(str(task)) for task in rows["task"]],
+        text=[words.label(str(task)) for task in rows["task"]],
         textposition=["bottom right" if place % 2 else "top left" for place in places],
-        textfont=ink(dark=dark),
-        name=shown(variant),
+        textfont=marks.ink(dark=dark),
+        name=words.shown(variant),
         marker={"color": style.colour, "symbol": style.symbol, "size": 9},
         hovertemplate="%{text}<br>cosine %{x:+.3f}, accuracy %{y:+.1f} points",
     )

@@ -11,38 +11,11 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.alignment import block_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows, with_ends
 from driftlens_reports.charts.layer_curves import of_layers
-from driftlens_reports.charts.marks import bar, colour_bar, ink, interval_texts
-from driftlens_reports.charts.panels import layer_axis, layer_title, room_beside, titled
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows
-from driftlens_reports.charts.theme import (
-    NUMBER,
-    SHARE,
-    SMALL,
-    TICK_NUMBER,
-    apply_theme,
-    palette,
-    readable,
-    scale,
-    shade,
-)
-from driftlens_reports.charts.words import (
-    counted,
-    gap_notes,
-    joined,
-    label,
-    literal,
-    peak_sentence,
-    peak_share,
-    ranged,
-    short,
-    shown,
-    span,
-    themed,
-)
 from driftlens_reports.wording import number
 
 if TYPE_CHECKING:
@@ -69,8 +42,8 @@ class Scale:
     low: float
     high: float
     colours: Sequence[str]
-    write: Callable[[float], str] = short
-    hover: str = TICK_NUMBER
+    write: Callable[[float], str] = words.short
+    hover: str = theme.TICK_NUMBER
 
 
 @dataclass(frozen=True)
@@ -96,7 +69,7 @@ class Cells:
 
 def draw_cells(
     run: DriftRun,
-    panels: Sequence[Cells],
+    cells: Sequence[Cells],
     scales: Sequence[Scale],
     *,
     y_title: str,
@@ -108,16 +81,16 @@ def draw_cells(
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    names, layers = list(panels[0].values.index), list(panels[0].values.columns)
+    names, layers = list(cells[0].values.index), list(cells[0].values.columns)
     height = max(_ROW * len(names) + 8, _LEAST)
-    inner = len(panels) * height + (len(panels) - 1) * _GAP
-    spacing = _GAP / inner if len(panels) > 1 else 0
+    inner = len(cells) * height + (len(cells) - 1) * _GAP
+    spacing = _GAP / inner if len(cells) > 1 else 0
     figure = make_subplots(
-        len(panels), 1, subplot_titles=[panel.title for panel in panels], vertical_spacing=spacing
+        len(cells), 1, subplot_titles=[panel.title for panel in cells], vertical_spacing=spacing
     )
-    for at, panel in enumerate(panels, start=1):
+    for at, panel in enumerate(cells, start=1):
         more = "" if panel.more is None else "%{hovertext}"
-        drawn = go.Heatmap(
+        coloured = go.Heatmap(
             x=layers,
             y=list(range(len(names))),
             z=panel.values.to_numpy(dtype=float),
@@ -129,12 +102,12 @@ def draw_cells(
             hovertext=None if panel.more is None else panel.more.to_numpy().tolist(),
             hovertemplate=f"%{{text}}<br>{panel.what}%{{z:{scales[panel.scale].hover}}}{more}<extra></extra>",
         )
-        figure.add_trace(drawn, row=at, col=1)
-        figure.add_trace(_numbers(drawn, scales[panel.scale]), row=at, col=1)
-    apply_theme(figure, dark=dark, key=key, height=inner + _TOP + _BOTTOM)
-    shown_names = [label(name) for name in names]
-    figure.update_xaxes(**layer_axis(run, beyond), showgrid=False)
-    figure.update_xaxes(title_text=layer_title(run), row=len(panels), col=1)
+        figure.add_trace(coloured, row=at, col=1)
+        figure.add_trace(_numbers(coloured, scales[panel.scale]), row=at, col=1)
+    theme.apply_theme(figure, dark=dark, key=key, height=inner + _TOP + _BOTTOM)
+    shown_names = [words.label(name) for name in names]
+    figure.update_xaxes(**panels.layer_axis(run, beyond), showgrid=False)
+    figure.update_xaxes(title_text=panels.layer_title(run), row=len(cells), col=1)
     figure.update_yaxes(
         tickvals=list(range(len(names))),
         ticktext=shown_names,
@@ -142,17 +115,17 @@ def draw_cells(
         showgrid=False,
         title_text=y_title,
     )
-    figure.update_annotations(font=ink(dark=dark, size=SMALL + 1))
+    figure.update_annotations(font=marks.ink(dark=dark, size=theme.SMALL + 1))
     # Numbers that don't fit into their cell are left out; hovering tells.
-    written = {"uniformtext": {"minsize": SMALL - 2, "mode": "hide"}, "bargap": 0}
-    room = {"t": _TOP, **room_beside(shown_names)}
-    figure.update_layout(**written, plot_bgcolor=palette(dark).gap, margin=room)
+    written = {"uniformtext": {"minsize": theme.SMALL - 2, "mode": "hide"}, "bargap": 0}
+    room = {"t": _TOP, **panels.room_beside(shown_names)}
+    figure.update_layout(**written, plot_bgcolor=theme.palette(dark).gap, margin=room)
     for at, shades in enumerate(scales):
         # Of several scales, each is named above its panels.
-        beside = colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
+        beside = marks.colour_bar(title={"text": shades.title, "side": "right"}, tickformat=shades.hover)
         if len(scales) > 1:
             beside |= {"title": None, "len": 0.92 / len(scales), "y": 1 - (at + 0.5) / len(scales)}
-        ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": scale(shades.colours)}
+        ends = {"cmin": shades.low, "cmax": shades.high, "colorscale": theme.scale(shades.colours)}
         figure.update_layout({f"coloraxis{at + 1 if at else ''}": {**ends, "colorbar": beside}})
     return figure
 
@@ -162,8 +135,8 @@ def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:
     extent = (shades.high - shades.low) or 1.0
     places = np.argwhere(~np.isnan(drawn.z))
     values = [float(drawn.z[at, across]) for at, across in places]
-    behind = [shade(shades.colours, (value - shades.low) / extent) for value in values]
-    return bar(
+    behind = [theme.shade(shades.colours, (value - shades.low) / extent) for value in values]
+    return marks.bar(
         x=[drawn.x[across] for _, across in places],
         base=[float(at) - 0.5 for at, _ in places],
         y=[1.0] * len(values),
@@ -173,7 +146,7 @@ def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        insidetextfont={"size": SMALL - 1, "color": [readable(colour) for colour in behind]},
+        insidetextfont={"size": theme.SMALL - 1, "color": [theme.readable(colour) for colour in behind]},
         hoverinfo="skip",
         showlegend=False,
     )
@@ -185,13 +158,14 @@ def _task_cells(
     """One panel per variant of rows of the layer table, tasks down; `beyond` is a column shown behind the head."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
     places = {
-        at.index: f"layer {at.index}: {literal(at.role)}, {literal(at.path)}" for at in run.manifest.layers
+        at.index: f"layer {at.index}: {words.literal(at.role)}, {words.literal(at.path)}"
+        for at in run.manifest.layers
     }
-    layers, tasks, panels = list(places), list(dict.fromkeys(rows["task"])), []
+    layers, tasks, cells = list(places), list(dict.fromkeys(rows["task"])), []
     if beyond:
         places[layers[-1] + 1] = beyond
-    texts = pd.DataFrame([[f"{literal(task)}, {place}" for place in places.values()] for task in tasks])
-    said = interval_texts(rows, f"{column} low", f"{column} high")
+    texts = pd.DataFrame([[f"{words.literal(task)}, {place}" for place in places.values()] for task in tasks])
+    said = marks.interval_texts(rows, f"{column} low", f"{column} high")
     for variant, own in rows.assign(interval=said).groupby("variant", sort=False):
         table = own.pivot(index="task", columns="layer", values=[column, "interval"]).reindex(tasks)
         values = table[column].reindex(columns=list(places))
@@ -199,10 +173,10 @@ def _task_cells(
         if beyond:
             values[layers[-1] + 1] = own.groupby("task")[beyond].max()
         has_intervals = any(said)
-        panels.append(
-            Cells(shown(str(variant)), values, texts, more=more.fillna("") if has_intervals else None)
+        cells.append(
+            Cells(words.shown(str(variant)), values, texts, more=more.fillna("") if has_intervals else None)
         )
-    return draw_cells(run, panels, [shades], y_title="task (name)", beyond=beyond, dark=dark, key=key)
+    return draw_cells(run, cells, [shades], y_title="task (name)", beyond=beyond, dark=dark, key=key)
 
 
 @chart(
@@ -222,14 +196,16 @@ def heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of cells; the scale begins at zero and ends at the largest value shown."""
     source = "drift_rel" if options.relative else "drift_l2_mean"
     column = "relative drift" if options.relative else "mean drift"
-    words = "drift / expert norm" if options.relative else "mean L2 drift"
-    rows = layer_rows(run, options).rename(columns={source: column})
+    what = "drift / expert norm" if options.relative else "mean L2 drift"
+    rows = picking.layer_rows(run, options).rename(columns={source: column})
     highest = rows[column].astype(float).max()
     highest = highest if highest > 0 else 1.0
-    shades = Scale(titled(words, "layers", source), 0.0, highest, palette(options.dark).sequential)
-    figure = _task_cells(run, rows, column, shades, **themed(run, "heatmap", options))
-    alt = f"Heatmap of the {column} by task and layer. {peak_sentence(rows, column)}"
-    return of_layers(run, figure, rows, column, alt=alt, notes=gap_notes(run, rows, column))
+    shades = Scale(
+        panels.titled(what, "layers", source), 0.0, highest, theme.palette(options.dark).sequential
+    )
+    figure = _task_cells(run, rows, column, shades, **words.themed(run, "heatmap", options))
+    alt = f"Heatmap of the {column} by task and layer. {words.peak_sentence(rows, column)}"
+    return of_layers(run, figure, rows, column, alt=alt, notes=words.gap_notes(run, rows, column))
 
 
 @chart(
@@ -245,13 +221,13 @@ def heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
 )
 def cka(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of cells; the scale runs from the lowest value shown, or 0, to 1."""
-    rows = layer_rows(run, options)
+    rows = picking.layer_rows(run, options)
     lowest = min(0.0, float(rows["cka"].astype(float).min()))
-    colours = palette(options.dark).sequential[::-1]  # what is unlike stands out, as drift does
-    shades = Scale(titled("CKA", "layers", "cka"), lowest, 1.0, colours, lambda value: f"{value:.2f}")
-    figure = _task_cells(run, rows, "cka", shades, **themed(run, "cka", options))
-    alt = f"Heatmap of CKA with the expert by task and layer. {peak_sentence(rows, 'cka', lowest=True)}"
-    return of_layers(run, figure, rows, "cka", alt=alt, notes=gap_notes(run, rows, "cka"))
+    colours = theme.palette(options.dark).sequential[::-1]  # what is unlike stands out, as drift does
+    shades = Scale(panels.titled("CKA", "layers", "cka"), lowest, 1.0, colours, lambda value: f"{value:.2f}")
+    figure = _task_cells(run, rows, "cka", shades, **words.themed(run, "cka", options))
+    alt = f"Heatmap of CKA with the expert by task and layer. {words.peak_sentence(rows, 'cka', lowest=True)}"
+    return of_layers(run, figure, rows, "cka", alt=alt, notes=words.gap_notes(run, rows, "cka"))
 
 
 @chart(
@@ -275,13 +251,13 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
         title="share of final drift (%)",
         low=-highest,
         high=highest,
-        colours=palette(options.dark).diverging,
+        colours=theme.palette(options.dark).diverging,
         write=lambda value: f"{round(value, 2) + 0.0:.0%}",
-        hover=SHARE,
+        hover=theme.SHARE,
     )
-    theme = themed(run, "contributions-heatmap", options)
-    figure = _task_cells(run, rows, CONTRIBUTED, shades, beyond=REST, **theme)
-    alt = f"Heatmap of signed shares of the final drift by task and layer. {peak_share(rows, CONTRIBUTED)}"
+    themed = words.themed(run, "contributions-heatmap", options)
+    figure = _task_cells(run, rows, CONTRIBUTED, shades, beyond=REST, **themed)
+    alt = f"Heatmap of signed shares of the final drift by task and layer. {words.peak_share(rows, CONTRIBUTED)}"
     return of_layers(
         run,
         figure,
@@ -289,7 +265,7 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
         *with_ends(rows, CONTRIBUTED),
         REST,
         alt=alt,
-        notes=gap_notes(run, rows, CONTRIBUTED),
+        notes=words.gap_notes(run, rows, CONTRIBUTED),
     )
 
 
@@ -307,9 +283,13 @@ _NAMES = {
 def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """The log of the chosen calibrations, with each objective's ratio; null where there was nothing to lower."""
     rows = run.calibration()
-    chosen_tasks(run, options)  # a calibration serves all tasks, but a task that is not there is a mistake
+    picking.chosen_tasks(
+        run, options
+    )  # a calibration serves all tasks, but a task that is not there is a mistake
     wanted = [
-        name for name in rows["name"].unique() if calibrated(str(name)) in chosen_variants(run, options)
+        name
+        for name in rows["name"].unique()
+        if calibrated(str(name)) in picking.chosen_variants(run, options)
     ]
     rows = rows[rows["name"].isin(wanted)].rename(columns=_NAMES)
     before = rows["objective before"].astype(float)
@@ -343,28 +323,28 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _rows(run, options)
     names, sites = list(rows["name"].unique()), list(rows["site in block"].unique())
     rows = rows.assign(text=[_hover(row) for row in rows.to_dict("records")])
-    panels, scales = [], []
+    cells, scales = [], []
     for measure, (title, least) in _MEASURES.items():
         top = max(least, rows[measure].astype(float).max()) or 1.0
-        colours = palette(options.dark).sequential
-        scales.append(Scale(title, 0.0, top, colours, lambda value: f"{value:.2g}", NUMBER))
+        colours = theme.palette(options.dark).sequential
+        scales.append(Scale(title, 0.0, top, colours, lambda value: f"{value:.2g}", theme.NUMBER))
         for name, own in rows.groupby("name", sort=False):
             table = own.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
-            texts, above = table["text"].fillna(""), f"{label(str(name))}: {title}"
-            panels.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
-    theme = themed(run, "calibration-log", options)
+            texts, above = table["text"].fillna(""), f"{words.label(str(name))}: {title}"
+            cells.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
+    themed = words.themed(run, "calibration-log", options)
     kept = ["name", "layer", "site", "kind", "lam", *_NAMES.values(), "objective ratio"]
     return Drawn(
-        draw_cells(run, panels, scales, y_title="site (name)", **theme),
+        draw_cells(run, cells, scales, y_title="site (name)", **themed),
         alt=f"Calibration log. {_in_words(rows)}.",
         data=rows[kept],
-        notes=(f"{counted(len(rows), 'site')} calibrated.", *_sample_notes(run, names)),
+        notes=(f"{words.counted(len(rows), 'site')} calibrated.", *_sample_notes(run, names)),
     )
 
 
 def _hover(row: dict[str, object]) -> str:
     values = [f"{name} {number(float(str(row[name])))}" for name in _NAMES.values() if not pd.isna(row[name])]
-    return f"layer {row['layer']}: {literal(str(row['site']))}<br>" + "<br>".join(values)
+    return f"layer {row['layer']}: {words.literal(str(row['site']))}<br>" + "<br>".join(values)
 
 
 def _in_words(rows: pd.DataFrame) -> str:
@@ -372,11 +352,11 @@ def _in_words(rows: pd.DataFrame) -> str:
     for name, part in rows.groupby("name", sort=False):
         ratio = part["objective ratio"].astype(float)
         if ratio.notna().any():
-            ends = span(
+            ends = words.span(
                 part, "objective ratio", lambda row: f"{number(row['objective ratio'])} ({row['site']})"
             )
             parts.append(f"{name}: objective after against before from {ends}")
-    return joined(parts) or "No objective was measured"
+    return words.joined(parts) or "No objective was measured"
 
 
 def _sample_notes(run: DriftRun, names: list[str]) -> list[str]:
@@ -385,5 +365,5 @@ def _sample_notes(run: DriftRun, names: list[str]) -> list[str]:
     for name in names:
         info = run.manifest.calibrations.get(name)
         if info is not None and info.samples:
-            notes.append(f"{name}: {ranged(info.samples.values(), 'calibration sample')} per task.")
+            notes.append(f"{name}: {words.ranged(info.samples.values(), 'calibration sample')} per task.")
     return notes

@@ -12,35 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, gapped, named, scatter
-from driftlens_reports.charts.panels import (
-    layer_axis,
-    layer_places,
-    layer_title,
-    panel_grid,
-    titled,
-    value_axis,
-    whole,
-)
-from driftlens_reports.charts.picking import layer_rows
-from driftlens_reports.charts.theme import NUMBER, SHARE, TICK_NUMBER, TICK_SHARE, Look, faded, look
-from driftlens_reports.charts.words import (
-    final_sentence,
-    literal,
-    peak_sentence,
-    ranged,
-    sample_notes,
-    shown,
-    task_titles,
-    themed,
-)
+from driftlens_reports.charts.marks import Trace
+from driftlens_reports.charts.theme import Look
 from driftlens_reports.wording import error
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_AROUND_ZERO = {"tickformat": TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
+_AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
 _LONE = 0.2
 """Half the width, in layers, of a band with no neighbour."""
 
@@ -67,25 +48,25 @@ class Curves:
     axis: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     what: str = ""
-    number: str = NUMBER
+    number: str = theme.NUMBER
     band: tuple[str, str] | None = None
     error: str = ""
     beside: tuple[str, str] | None = None
     line: float | None = None
 
-    def traces(self, rows: pd.DataFrame, marks: Look, *, legend: bool, opacity: float) -> Iterator[Trace]:
+    def traces(self, rows: pd.DataFrame, style: Look, *, legend: bool, opacity: float) -> Iterator[Trace]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
         if self.band:
-            yield band(rows, *self.band, marks, opacity=opacity)
+            yield band(rows, *self.band, style, opacity=opacity)
         changes: dict[str, Any] = {}
         if self.error:
-            bars = {"type": "data", "array": gapped(rows[self.error]), "thickness": 1, "width": 3}
+            bars = {"type": "data", "array": marks.gapped(rows[self.error]), "thickness": 1, "width": 3}
             changes = {"error_y": bars}
         what = self.what or self.column
-        yield curve(rows, self.column, marks, what=what, legend=legend, number=self.number, **changes)
+        yield curve(rows, self.column, style, what=what, legend=legend, number=self.number, **changes)
         if self.beside:
-            marker = {"color": marks.colour, "symbol": f"{marks.symbol}-open", "size": 7}
-            yield curve(rows, self.beside[0], marks, what=self.beside[1], mode="markers", marker=marker)
+            marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
+            yield curve(rows, self.beside[0], style, what=self.beside[1], mode="markers", marker=marker)
 
 
 def draw_curves(
@@ -102,40 +83,42 @@ def draw_curves(
     Looks go by the run's variants unless others are given; further settings are those of `panel_grid`, such as titles.
     """
     tasks, names = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
-    placed: dict[str, Any] = {"titles": task_titles(tasks, [kind.name for kind in kinds])}
+    placed: dict[str, Any] = {"titles": words.task_titles(tasks, [kind.name for kind in kinds])}
     if len(kinds) > 1:
         placed |= {"columns": len(kinds), "height": 150}
-    grid = panel_grid(
+    grid = panels.panel_grid(
         **{**placed, **settings},
-        x_title=layer_title(run),
+        x_title=panels.layer_title(run),
         y_titles=[kind.title for kind in kinds],
-        legend=[shown(variant) for variant in names],
+        legend=[words.shown(variant) for variant in names],
         dark=dark,
         key=key,
     )
     opacity = min(0.14, 0.5 / max(1, len(names)))  # the more bands lie over one another, the less
     in_legend: set[str] = set()
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
-        marks = look(variants or run.variants, variant, dark=dark)
+        style = theme.look(variants or run.variants, variant, dark=dark)
         for at, kind in enumerate(kinds):
-            traces = kind.traces(part, marks, legend=variant not in in_legend, opacity=opacity)
+            traces = kind.traces(part, style, legend=variant not in in_legend, opacity=opacity)
             grid.add(tasks.index(task) * len(kinds) + at, *traces)
             in_legend.add(variant)
     for at, kind in enumerate(kinds):
         if kind.line is not None:
             grid.add_line("y", kind.line, column=at if len(kinds) > 1 else None)
-    grid.set_axes(x=layer_axis(run), y=[kind.axis for kind in kinds] if len(kinds) > 1 else kinds[0].axis)
+    grid.set_axes(
+        x=panels.layer_axis(run), y=[kind.axis for kind in kinds] if len(kinds) > 1 else kinds[0].axis
+    )
     return grid.figure
 
 
 def curve(
     rows: pd.DataFrame,
     column: str,
-    marks: Look,
+    style: Look,
     *,
     what: str,
     legend: bool = False,
-    number: str = NUMBER,
+    number: str = theme.NUMBER,
     **changes: Any,
 ) -> Trace:
     """One variant's values by layer on one task, from rows by layer; NaN makes a gap.
@@ -145,19 +128,21 @@ def curve(
     variant = str(rows["variant"].iloc[0])
     settings: dict[str, Any] = {
         "x": rows["layer"].tolist(),
-        "y": gapped(rows[column].astype(float)),
+        "y": marks.gapped(rows[column].astype(float)),
         "mode": "lines+markers",
         "connectgaps": False,
-        **named(variant, shown(variant), legend=legend),
-        "line": {"color": marks.colour, "dash": marks.dash, "width": 2},
-        "marker": {"color": marks.colour, "symbol": marks.symbol, "size": 6},
-        "text": [f"{literal(str(rows['task'].iloc[0]))}, {place}" for place in layer_places(rows)],
+        **marks.named(variant, words.shown(variant), legend=legend),
+        "line": {"color": style.colour, "dash": style.dash, "width": 2},
+        "marker": {"color": style.colour, "symbol": style.symbol, "size": 6},
+        "text": [
+            f"{words.literal(str(rows['task'].iloc[0]))}, {place}" for place in panels.layer_places(rows)
+        ],
         "hovertemplate": f"%{{text}}<br>{what} %{{y:{number}}}",
     }
-    return scatter(**{**settings, **changes})
+    return marks.scatter(**{**settings, **changes})
 
 
-def band(rows: pd.DataFrame, low: str, high: str, marks: Look, *, opacity: float) -> Trace:
+def band(rows: pd.DataFrame, low: str, high: str, style: Look, *, opacity: float) -> Trace:
     """The area between two columns; it stops where either has no number.
 
     Rows as for `curve`, whose legend entry shows and hides it too.
@@ -173,13 +158,13 @@ def band(rows: pd.DataFrame, low: str, high: str, marks: Look, *, opacity: float
         lows, highs = run[low].astype(float).tolist(), run[high].astype(float).tolist()
         x += [*layers, *reversed(layers), None]
         y += [*lows, *reversed(highs), None]
-    return scatter(
+    return marks.scatter(
         x=x[:-1],
         y=y[:-1],
         mode="lines",
         line={"width": 0},
         fill="toself",
-        fillcolor=faded(marks.colour, opacity),
+        fillcolor=theme.faded(style.colour, opacity),
         legendgroup=str(rows["variant"].iloc[0]),
         showlegend=False,
         hoverinfo="skip",
@@ -191,7 +176,7 @@ def of_layers(
 ) -> Drawn:
     """A chart of the layer table: its rows with what names them, n, and these columns; how many samples they are of."""
     data = rows[["task", "variant", "layer", "role", "path", "n", *columns]]
-    return Drawn(figure, alt, data, (*sample_notes(run, rows), *notes))
+    return Drawn(figure, alt, data, (*words.sample_notes(run, rows), *notes))
 
 
 _BANDS = {
@@ -220,20 +205,20 @@ _DRIFTS = {
 )
 def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves; all panels have one y axis range, so that tasks compare."""
-    rows = layer_rows(run, options).rename(columns=_DRIFTS)
+    rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
     spread = rows["drift_l2_std"].astype(float)
     ends = {"mean - std": rows["mean drift"] - spread, "mean + std": rows["mean drift"] + spread}
     rows = rows.assign(**ends)
-    source, words = "drift_l2_mean", "mean L2 drift"
+    source, what = "drift_l2_mean", "mean L2 drift"
     low, high, said = _BANDS.get(options.band, ("", "", ""))
     if options.relative:
-        source, words = "drift_rel", "drift / expert norm"
+        source, what = "drift_rel", "drift / expert norm"
         low, high, said = "", "", "Relative drift is one ratio of sums over the samples; it has no band."
     band = (low, high) if low else None
-    title, axis = titled(words, "layers", source), value_axis(options)
+    title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
     kind = Curves(column=_DRIFTS[source], title=title, axis=axis, band=band)
-    figure = draw_curves(run, rows, kind, **themed(run, "layer-drift", options))
-    alt = f"{words[0].upper()}{words[1:]} by layer. {final_sentence(rows, kind.column)}"
+    figure = draw_curves(run, rows, kind, **words.themed(run, "layer-drift", options))
+    alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
     return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[said] if said else [])
 
 
@@ -254,12 +239,15 @@ _DISTANCE = "drift / base distance"
 )
 def base_distance(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1: beyond it, merging has undone what fine-tuning gained."""
-    rows = layer_rows(run, options).rename(columns={"drift_vs_base": _DISTANCE})
-    axis, title = value_axis(options, include=[1.0]), titled(_DISTANCE, "layers", "drift_vs_base")
+    rows = picking.layer_rows(run, options).rename(columns={"drift_vs_base": _DISTANCE})
+    axis, title = (
+        panels.value_axis(options, include=[1.0]),
+        panels.titled(_DISTANCE, "layers", "drift_vs_base"),
+    )
     kind = Curves(column=_DISTANCE, title=title, axis=axis, line=1.0)
-    figure = draw_curves(run, rows, kind, **themed(run, "base-distance", options))
+    figure = draw_curves(run, rows, kind, **words.themed(run, "base-distance", options))
     alt = "Drift against the distance from base to expert, by layer, with a line at 1. "
-    return of_layers(run, figure, rows, _DISTANCE, alt=alt + final_sentence(rows, _DISTANCE))
+    return of_layers(run, figure, rows, _DISTANCE, alt=alt + words.final_sentence(rows, _DISTANCE))
 
 
 _PARTS = {
@@ -284,17 +272,19 @@ _PARTS = {
 )
 def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of three panels per task; both norms have one y axis range, the cross term another."""
-    rows = layer_rows(run, options).rename(columns={source: name for name, (source, _) in _PARTS.items()})
-    norms = value_axis(options)
+    rows = picking.layer_rows(run, options).rename(
+        columns={source: name for name, (source, _) in _PARTS.items()}
+    )
+    norms = panels.value_axis(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
-        Curves(column=name, name=name, title=titled(words, "layers", source), axis=axis)
-        for (name, (source, words)), axis in zip(_PARTS.items(), axes, strict=True)
+        Curves(column=name, name=name, title=panels.titled(what, "layers", source), axis=axis)
+        for (name, (source, what)), axis in zip(_PARTS.items(), axes, strict=True)
     ]
     kinds[2] = replace(kinds[2], line=0.0)
-    figure = draw_curves(run, rows, *kinds, **themed(run, "decomposition", options))
+    figure = draw_curves(run, rows, *kinds, **words.themed(run, "decomposition", options))
     alt = "Local mismatch, propagation and cross term by layer. "
-    alt += f"Mismatch: {peak_sentence(rows, 'mismatch')} Propagation: {peak_sentence(rows, 'propagation')}"
+    alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
     return of_layers(run, figure, rows, "reference", *_PARTS, alt=alt)
 
 
@@ -314,13 +304,13 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
 def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1; all panels have one y axis range."""
     names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
-    rows = layer_rows(run, options).rename(columns={**names, "jacobian_samples": "jacobian samples"})
+    rows = picking.layer_rows(run, options).rename(columns={**names, "jacobian_samples": "jacobian samples"})
     center, spread = rows["amplification"].astype(float), rows["Jacobian error"].astype(float)
     rows = rows.assign(lower=center * (1 - spread), upper=center * (1 + spread))
     kind = Curves(
         column="amplification",
-        title=titled("amplification", "layers", "amplification"),
-        axis=value_axis(options, zero=False, include=[1.0]),
+        title=panels.titled("amplification", "layers", "amplification"),
+        axis=panels.value_axis(options, zero=False, include=[1.0]),
         band=("lower", "upper"),
         beside=("random gain", "mean gain on random directions"),
         line=1.0,
@@ -331,9 +321,9 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         if pd.isna(largest)
         else f"Largest Jacobian error {error(float(largest))}, relative to the propagation."
     )
-    figure = draw_curves(run, rows, kind, **themed(run, "amplification", options))
+    figure = draw_curves(run, rows, kind, **words.themed(run, "amplification", options))
     columns = ("amplification", "lower", "upper", *names.values(), "jacobian samples")
-    alt = f"Amplification by layer, with a line at 1. {peak_sentence(rows, 'amplification')}"
+    alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
     return of_layers(run, figure, rows, *columns, alt=alt, notes=[said])
 
 
@@ -358,10 +348,10 @@ _GROWTH = {
 )
 def growth(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of two panels per task; each column has one y axis range."""
-    rows = layer_rows(run, options).rename(columns=_GROWTH)
+    rows = picking.layer_rows(run, options).rename(columns=_GROWTH)
     ratios = Curves(
         column="gain excess",
-        title=titled("gamma, eta", "layers", "gain_excess_mean"),
+        title=panels.titled("gamma, eta", "layers", "gain_excess_mean"),
         axis=_AROUND_ZERO,
         name="gamma and eta",
         what="gamma",
@@ -371,14 +361,14 @@ def growth(run: DriftRun, options: ChartOptions) -> Drawn:
     shares = Curves(
         column="share that grows",
         title="share of samples (%)",
-        axis={"tickformat": TICK_SHARE, "autorangeoptions": whole(-0.03, 1.03)},
+        axis={"tickformat": theme.TICK_SHARE, "autorangeoptions": panels.whole(-0.03, 1.03)},
         name="samples with gamma above eta",
         what="samples with gamma above eta",
-        number=SHARE,
+        number=theme.SHARE,
     )
-    figure = draw_curves(run, rows, ratios, shares, **themed(run, "growth", options))
+    figure = draw_curves(run, rows, ratios, shares, **words.themed(run, "growth", options))
     alt = "Gain excess, mismatch ratio and the share of samples whose drift must grow, by layer. "
-    alt += f"Share: {peak_sentence(rows, 'share that grows')}"
+    alt += f"Share: {words.peak_sentence(rows, 'share that grows')}"
     return of_layers(run, figure, rows, *_GROWTH.values(), alt=alt)
 
 
@@ -404,21 +394,21 @@ _SPECTRAL = {
 )
 def spectral(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1; all panels have one y axis range."""
-    rows = layer_rows(run, options).rename(columns=_SPECTRAL)
+    rows = picking.layer_rows(run, options).rename(columns=_SPECTRAL)
     rows = rows.assign(error=rows["spectral norm"].astype(float) * rows["residual"].astype(float))
     kind = Curves(
         column="spectral norm",
-        title=titled("gain", "layers", "spectral_norm_mean"),
-        axis=value_axis(options, include=[1.0]),
+        title=panels.titled("gain", "layers", "spectral_norm_mean"),
+        axis=panels.value_axis(options, include=[1.0]),
         error="error",
         beside=("amplification", "amplification"),
         line=1.0,
     )
     largest = rows["residual"].astype(float).max()
-    taken = f"Jacobians are of {ranged(rows['jacobian samples'], 'diagnosis sample')} per task."
-    figure = draw_curves(run, rows, kind, **themed(run, "spectral", options))
+    taken = f"Jacobians are of {words.ranged(rows['jacobian samples'], 'diagnosis sample')} per task."
+    figure = draw_curves(run, rows, kind, **words.themed(run, "spectral", options))
     columns = ("spectral norm", "residual", "error", "amplification", "jacobian samples")
     alt = "Spectral norm by layer beside the amplification of the actual drift. "
-    alt += peak_sentence(rows, "spectral norm")
+    alt += words.peak_sentence(rows, "spectral norm")
     notes = [taken, f"Largest residual {error(float(largest))}."]
     return of_layers(run, figure, rows, *columns, alt=alt, notes=notes)

@@ -130,13 +130,8 @@ def thinned_samples(
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """The rows of as many samples as the options allow points, and a note where some are left out.
 
-    A sample stays or goes in all its rows, so that variants stay matched. The share that stays is the same in every
-    class of every task.
-
-    Args:
-        rows: task, sample_id and label, and whatever is drawn; a sample may have a row per variant.
-        options: say how many points there may be.
-        panels: how many points each sample becomes.
+    A sample stays or goes in all its rows, so that variants stay matched; each becomes as many points as there are
+    `panels`. The share that stays is the same in every class of every task.
     """
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
@@ -152,12 +147,8 @@ def thinned_samples(
 def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
     """At most `limit` of the rows, in their order: as many of each stratum as its size asks for, rare ones included.
 
-    Which ones depends on their sample ids alone, so that order and neighbours don't matter, nor the day.
-
-    Args:
-        rows: one per sample, with a column `sample_id`.
-        limit: how many to keep.
-        by: columns whose values make the strata.
+    Strata are the values of the columns `by`. Which rows stay depends on their sample ids alone, so that order and
+    neighbours don't matter, nor the day.
     """
     if len(rows) <= limit:
         return rows

@@ -85,12 +85,9 @@ def layer_places(rows: pd.DataFrame) -> list[str]:
 
 
 def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Settings of an axis of values, logarithmic if the options say so.
+    """Settings of an axis of values, logarithmic if the options say so; a linear one begins at `zero`.
 
-    Args:
-        options: what the reader chose.
-        zero: whether a linear axis begins at zero.
-        include: values that are always on it, such as the one that a line marks.
+    `include` are values that are always on it, such as the one that a line marks.
     """
     return {
         "type": "log" if options.log else "linear",

@@ -7,42 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from driftlens.records.intervals import Interval, mean_over_tasks
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import (
-    Trace,
-    bar,
-    category_axis,
-    gapped,
-    hatched,
-    interval_texts,
-    named,
-    scatter,
-    whiskers,
-)
-from driftlens_reports.charts.picking import (
-    chosen_tasks,
-    chosen_variants,
-    layer_name,
-    ordered,
-    rows_at,
-)
-from driftlens_reports.charts.theme import (
-    NUMBER,
-    SHARE,
-    TICK_NUMBER,
-    TICK_SHARE,
-    Look,
-    apply_theme,
-    look,
-    palette,
-)
-from driftlens_reports.charts.words import by_variant, counted, literal, ranged, sample_notes, shown, themed
+from driftlens_reports.charts.marks import Trace
+from driftlens_reports.charts.theme import Look
 from driftlens_reports.wording import number, percent
 
 if TYPE_CHECKING:
@@ -93,56 +68,57 @@ def with_average(
     return pd.concat([rows, added.astype(kinds)], ignore_index=True)
 
 
-def task_figure(run: DriftRun, rows: pd.DataFrame, marks: Marks, *, dark: bool, key: str) -> go.Figure:
+def task_figure(run: DriftRun, rows: pd.DataFrame, kind: Marks, *, dark: bool, key: str) -> go.Figure:
     """A figure of the rows (task, variant, value): tasks along the axis, variants side by side."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
     for variant, own in rows.groupby("variant", sort=False):
-        style = look(run.variants, str(variant), dark=dark)
+        style = theme.look(run.variants, str(variant), dark=dark)
         for at, part in enumerate(_with_and_without_whiskers(own)):
-            figure.add_trace(_trace(part, marks, style, dark, legend=at == 0))
+            figure.add_trace(_trace(part, kind, style, dark, legend=at == 0))
     figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
-    apply_theme(figure, dark=dark, key=key, height=HEIGHT)
+    theme.apply_theme(figure, dark=dark, key=key, height=HEIGHT)
     tasks = [str(task) for task in rows["task"].unique()]
-    figure.update_xaxes(title_text="task (name)", **category_axis(tasks))
-    tick, start = (TICK_SHARE, "tozero") if marks.as_bars else (TICK_NUMBER, "normal")
-    figure.update_yaxes(title_text=marks.title, tickformat=tick, rangemode=start)
+    figure.update_xaxes(title_text="task (name)", **marks.category_axis(tasks))
+    tick, start = (theme.TICK_SHARE, "tozero") if kind.as_bars else (theme.TICK_NUMBER, "normal")
+    figure.update_yaxes(title_text=kind.title, tickformat=tick, rangemode=start)
     if AVERAGE in tasks:
-        figure.add_vline(len(tasks) - 1.5, line={"color": palette(dark).quiet, "width": 1, "dash": "dot"})
+        figure.add_vline(
+            len(tasks) - 1.5, line={"color": theme.palette(dark).quiet, "width": 1, "dash": "dot"}
+        )
     return figure
 
 
 def averages_in_words(rows: pd.DataFrame, column: str) -> str:
     """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010"."""
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
-    return by_variant(zip(last["variant"], last[column].astype(float).map(number), strict=True))
+    return words.by_variant(zip(last["variant"], last[column].astype(float).map(number), strict=True))
 
 
-def _trace(rows: pd.DataFrame, marks: Marks, style: Look, dark: bool, *, legend: bool) -> Trace:
+def _trace(rows: pd.DataFrame, kind: Marks, style: Look, dark: bool, *, legend: bool) -> Trace:
     variant = str(rows["variant"].iloc[0])
-    values = rows[marks.column].astype(float)
-    tasks = [literal(str(task)) for task in rows["task"]]
-    has_whiskers = "low" in rows and not rows["low"].isna().any()
-    colour = palette(dark).ink if marks.as_bars else style.colour
+    values = rows[kind.column].astype(float)
+    tasks = [words.literal(str(task)) for task in rows["task"]]
+    colour = theme.palette(dark).ink if kind.as_bars else style.colour
+    write, form = (percent, theme.SHARE) if kind.as_bars else (number, theme.NUMBER)
+    ends = None
+    if "low" in rows and not rows["low"].isna().any():
+        ends = marks.whiskers(values, rows["low"], rows["high"], colour, thickness=1.2, width=3)
     common: dict[str, Any] = {
         "x": tasks,
-        "y": gapped(values),
-        **named(variant, shown(variant), legend=legend),
+        "y": marks.gapped(values),
+        **marks.named(variant, words.shown(variant), legend=legend),
         "offsetgroup": variant,
         "text": tasks,
-        "customdata": interval_texts(
-            rows, "low", "high", marks.interval, percent if marks.as_bars else number
-        ),
-        "hovertemplate": f"%{{text}}<br>{marks.column} %{{y:{SHARE if marks.as_bars else NUMBER}}}%{{customdata}}",
-        "error_y": whiskers(values, rows["low"], rows["high"], colour, thickness=1.2, width=3)
-        if has_whiskers
-        else None,
+        "customdata": marks.interval_texts(rows, "low", "high", kind.interval, write),
+        "hovertemplate": f"%{{text}}<br>{kind.column} %{{y:{form}}}%{{customdata}}",
+        "error_y": ends,
     }
-    if marks.as_bars:
-        return bar(**common, textposition="none", marker=hatched(style))
+    if kind.as_bars:
+        return marks.bar(**common, textposition="none", marker=marks.hatched(style))
     marker = {"color": style.colour, "symbol": style.symbol, "size": 9}
-    return scatter(**common, mode="markers", marker=marker)
+    return marks.scatter(**common, mode="markers", marker=marker)
 
 
 def _with_and_without_whiskers(rows: pd.DataFrame) -> list[pd.DataFrame]:
@@ -160,13 +136,8 @@ _ACCURACIES = {"value": "accuracy", "ci_low": "low", "ci_high": "high"}
 def _accuracies(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.accuracy()
     # Base first and expert last: the two ends between which merges lie.
-    variants = [*chosen_variants(run, options, base=True), "expert"]
-    return ordered(rows[rows["metric"] == "accuracy"], chosen_tasks(run, options), variants)
-
-
-def _scored(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    rows = _accuracies(run, options)
-    return rows[rows["value"].notna()]
+    variants = [*picking.chosen_variants(run, options, base=True), "expert"]
+    return picking.ordered(rows[rows["metric"] == "accuracy"], picking.chosen_tasks(run, options), variants)
 
 
 @chart(
@@ -176,7 +147,7 @@ def _scored(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=10,
     presets=("standard", "calibration"),
     needs=("accuracy", ("value",)),
-    rows=_scored,
+    rows=_accuracies,
     caption="Accuracy on the test samples of every task with 95 % Wilson intervals, from base to expert, and the mean "
     "over tasks at the end.",
     hint="Where intervals overlap widely there may be no difference. The anchor-only control shows what rescaling the "
@@ -185,16 +156,16 @@ def _scored(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 )
 def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     """Accuracy per task and variant with its interval, and the mean over tasks."""
-    tasks = chosen_tasks(run, options)
+    tasks = picking.chosen_tasks(run, options)
     columns = ["task", "variant", "n", "seed", *_ACCURACIES]
     rows = _accuracies(run, options)[columns].rename(columns=_ACCURACIES)
     rows = with_average(rows, "accuracy", tasks, has_intervals=True)
     return Drawn(
-        task_figure(run, rows, _ACCURACY, **themed(run, "accuracy", options)),
-        alt=f"Accuracy over {counted(len(tasks), 'task')}: {averages_in_words(rows, 'accuracy')}.",
+        task_figure(run, rows, _ACCURACY, **words.themed(run, "accuracy", options)),
+        alt=f"Accuracy over {words.counted(len(tasks), 'task')}: {averages_in_words(rows, 'accuracy')}.",
         data=rows,
         notes=(
-            f"{ranged(rows['n'], 'test sample')} per task.",
+            f"{words.ranged(rows['n'], 'test sample')} per task.",
             "Whiskers: 95 % Wilson intervals; that of the mean over tasks is over samples, of these very tasks.",
         ),
     )
@@ -222,11 +193,6 @@ def spread(samples: pd.DataFrame, column: str, by: Sequence[str], options: Chart
     return pd.DataFrame({"low": low, "high": high}).reset_index()
 
 
-def _cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    rows = rows_at(run, options, "layers")
-    return rows[rows["cos_mean"].notna()]
-
-
 @chart(
     "task-cosine",
     title="Cosine to the expert, by task",
@@ -234,7 +200,7 @@ def _cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=10,
     presets=("standard", "calibration"),
     needs=("layers", ("cos_mean",)),
-    rows=_cosines,
+    rows=partial(picking.rows_at, table="layers"),
     caption="Mean cosine of each variant's feature to the same task's expert's over the diagnosis samples of every "
     "task, with the whiskers over samples that the notes name, and the mean over tasks at the end.",
     hint="Higher is closer to the expert; 1 is the same direction. From merged to the anchor-only control is "
@@ -242,19 +208,19 @@ def _cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 )
 def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Mean cosine per task and variant, and the mean over tasks."""
-    tasks = chosen_tasks(run, options)
-    means = rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
-    bands = spread(rows_at(run, options, "samples"), "cos", ["task", "variant"], options)
+    tasks = picking.chosen_tasks(run, options)
+    means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
+    bands = spread(picking.rows_at(run, options, "samples"), "cos", ["task", "variant"], options)
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
     said = _SPREADS.get(options.band, "")
-    marks = Marks("mean cosine", "mean cosine to the expert (1: same direction)", said)
+    kind = Marks("mean cosine", "mean cosine to the expert (1: same direction)", said)
     return Drawn(
-        task_figure(run, rows, marks, **themed(run, "task-cosine", options)),
-        alt=f"Mean cosine of the {layer_name(options)} to the expert's over {counted(len(tasks), 'task')}: "
-        f"{averages_in_words(rows, 'mean cosine')}.",
+        task_figure(run, rows, kind, **words.themed(run, "task-cosine", options)),
+        alt=f"Mean cosine of the {picking.layer_name(options)} to the expert's over "
+        f"{words.counted(len(tasks), 'task')}: {averages_in_words(rows, 'mean cosine')}.",
         data=rows,
-        notes=(*sample_notes(run, rows), *([f"Whiskers: {said}."] if said else [])),
+        notes=(*words.sample_notes(run, rows), *([f"Whiskers: {said}."] if said else [])),
     )
 
 
@@ -268,12 +234,7 @@ _VECTORS = {
 def _backbones(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.params()
     rows = rows[rows["scope"] == "backbone"]
-    return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
-
-
-def _vectors(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    rows = _backbones(run, options)
-    return rows[rows["cos"].notna()]
+    return picking.ordered(rows, picking.chosen_tasks(run, options), picking.chosen_variants(run, options))
 
 
 @chart(
@@ -283,7 +244,7 @@ def _vectors(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=10,
     presets=("standard", "calibration"),
     needs=("params", ("cos",)),
-    rows=_vectors,
+    rows=_backbones,
     caption="Cosine of each variant's task vector to the same task's expert's over all parameters of the backbone at "
     "once, one number per task and variant without samples, and the mean over tasks at the end.",
     hint="A task vector is a model's weights minus the base's. Read it beside the feature cosine: features can come "
@@ -292,13 +253,13 @@ def _vectors(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 )
 def backbone_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     """Whole-backbone cosine per task and variant, and the mean over tasks."""
-    tasks, column = chosen_tasks(run, options), _VECTORS["cos"]
+    tasks, column = picking.chosen_tasks(run, options), _VECTORS["cos"]
     rows = _backbones(run, options)[["task", "variant", *_VECTORS]].rename(columns=_VECTORS)
     rows = with_average(rows, column, tasks)
-    marks = Marks(column, "cosine of task vectors (1: same direction)")
+    kind = Marks(column, "cosine of task vectors (1: same direction)")
     return Drawn(
-        task_figure(run, rows, marks, **themed(run, "backbone-alignment", options)),
-        alt=f"Cosine of task vectors to the expert's over the whole backbone and {counted(len(tasks), 'task')}: "
+        task_figure(run, rows, kind, **words.themed(run, "backbone-alignment", options)),
+        alt=f"Cosine of task vectors to the expert's over the whole backbone and {words.counted(len(tasks), 'task')}: "
         f"{averages_in_words(rows, column)}.",
         data=rows,
         notes=("One number per model and task; no samples are involved.",),

@@ -61,15 +61,10 @@ def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
-    """The variants that the options name, in the order of the run; all but the base unless they name some.
+    """The variants that the options name, in the order of the run; all unless they name some, the `base` only if asked.
 
     The anchor-only control of a calibrated variant always comes along: without it a reader would credit the
     calibration with what its anchor does.
-
-    Args:
-        run: the run.
-        options: what the reader chose.
-        base: whether the base is among them where none are named.
 
     Raises:
         DataError: one that the run has not, or none at all; says which there are.
@@ -83,12 +78,7 @@ def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False)
 
 
 def layer_rows(run: DriftRun, options: ChartOptions, *, base: bool = False) -> pd.DataFrame:
-    """Rows of the layer table of the chosen tasks and variants, in that order, by layer.
-
-    Raises:
-        DataError: as `chosen_tasks` and `chosen_variants`.
-        RunError: the table can't be read.
-    """
+    """Rows of the layer table of the chosen tasks and variants, in that order, by layer."""
     return ordered(run.layers(), chosen_tasks(run, options), chosen_variants(run, options, base=base))
 
 
@@ -110,16 +100,10 @@ def rows_at(
 ) -> pd.DataFrame:
     """Rows of the table at the options' layer, of the chosen tasks and variants and in their order.
 
-    Args:
-        run: the run.
-        options: what the reader chose.
-        table: which table.
-        baseline: whether the options' baseline comes along, chosen or not.
+    The options' `baseline` comes along if asked, chosen or not.
 
     Raises:
-        DataError: an unknown task or variant.
         LayerNotFoundError: an unknown layer.
-        RunError: the table can't be read.
     """
     # A run that stopped early lists no layers; then none has rows, and none is wrong to ask for.
     layer = options.layer if run.manifest.layers else None
@@ -136,12 +120,7 @@ def layer_name(options: ChartOptions) -> str:
 
 
 def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:
-    """Rows of the output table of the chosen tasks and variants in which all these columns are known, in their order.
-
-    Raises:
-        DataError: an unknown task or variant.
-        RunError: the table can't be read.
-    """
+    """Rows of the output table of the chosen tasks and variants, in their order, where all these columns are known."""
     rows = run.outputs()
     known = rows[rows[list(columns)].notna().all(axis=1)]
     return ordered(known, chosen_tasks(run, options), chosen_variants(run, options))
@@ -174,14 +153,7 @@ def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[
 
 
 def absent(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
-    """The sentence that says which columns have no numbers, and which command adds them.
-
-    Args:
-        table: table of the run, as in the schema.
-        columns: without numbers.
-        command: what adds them, if not what does so in a run where nothing was asked for.
-        also: what the spec must give besides.
-    """
+    """The sentence that says which columns have no numbers, what adds them, and what a spec must give besides."""
     what, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].filled_by(columns)

@@ -11,12 +11,9 @@ from driftlens import variants
 from driftlens.errors import DataError
 from driftlens.projection import Projection, project, stored_projection
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, points, scatter, thinned_samples
-from driftlens_reports.charts.panels import Grid, panel_grid, titled
-from driftlens_reports.charts.picking import absent, chosen_tasks, chosen_variants, layer_name, rows_at
-from driftlens_reports.charts.theme import TICK_NUMBER, look, palette, scale
-from driftlens_reports.charts.words import by_variant, counted, label, literal, overlap_notes, shown, themed
+from driftlens_reports.charts.marks import Trace
 from driftlens_reports.wording import number, percent
 
 if TYPE_CHECKING:
@@ -52,10 +49,10 @@ _INDICATIVE = (
 
 def shown_task(run: DriftRun, options: ChartOptions) -> str:
     """The task that is drawn: of the chosen ones, that with the largest mean drift of the baseline."""
-    tasks = chosen_tasks(run, options)
+    tasks = picking.chosen_tasks(run, options)
     if len(tasks) == 1:
         return tasks[0]
-    rows = rows_at(run, options, "layers", baseline=True)
+    rows = picking.rows_at(run, options, "layers", baseline=True)
     rows = rows[(rows["variant"] == options.baseline) & rows["drift_l2_mean"].notna()]
     return str(rows.loc[rows["drift_l2_mean"].astype(float).idxmax(), "task"]) if len(rows) else tasks[0]
 
@@ -70,14 +67,14 @@ def _projection(run: DriftRun, options: ChartOptions) -> Projection | None:
 
 def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:
     """The chosen variants that the layout has: it is that of all variants but the base."""
-    return [name for name in chosen_variants(run, options) if name != "base"]
+    return [name for name in picking.chosen_variants(run, options) if name != "base"]
 
 
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     task = shown_task(run, options)
     if not run.manifest.layers:
-        return absent("layers", ["drift_l2_mean"])
-    if chosen_variants(run, options) == ["base"]:
+        return picking.absent("layers", ["drift_l2_mean"])
+    if picking.chosen_variants(run, options) == ["base"]:
         return "shows the expert and all variants but the base, which the layout leaves out; choose another variant."
     try:
         run.sample_ids(task)
@@ -116,18 +113,18 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = found.frame[found.frame["variant"].isin(names)]
     rows = rows.merge(_drifts(run, options, task), on=["variant", "sample_id"], how="left")
     rows = _of_classes(rows, options)
-    drawn, thinned = thinned_samples(rows, options, len(names))
+    drawn, thinned = marks.thinned_samples(rows, options, len(names))
     axes = _axis_titles(found)
     legend = _class_legend(drawn["label"], dark=options.dark) if options.colour == "class" else []
-    grid = panel_grid(
-        [label(variants.title(variant), _TITLE) for variant in names],
+    grid = panels.panel_grid(
+        [words.label(variants.title(variant), _TITLE) for variant in names],
         x_title=axes[0],
         y_titles=[axes[1]],
         columns=_MOST_COLUMNS,
         height=_HEIGHT,
         legend=[entry.name for entry in legend],
         below=_BELOW,
-        **themed(run, "scatter", options),
+        **words.themed(run, "scatter", options),
     )
     for at, variant in enumerate(names):
         part = drawn[drawn["variant"] == variant]
@@ -142,7 +139,8 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     quality = found.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
     return Drawn(
         grid.figure,
-        alt=f"{found.method} layout of the {layer_name(options)} on {task}. {_quality_in_words(found.quality, names)}",
+        alt=f"{found.method} layout of the {picking.layer_name(options)} on {task}. "
+        f"{_quality_in_words(found.quality, names)}",
         data=drawn.merge(quality, on="variant", how="left"),
         notes=(*thinned, *_notes(run, options, task, found), *lost),
     )
@@ -167,20 +165,20 @@ def _drifts(run: DriftRun, options: ChartOptions, task: str) -> pd.DataFrame:
 def _axis_titles(found: Projection) -> tuple[str, str]:
     if found.explained_variance is None:
         return f"{found.method} 1 (no unit)", f"{found.method} 2 (no unit)"
-    first, second = (literal(percent(share)) for share in found.explained_variance)
+    first, second = (words.literal(percent(share)) for share in found.explained_variance)
     return f"PC 1 ({first} of variance)", f"PC 2 ({second} of variance)"
 
 
 def _draw_panel(
-    run: DriftRun, grid: Grid, at: int, part: pd.DataFrame, drawn: pd.DataFrame, options: ChartOptions
+    run: DriftRun, grid: panels.Grid, at: int, part: pd.DataFrame, drawn: pd.DataFrame, options: ChartOptions
 ) -> None:
     variant = str(part["variant"].iloc[0])
-    trace = points(
+    trace = marks.points(
         part["x"],
         part["y"],
-        look(run.variants, variant, dark=options.dark),
+        theme.look(run.variants, variant, dark=options.dark),
         total=len(drawn),
-        name=shown(variant),
+        name=words.shown(variant),
         showlegend=False,
         text=[_hover(row) for row in part.to_dict("records")],
         # What the app learns of points that a reader selects.
@@ -195,16 +193,16 @@ def _draw_panel(
 
 
 def _hover(row: dict[str, Any]) -> str:
-    lines = [literal(str(row["sample_id"]))]
+    lines = [words.literal(str(row["sample_id"]))]
     if not pd.isna(row["label"]):
-        lines.append(f"class {literal(str(row['label']))}")
+        lines.append(f"class {words.literal(str(row['label']))}")
     if not pd.isna(row["drift"]):
         lines.append(f"drift {number(float(row['drift']))}")
     return "<br>".join(lines)
 
 
 def _draw_ways(
-    run: DriftRun, grid: Grid, names: list[str], rows: pd.DataFrame, options: ChartOptions
+    run: DriftRun, grid: panels.Grid, names: list[str], rows: pd.DataFrame, options: ChartOptions
 ) -> list[str]:
     """Lines from the expert's place of every highlighted sample to the variant's; a note on those that aren't there."""
     chosen = rows[rows["sample_id"].isin(list(options.highlight))]
@@ -224,26 +222,26 @@ def _ways(starts: pd.DataFrame, ends: pd.DataFrame, variant: str, dark: bool) ->
         start = starts.loc[row["sample_id"]]
         x += [start["x"], row["x"], None]
         y += [start["y"], row["y"], None]
-    ink = palette(dark).ink
-    return scatter(
+    ink = theme.palette(dark).ink
+    return marks.scatter(
         x=x[:-1],
         y=y[:-1],
         mode="lines+markers",
         line={"color": ink, "width": 1.5},
         marker={"symbol": ["circle-open", "circle", "circle"] * len(ends), "color": ink, "size": 7},
-        name=f"{shown(variant)}, highlighted",
+        name=f"{words.shown(variant)}, highlighted",
         showlegend=False,
         hoverinfo="skip",
     )
 
 
 def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -> list[str]:
-    notes = [f"Task {task}; {counted(int(found.quality['n'].max()), 'diagnosis sample')}."]
-    if len(chosen_tasks(run, options)) > 1:
+    notes = [f"Task {task}; {words.counted(int(found.quality['n'].max()), 'diagnosis sample')}."]
+    if len(picking.chosen_tasks(run, options)) > 1:
         notes.append(
             "Of the chosen tasks, the one with the largest drift is shown; choose one task to see another."
         )
-    if "base" in chosen_variants(run, options):
+    if "base" in picking.chosen_variants(run, options):
         notes.append("The layout is that of all variants but the base: the base has no panel.")
     if options.classes is not None:
         notes.append(
@@ -252,23 +250,17 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -
     if options.colour == "class":
         notes += _class_notes(found.frame["label"])
     notes += [f"{text}." for text in found.notes]
-    return [*notes, _INDICATIVE, *overlap_notes(run)]
+    return [*notes, _INDICATIVE, *words.overlap_notes(run)]
 
 
 def _class_marks(labels: pd.Series[Any], every: pd.Series[Any], *, dark: bool) -> dict[str, Any]:
-    """Colour and symbol of each point by its class; points without one are quiet.
-
-    Args:
-        labels: class of each point of a panel.
-        every: classes of all points of the figure, which decide what each class looks like in every panel.
-        dark: which theme.
-    """
+    """Colour and symbol of each point by its class, the same in every panel of all points; without one it is quiet."""
     looks = _looks(every, dark)
-    unknown = (palette(dark).quiet, "circle")
-    marks = [unknown if pd.isna(name) else looks[name] for name in labels]
+    unknown = (theme.palette(dark).quiet, "circle")
+    pairs = [unknown if pd.isna(name) else looks[name] for name in labels]
     return {
-        "color": [colour for colour, _ in marks],
-        "symbol": [symbol for _, symbol in marks],
+        "color": [colour for colour, _ in pairs],
+        "symbol": [symbol for _, symbol in pairs],
         "opacity": 0.8,
     }
 
@@ -279,12 +271,12 @@ def _class_legend(every: pd.Series[Any], *, dark: bool) -> list[Trace]:
     if len(looks) > _MOST_NAMED:
         return []
     return [
-        scatter(
+        marks.scatter(
             x=[None],
             y=[None],
             mode="markers",
             marker={"color": colour, "symbol": symbol, "size": 7},
-            name=label(str(name)),
+            name=words.label(str(name)),
         )
         for name, (colour, symbol) in looks.items()
     ]
@@ -297,7 +289,9 @@ def _class_notes(every: pd.Series[Any]) -> list[str]:
         return ["The samples have no labels, so that classes have no colours."]
     if count <= _MOST_NAMED:
         return []
-    return [f"{counted(count, 'class', 'classes')}, told apart by colour and symbol; hovering names them."]
+    return [
+        f"{words.counted(count, 'class', 'classes')}, told apart by colour and symbol; hovering names them."
+    ]
 
 
 def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
@@ -312,8 +306,8 @@ def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:
 def _add_drift_bar(figure: go.Figure, drifts: pd.Series[Any], *, dark: bool) -> None:
     """Give `figure` one colour scale of drift for all panels, from zero to the largest one, and its bar above them."""
     bar = {
-        "title": {"text": titled("drift", "samples", "drift_l2"), "side": "bottom"},
-        "tickformat": TICK_NUMBER,
+        "title": {"text": panels.titled("drift", "samples", "drift_l2"), "side": "bottom"},
+        "tickformat": theme.TICK_NUMBER,
         "thickness": 10,
         "outlinewidth": 0,
         # Above the panels, for beside them it takes their room in a narrow window; and there in pixels of the figure,
@@ -324,14 +318,14 @@ def _add_drift_bar(figure: go.Figure, drifts: pd.Series[Any], *, dark: bool) -> 
     axis = {
         "cmin": 0,
         "cmax": float(drifts.max()) or 1.0,
-        "colorscale": scale(palette(dark).sequential[2:]),
+        "colorscale": theme.scale(theme.palette(dark).sequential[2:]),
         "colorbar": bar,
     }
     layout = figure.layout
     figure.update_layout(coloraxis=axis, height=layout.height + _BAR, margin_t=layout.margin.t + _BAR)
 
 
-def _write_below(grid: Grid, at: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
+def _write_below(grid: panels.Grid, at: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
     """Write the axis title and a variant's numbers below panel `at`; the expert has none but trustworthiness."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
@@ -349,7 +343,7 @@ def _write_below(grid: Grid, at: int, x_title: str, quality: pd.DataFrame, varia
 def _quality_in_words(quality: pd.DataFrame, names: list[str]) -> str:
     """The mean cosine of every variant shown, as a sentence."""
     rows = quality[quality["variant"].isin(names) & (quality["variant"] != "expert")]
-    said = by_variant(zip(rows["variant"], rows["mean_cosine"].map(number), strict=True))
+    said = words.by_variant(zip(rows["variant"], rows["mean_cosine"].map(number), strict=True))
     return f"Mean cosine to the expert: {said}."
 
 

@@ -10,13 +10,10 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SWEEPS
+from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace, gapped, scatter
-from driftlens_reports.charts.panels import titled
+from driftlens_reports.charts.marks import Trace
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants
-from driftlens_reports.charts.theme import NUMBER, SHARE, TICK_NUMBER, TICK_SHARE, apply_theme, palette
-from driftlens_reports.charts.words import counted, joined, label, literal, ranged, span, themed
 from driftlens_reports.wording import number
 
 if TYPE_CHECKING:
@@ -43,17 +40,19 @@ class _Measure:
 def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
     """The measures that have numbers: drift and accuracy."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
-    words = "final drift / expert norm" if options.relative else "mean final drift"
-    drift = _Measure(column, titled(words, "sweeps", column), NUMBER, TICK_NUMBER)
-    accuracy = _Measure("accuracy", "accuracy (% of test samples)", SHARE, TICK_SHARE)
+    what = "final drift / expert norm" if options.relative else "mean final drift"
+    drift = _Measure(column, panels.titled(what, "sweeps", column), theme.NUMBER, theme.TICK_NUMBER)
+    accuracy = _Measure("accuracy", "accuracy (% of test samples)", theme.SHARE, theme.TICK_SHARE)
     return [measure for measure in (drift, accuracy) if rows[measure.column].notna().any()]
 
 
 def _swept(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Rows of sweeps of one setting, of the chosen tasks."""
-    chosen_variants(run, options)  # a sweep's points are no variants, but one that is not there is a mistake
+    picking.chosen_variants(
+        run, options
+    )  # a sweep's points are no variants, but one that is not there is a mistake
     rows = run.sweeps()
-    return rows[rows["sweep"].isin(list(_SETTINGS)) & rows["task"].isin(chosen_tasks(run, options))]
+    return rows[rows["sweep"].isin(list(_SETTINGS)) & rows["task"].isin(picking.chosen_tasks(run, options))]
 
 
 def _missing(run: DriftRun, options: ChartOptions) -> str | None:
@@ -101,7 +100,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             found.append(points)
             for trace in _traces(points, setting, measure, options.dark, legend=down == across == 1):
                 figure.add_trace(trace, row=down, col=across)
-    apply_theme(figure, height=inner + _TOP + _BOTTOM, **themed(run, "sweeps", options))
+    theme.apply_theme(figure, height=inner + _TOP + _BOTTOM, **words.themed(run, "sweeps", options))
     swept = {name: rows.loc[rows["sweep"] == name, name].astype(float) for name in settings}
     _finish(figure, measures, swept)
     data = pd.concat(found, ignore_index=True)
@@ -117,7 +116,7 @@ def _traces(
     points: pd.DataFrame, setting: str, measure: _Measure, dark: bool, *, legend: bool
 ) -> list[Trace]:
     """The tasks thin, their mean bold with whiskers, and a ring around the default."""
-    colours = palette(dark)
+    colours = theme.palette(dark)
     main = colours.roles["calibrated"][0]
     is_main = points["task"] == main_task(points)
     bold, thin = points[is_main], points[~is_main]
@@ -125,7 +124,7 @@ def _traces(
     looks = {
         "tasks": {"name": "each task", "mode": "lines", "line": {"color": colours.quiet, "width": 1}},
         "mean": {
-            "name": label(main_task(points)),
+            "name": words.label(main_task(points)),
             "mode": "lines+markers",
             "line": {"color": main, "width": 2},
             "marker": {"color": main, "symbol": "diamond", "size": 7},
@@ -154,20 +153,20 @@ def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> Trace:
     text: list[str] = []
     for task, own in points.groupby("task", sort=False):
         x += [*own[setting].tolist(), None]
-        y += [*gapped(own["mean"]), None]
-        text += [literal(str(task))] * (len(own) + 1)
-    return scatter(
+        y += [*marks.gapped(own["mean"]), None]
+        text += [words.literal(str(task))] * (len(own) + 1)
+    return marks.scatter(
         x=x[:-1],
         y=y[:-1],
         text=text[:-1],
         connectgaps=False,
-        hovertemplate=f"%{{text}}<br>{setting} %{{x:{NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
+        hovertemplate=f"%{{text}}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
     )
 
 
 def _finish(figure: go.Figure, measures: Sequence[_Measure], swept: Mapping[str, pd.Series[float]]) -> None:
     for across, (setting, values) in enumerate(swept.items(), start=1):
-        figure.update_xaxes(tickformat=TICK_NUMBER, col=across)
+        figure.update_xaxes(tickformat=theme.TICK_NUMBER, col=across)
         if setting in _LOGARITHMIC:
             # Over two decades or more, a label per decade; what plotly chooses itself overlaps in narrow panels.
             is_wide = values.min() > 0 and values.max() / values.min() >= 100
@@ -181,11 +180,11 @@ def _finish(figure: go.Figure, measures: Sequence[_Measure], swept: Mapping[str,
 
 def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     seeds = rows.groupby(["sweep", "point"])["seed"].nunique()
-    notes = [f"{ranged(seeds, 'seed')} per point; {counted(rows['task'].nunique(), 'task')}."]
+    notes = [f"{words.ranged(seeds, 'seed')} per point; {words.counted(rows['task'].nunique(), 'task')}."]
     if seeds.max() == 1:
         notes.append("With one seed there is no spread to show.")
     if rows["n_test"].notna().any():
-        notes.append(f"{ranged(rows['n_test'].dropna(), 'test sample')} per task.")
+        notes.append(f"{words.ranged(rows['n_test'].dropna(), 'test sample')} per task.")
     others = [str(name) for name in run.sweeps()["sweep"].unique() if name not in _SETTINGS]
     if others:
         notes.append(f"Sweeps of several settings at once are not drawn: {', '.join(others)}.")
@@ -200,20 +199,17 @@ def _in_words(data: pd.DataFrame, measure: _Measure) -> str:
     parts = []
     for sweep, rows in means.groupby("sweep", sort=False):
         name = str(sweep)
-        parts.append(span(rows, "mean", lambda row, at=name: f"{number(row['mean'])} at {at} {row[at]:g}"))
-    return joined(parts)
+        parts.append(
+            words.span(rows, "mean", lambda row, at=name: f"{number(row['mean'])} at {at} {row[at]:g}")
+        )
+    return words.joined(parts)
 
 
 def over_seeds(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
-    """Mean and standard deviation over seeds of a measure at every value of the setting, by task.
+    """Mean and standard deviation over seeds of a measure at every value of the setting that was varied, by task.
 
     With more than one task, the mean of tasks is a task of its own: averaged for each seed first, then over seeds. It
     is null where a task has no number: a mean of those that happen to be there would jump.
-
-    Args:
-        rows: rows of the sweep table, of one sweep.
-        setting: the column that was varied.
-        measure: the column that is averaged.
     """
     rows = rows.astype({setting: float, measure: float})
     parts = rows[["task", setting, "seed", measure]]

@@ -172,13 +172,9 @@ def _channels(colour: str) -> tuple[int, ...]:
 
 
 def apply_theme(figure: go.Figure, *, dark: bool, key: str, height: int) -> go.Figure:
-    """`figure` itself, with the theme's layout.
+    """`figure` itself, with the theme's layout and a height in pixels; it is as wide as there is room.
 
-    Args:
-        figure: what is laid out.
-        dark: which theme.
-        key: names the data shown; as long as it stays, zoom and hidden traces stay too.
-        height: of the figure, in pixels; it is as wide as there is room.
+    As long as `key`, which names the data shown, stays, zoom and hidden traces stay too.
     """
     return lay_out(figure, {**theme_layout(dark), "uirevision": key, "height": height})
 

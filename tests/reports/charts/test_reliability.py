@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlens_reports.charts.confidence import expected_calibration_error, reliability
+from driftlens_reports.charts.decisions import expected_calibration_error, reliability
 
 answers = st.lists(st.tuples(st.floats(0.01, 1.0), st.booleans()), min_size=1, max_size=60)
 

@@ -55,7 +55,7 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
         checks.ok("device", f"{place}, {spec.compute.dtype}")
     architecture = _check_architecture(spec, checks, access)
     models = None if architecture is None else check_models(spec, architecture, checks, access)
-    data = check_data(spec, architecture, checks, access=access)
+    data = check_data(spec, architecture, checks, access)
     layers: tuple[LayerCost, ...] = ()
     if architecture is not None and data:
         sample, dtype = next(iter(data.values())).diagnosis().load([0]), getattr(torch, spec.compute.dtype)

@@ -62,8 +62,11 @@ def rehearse(
     if save_weights is not None:
         checks.attempt("save-weights", lambda: require_target(opened.models, save_weights))
     _describe(opened, checks)
-    cost = checks.cost = _cost(opened)
-    checks.attempt("disk", lambda: _require_room(folder, cost))
+    checks.cost = _cost(opened)
+    free, need = free_bytes(folder), checks.cost.disk_bytes
+    if free < need:
+        text = f"{folder} is on a disk with {free / 1e6:,.0f} MB free; about {need / 1e6:,.0f} MB are needed"
+        checks.problem("disk", RunError(text, hint="Free some space first."))
     return checks
 
 
@@ -150,12 +153,3 @@ def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> Iterator[tu
             shape = pool.source("merged").headers[slot.key].shape
             rows = shape[0] if slot.rows is None else slot.rows[1] - slot.rows[0]
             yield (shape[1], rows) if slot.transposed else (rows, shape[1])
-
-
-def _require_room(folder: pathlib.Path, cost: Cost) -> None:
-    free = free_bytes(folder)
-    if free < cost.disk_bytes:
-        raise RunError(
-            f"{folder} is on a disk with {free / 1e6:,.0f} MB free; about {cost.disk_bytes / 1e6:,.0f} MB are needed",
-            hint="Free some space first.",
-        )

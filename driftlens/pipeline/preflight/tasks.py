@@ -22,7 +22,7 @@ from driftlens.spec import RunSpec, TextHead
 
 
 def check_data(
-    spec: RunSpec, architecture: Architecture | None, checks: Preflight, *, access: Access
+    spec: RunSpec, architecture: Architecture | None, checks: Preflight, access: Access
 ) -> dict[str, TaskData]:
     """The data of every task that can be opened; without an architecture no sample is read."""
     opened = {}

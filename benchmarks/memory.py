@@ -16,7 +16,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import walk
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.registry import adapters
-from driftlens.models.skeletons import weightless
+from driftlens.models.architecture import weightless
 from benchmarks.models import vit_b32
 
 folder, count, device = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from driftlens.errors import IncompatibleModelsError
-from driftlens.models.loading import StateSource, TensorHeader, renamed
+from driftlens.models.sources import Composed, StateSource, TensorHeader, renamed
 
 
 @dataclass(frozen=True)
@@ -100,32 +98,17 @@ def aligned(
         IncompatibleModelsError: there is no such tower, or it lacks the projection and so does `fallback`.
     """
     mapping = key_map(source.headers, wanted, layout, source.name)
-    tower = renamed(source, mapping)
     projection = _projection(wanted, tower_prefix(wanted, layout, "the architecture"), layout)
     if projection is None or projection in mapping:
-        return tower
+        return renamed(source, mapping)
     if fallback is None:
         raise IncompatibleModelsError(
             f"{source.name} lacks the projection {projection!r}",
             hint="Only experts may leave it out, when the base has it; give a base that was saved with it.",
             key=projection,
         )
-    return _Completed(tower, aligned(fallback, wanted, layout), projection)
-
-
-class _Completed:
-    """A tower whose projection comes from another checkpoint."""
-
-    def __init__(self, tower: StateSource, other: StateSource, projection: str) -> None:
-        self.name = tower.name
-        self.headers = {**tower.headers, projection: other.headers[projection]}
-        self._tower = tower
-        self._other = other
-        self._projection = projection
-
-    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, from the tower or, for the projection, from the other checkpoint."""
-        return (self._other if key == self._projection else self._tower).read(key, rows)
+    places = {key: (source, stored) for key, stored in mapping.items()}
+    return Composed(source.name, {**places, projection: (aligned(fallback, wanted, layout), projection)})
 
 
 def _projection(keys: Collection[str], prefix: str, layout: KeyLayout) -> str | None:

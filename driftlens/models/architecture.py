@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from driftlens.errors import SpecError
+from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout, aligned, tower_prefix
 from driftlens.models.chain import LayerChain
 from driftlens.models.loading import StateSource
@@ -166,3 +166,26 @@ def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> No
     if not all(before + key in base.headers for key in wanted):
         raise no_text_tower(base.name)
     model.load_state_dict({key: base.read(before + key).float() for key in wanted}, strict=False, assign=True)
+
+
+def weightless(build: Callable[[], nn.Module], source: str) -> Any:
+    """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients.
+
+    Args:
+        build: constructs the library's module from a configuration.
+        source: where the configuration came from, for the message.
+
+    Raises:
+        IncompatibleModelsError: the library can't build what the configuration describes.
+    """
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            module = build()
+    except Exception as error:  # whatever a constructor makes of values in somebody's file
+        raise IncompatibleModelsError(
+            f"the model that {source} describes can't be built: {type(error).__name__}: {error}",
+            hint="Check its configuration file, and that the library is recent enough for it.",
+        ) from error
+    return module.eval().requires_grad_(False)

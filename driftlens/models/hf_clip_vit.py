@@ -23,8 +23,9 @@ from driftlens.models.architecture import (
     TextTower,
     no_text_tower,
     read_text_side,
+    weightless,
 )
-from driftlens.models.config_source import read_config, weightless
+from driftlens.models.hub import read_config
 from driftlens.models.loading import StateSource
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.registry import adapters, loaders

@@ -6,7 +6,6 @@ import os
 import pathlib
 
 from driftlens.errors import CheckpointError
-from driftlens.models.folders import open_file, open_folder
 from driftlens.models.hub import hub_folder, is_hub_id
 from driftlens.models.lora import is_lora_folder, lora_source
 from driftlens.models.sources import (
@@ -17,7 +16,7 @@ from driftlens.models.sources import (
     module_source,
     renamed,
 )
-from driftlens.models.torch_source import conversion
+from driftlens.models.weight_files import conversion, open_file, open_folder
 
 __all__ = [
     "StateSource",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import CheckpointError
-from driftlens.models.folders import open_file
 from driftlens.models.sources import StateSource, require_key
+from driftlens.models.weight_files import open_file
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.architecture import Architecture, FolderFormat, TextTower, read_text_side
+from driftlens.models.architecture import Architecture, FolderFormat, TextTower, read_text_side, weightless
 from driftlens.models.chain import Slot
-from driftlens.models.config_source import read_config, read_json, weightless
+from driftlens.models.hub import read_config, read_json
 from driftlens.models.loading import StateSource
 from driftlens.models.preprocessing import open_clip_preprocess
 from driftlens.models.registry import adapters, loaders

@@ -200,23 +200,28 @@ def module_source(module: nn.Module, name: str) -> StateSource:
     return TensorsSource(name, {key: value for key, value in state.items() if isinstance(value, Tensor)})
 
 
-@dataclass(frozen=True)
-class _Renamed:
-    source: StateSource
-    mapping: Mapping[str, str]
+class Composed:
+    """Tensors of other sources under keys of choice: shards as one model, other names, a missing tensor filled in.
 
-    @property
-    def name(self) -> str:
-        return self.source.name
+    Args:
+        name: what messages call it.
+        places: key -> the source and the key there, in the order of the headers.
+    """
 
-    @property
-    def headers(self) -> Mapping[str, TensorHeader]:
-        headers = self.source.headers
-        return {key: headers[stored] for key, stored in self.mapping.items()}
+    def __init__(self, name: str, places: Mapping[str, tuple[StateSource, str]]) -> None:
+        self.name = name
+        self.headers = {key: source.headers[stored] for key, (source, stored) in places.items()}
+        self._places = places
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows [start, stop) of it, from the source that has it.
+
+        Raises:
+            CheckpointError: there is no such key, or its source can't be read any more.
+        """
         require_key(self, key)
-        return self.source.read(self.mapping[key], rows)
+        source, stored = self._places[key]
+        return source.read(stored, rows)
 
 
 def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
@@ -231,7 +236,7 @@ def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
     """
     for stored in mapping.values():
         require_key(source, stored)
-    return _Renamed(source, dict(mapping))
+    return Composed(source.name, {key: (source, stored) for key, stored in mapping.items()})
 
 
 def require_key(source: StateSource, key: str) -> None:

@@ -15,7 +15,7 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.engine.walk import walk
 from driftlens.linalg.ridge import solve_ridge
 from driftlens.linalg.state import norm, subtract
-from driftlens.models.export import fused
+from driftlens.models.saving import fused
 from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
 from tests.calibration.worlds import WORLDS

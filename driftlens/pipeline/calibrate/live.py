@@ -16,8 +16,8 @@ from driftlens.engine.forward_order import calibrate
 from driftlens.engine.problems import SiteReport
 from driftlens.engine.site_selection import select_sites, tied_sites
 from driftlens.models.chain import ParameterKey
-from driftlens.models.export import fused
 from driftlens.models.padding import Mask
+from driftlens.models.saving import fused
 from driftlens.pipeline.analyze.diagnosis import check_closure
 from driftlens.pipeline.analyze.live import live_study
 from driftlens.pipeline.calibrate.walk import history_rows

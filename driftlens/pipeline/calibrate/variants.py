@@ -12,9 +12,8 @@ from torch import Tensor
 from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.chain import LayerChain, ParameterKey
-from driftlens.models.export import fused, save_model
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import patched, save_state_dict
+from driftlens.models.saving import fused, patched, save_model, save_state_dict
 from driftlens.models.sources import StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution

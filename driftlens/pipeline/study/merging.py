@@ -23,7 +23,7 @@ from driftlens.files import PathLike, scratch_beside
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import MergeFunction, MergeMethod, merge_methods
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Slot, State
-from driftlens.models.export import save_model
+from driftlens.models.saving import save_model
 from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool, open_study
 from driftlens.pipeline.study.study import Study

@@ -13,8 +13,7 @@ from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.paper.captions import origin, span
-from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure
+from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure, origin, span
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.plate import Plate
 from driftlens_reports.paper.static import draw_panels, height_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +13,9 @@ from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
 from driftlens.variants import control_of, part_of
+from driftlens_reports.charts.words import overlap_notes
+from driftlens_reports.columns import printable
+from driftlens_reports.facts import stamps
 from driftlens_reports.paper.style import sheet, venue_of
 
 if TYPE_CHECKING:
@@ -22,6 +25,9 @@ Kind = Literal["figure", "table"]
 
 CALIBRATE = "driftlens calibrate RUN --name featcal"
 """The command that adds a calibrated variant, as notes name it."""
+
+ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
+"""The last sentence of figures that print numbers."""
 
 
 @dataclass(frozen=True)
@@ -180,3 +186,44 @@ def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
         return drawn
 
     return file
+
+
+def origin(runs: Sequence[DriftRun]) -> Iterator[str]:
+    """Which runs the numbers come from, and what a reader must know about each before any number."""
+    if runs:
+        names = ", ".join(f"{run.name} ({run.id})" for run in runs)
+        yield f"{'Run' if len(runs) == 1 else 'Runs'}: {names}."
+    for run in runs:
+        yield from stamps(run)
+        yield from overlap_notes(run)
+
+
+def samples(rows: pd.DataFrame) -> str:
+    """How many samples are behind the rows: "n = 24 samples of the diagnosis split per task."."""
+    counts = rows["n"].dropna().astype(int)
+    if counts.empty:
+        return ""
+    each = " per task" if rows["task"].nunique() > 1 else ""
+    return f"n = {span(counts)} samples of the diagnosis split{each}."
+
+
+def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> list[str]:
+    """The sentences that say something, once each, and what is missing, without control characters of names in them."""
+    lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in gaps]
+    return [printable(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence]
+
+
+def signed(value: float, digits: int) -> str:
+    """A change with its sign, and with a true minus."""
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def spaced(count: int) -> str:
+    """A count with its thousands set apart: 8 041."""
+    return f"{count:,}".replace(",", "\N{NO-BREAK SPACE}")
+
+
+def span(counts: Sequence[int] | pd.Series[int]) -> str:
+    """A count, or the smallest and the largest where they differ: "24" or "24 to 30"."""
+    low, high = min(counts), max(counts)
+    return spaced(low) if low == high else f"{spaced(low)} to {spaced(high)}"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -58,7 +58,7 @@ class Artifact:
     @property
     def formats(self) -> tuple[str, ...]:
         """What it can be saved as."""
-        return (*DRAWN[self.exhibit.kind], *SIBLINGS)
+        return _possible(self.exhibit, FORMATS)
 
     def save(self, path: PathLike) -> pathlib.Path:
         """Write it to `path`, whole or not at all; the suffix says in which format.
@@ -68,10 +68,7 @@ class Artifact:
             RunError: the file can't be written.
         """
         target = pathlib.Path(path)
-        content = self.content(target.suffix.removeprefix("."))
-        with atomic_path(target, need=len(content)) as written:
-            written.write_bytes(content)
-        return target
+        return _write(target, self.content(target.suffix.removeprefix(".")))
 
     def to_latex(self, path: PathLike | None = None) -> str:
         r"""The table as a fragment to \input, also written to `path` where one is given.
@@ -82,8 +79,7 @@ class Artifact:
         """
         content = self.content("tex")
         if path is not None:
-            with atomic_path(path, need=len(content)) as written:
-                written.write_bytes(content)
+            _write(pathlib.Path(path), content)
         return content.decode()
 
     def content(self, file_format: str) -> bytes:
@@ -92,11 +88,7 @@ class Artifact:
         Raises:
             SpecError: it can't be saved in that format.
         """
-        if file_format not in self.formats:
-            raise SpecError(
-                f"the {self.exhibit.kind} {self.exhibit.name} can't be saved as {file_format!r}",
-                hint=f"It can be saved as {', '.join(self.formats)}.",
-            )
+        _possible(self.exhibit, [file_format])
         if self.exhibited.figure is not None and file_format in DRAWN["figure"]:
             return encode(self.exhibited.figure, file_format)
         if file_format == "csv":
@@ -172,11 +164,41 @@ def export(
         DataError: the runs lack a task or variant that was asked for.
         RunError: a table can't be read, or a file can't be written.
     """
-    chosen = list(dict.fromkeys(exhibits if names is None else names))
-    _check(chosen if names is not None else [], formats)
-    return tuple(
-        _export(name, runs, pathlib.Path(out), formats, options or ExhibitOptions()) for name in chosen
-    )
+    for name in formats:
+        if name not in FORMATS:
+            raise SpecError(f"no format called {name!r}", hint=f"There are {', '.join(FORMATS)}.")
+    chosen = {name: exhibits[name] for name in (exhibits if names is None else names)}
+    for exhibit in chosen.values() if names is not None else ():
+        _possible(exhibit, formats)
+    written = []
+    for name, exhibit in chosen.items():
+        drawn = draw(name, runs, options or ExhibitOptions())
+        wanted = _possible(exhibit, [*formats, *SIBLINGS])
+        files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in wanted)
+        written.append(Exported(name, files, drawn.exhibited.missing))
+    return tuple(written)
+
+
+def _possible(exhibit: Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
+    """Those of the formats that the exhibit can be saved as.
+
+    Raises:
+        SpecError: it is none of them.
+    """
+    possible = (*DRAWN[exhibit.kind], *SIBLINGS)
+    found = tuple(name for name in possible if name in formats)
+    if not found:
+        raise SpecError(
+            f"the {exhibit.kind} {exhibit.name} can't be saved as {' or '.join(map(repr, formats))}",
+            hint=f"It can be saved as {', '.join(possible)}.",
+        )
+    return found
+
+
+def _write(path: pathlib.Path, content: bytes) -> pathlib.Path:
+    with atomic_path(path, need=len(content)) as written:
+        written.write_bytes(content)
+    return path
 
 
 def width_of(style: str) -> float:
@@ -204,57 +226,28 @@ def check_kind(name: str, kind: Kind) -> str:
     return name
 
 
-def _check(named: Sequence[str], formats: Sequence[str]) -> None:
-    for file_format in formats:
-        if file_format not in FORMATS:
-            raise SpecError(f"no format called {file_format!r}", hint=f"There are {', '.join(FORMATS)}.")
-    for name in named:
-        possible = (*DRAWN[exhibits[name].kind], *SIBLINGS)
-        if not set(formats) & set(possible):
-            raise SpecError(
-                f"the {exhibits[name].kind} {name} can't be saved as {' or '.join(formats)}",
-                hint=f"It can be saved as {', '.join(possible)}.",
-            )
-
-
-def _export(
-    name: str, runs: Sequence[DriftRun], out: pathlib.Path, formats: Sequence[str], options: ExhibitOptions
-) -> Exported:
-    drawn = draw(name, runs, options)
-    wanted = [entry for entry in drawn.formats if entry in formats or entry in SIBLINGS]
-    files = tuple(drawn.save(out / f"{name}.{entry}") for entry in wanted)
-    return Exported(name, files, drawn.exhibited.missing)
-
-
 def csv_text(data: pd.DataFrame) -> str:
     """The numbers as CSV with every digit; text that a spreadsheet would take for a formula is marked as text."""
     shown = data.copy()
     for name in shown.columns:
         if not pd.api.types.is_numeric_dtype(shown[name]):
-            shown[name] = shown[name].map(_as_text)
+            shown[name] = shown[name].map(
+                lambda cell: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+            )
     return shown.to_csv(index=False, lineterminator="\n")
 
 
 def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
-    """The command line that draws the exhibit again, with the runs by the names of their folders."""
+    """The command line that draws the exhibit again, with the runs by the names of their folders.
+
+    It names those of the command's options that are not its defaults.
+    """
     folders = [run.path.resolve().name for run in runs]
-    return shlex.join(["driftlens", "export", *folders, f"--{exhibit.kind}", exhibit.name, *_flags(options)])
-
-
-def _flags(options: ExhibitOptions) -> Iterator[str]:
-    """The options that the command line has, where they are not its defaults."""
-    yield from ("--style", venue_of(options.width))
-    usual = ExhibitOptions()
+    flags = [f"--{exhibit.kind}", exhibit.name, "--style", venue_of(options.width)]
     for name in ("baseline", "task", "method"):
         value = getattr(options, name)
-        if value != getattr(usual, name):
-            yield from (f"--{name}", value)
-    if options.paper:
-        yield "--paper"
-
-
-def _as_text(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+        flags += [f"--{name}", value] if value != getattr(ExhibitOptions(), name) else []
+    return shlex.join(["driftlens", "export", *folders, *flags, *(["--paper"] if options.paper else [])])
 
 
 def _run(run: DriftRun) -> dict[str, Any]:

@@ -23,9 +23,18 @@ from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
-from driftlens_reports.paper.captions import ROUNDED, origin, samples, signed, spaced
 from driftlens_reports.paper.charted import ACCURACY, DRIFT, Picture, View
-from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure
+from driftlens_reports.paper.exhibit import (
+    CALIBRATE,
+    ROUNDED,
+    Exhibited,
+    ExhibitOptions,
+    figure,
+    origin,
+    samples,
+    signed,
+    spaced,
+)
 from driftlens_reports.paper.marks import SYMBOLS
 from driftlens_reports.paper.plate import Plate, legend, short
 from driftlens_reports.wording import number

@@ -10,7 +10,8 @@ from typing import Literal
 
 import pandas as pd
 
-from driftlens_reports.paper.published import AVERAGE
+AVERAGE = "Avg."
+"""Column of averages, as the paper calls it."""
 
 Role = Literal["reference", "plain", "other", "own"]
 Source = Literal["measured", "paper"]

@@ -10,7 +10,7 @@ import functools
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from driftlens_reports.columns import printable
@@ -21,34 +21,21 @@ if TYPE_CHECKING:
     import jinja2
 
 _SPECIAL = {
+    **{letter: f"\\{letter}" for letter in "{}$&#_%"},
+    # At the start of a line these would be read as arguments of the line break before.
+    **{letter: f"{{{letter}}}" for letter in "[]*"},
     "\\": r"\textbackslash{}",
-    "{": r"\{",
-    "}": r"\}",
-    "$": r"\$",
-    "&": r"\&",
-    "#": r"\#",
-    "_": r"\_",
-    "%": r"\%",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
     "`": r"\textasciigrave{}",
-    # At the start of a line these would be read as arguments of the line break before.
-    "[": "{[}",
-    "]": "{]}",
-    "*": "{*}",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "−": "$-$",
-    "≤": r"$\le$",
-    "≥": r"$\ge$",
     "…": r"\dots{}",
     "\ufffd": "?",
-    "λ": r"$\lambda$",
-    "ρ": r"$\rho$",
-    "α": r"$\alpha$",
+    "−": "$-$",
+    **{"±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$"},
+    **{"λ": r"$\lambda$", "ρ": r"$\rho$", "α": r"$\alpha$"},
 }
 _UNFAMILIAR = re.compile(r"[^\x00-\u017f\u2010-\u2027]")
 """Letters that pdfLaTeX has no fonts for without further packages."""
@@ -125,8 +112,9 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(literal=escape, prose=prose)
-    environment.globals.update(gap=_gap, alignment=_alignment, heads=_heads, cells=_cells)
+    environment.filters.update(literal=escape, prose=prose, words=_words)
+    environment.globals.update(gap=_gap, alignment=_alignment, side=_side, value=_value)
+    environment.globals.update(shows_gains=shows_gains, gained=_gained, dagger=_DAGGER)
     source = pathlib.Path(__file__).with_name("table.tex.jinja").read_text(encoding="utf-8")
     return environment.from_string(source)
 
@@ -136,11 +124,9 @@ def _gap(grid: Grid) -> float:
 
 
 def _alignment(grid: Grid, has_sources: bool) -> str:
-    sides = [_PARAGRAPH.format(grid.wrap) if grid.wrap else "l", *("l" if has_sources else "")]
-    sides += [
-        _PARAGRAPH.format(column.wrap) if column.wrap else _side(grid, column) for column in grid.columns
-    ]
-    return "".join(sides)
+    wraps = [(grid.wrap, "l"), *([(0.0, "l")] if has_sources else [])]
+    wraps += [(column.wrap, _side(grid, column)) for column in grid.columns]
+    return "".join(_PARAGRAPH.format(wrap) if wrap else side for wrap, side in wraps)
 
 
 def _side(grid: Grid, column: Column) -> str:
@@ -149,27 +135,16 @@ def _side(grid: Grid, column: Column) -> str:
     return "l" if cells and all(isinstance(value, str) for value in cells) else "r"
 
 
-def _heads(grid: Grid, has_sources: bool) -> Iterator[str]:
-    yield from [escape(grid.first), "Source"] if has_sources else [escape(grid.first)]
-    for column in grid.columns:
-        # Gains stand to the right of the numbers, so a head at the far right would be off their middle.
-        side = "c" if shows_gains(grid, column) else _side(grid, column)
-        yield rf"\multicolumn{{1}}{{{side}}}{{{escape(column.title)}}}"
+def _side(grid: Grid, column: Column) -> str:
+    """Left for a column of words, right for numbers."""
+    cells = [line.cells[column.title].value for line in grid.lines if column.title in line.cells]
+    return "l" if cells and all(isinstance(value, str) for value in cells) else "r"
 
 
-def _cells(grid: Grid, block: Block, line: Line, has_sources: bool) -> Iterator[str]:
-    is_inner = line.role in ("other", "own") and any(other.role == "plain" for other in block.lines)
-    start = (r"\driftown " if line.role == "own" else "") + (r"\quad " if is_inner else "")
-    yield f"{start}{_words(line.label, grid.wrap)}{_DAGGER if line.note else ''}"
-    yield from [line.source] if has_sources else []
-    for column in grid.columns:
-        text = _value(grid, block, line, column)
-        if shows_gains(grid, column):
-            gained = gain(block, line, column.title)
-            digits = 1 if column.digits is None else column.digits
-            # Gains take the same room in every line, so that numbers line up whether they have one or not.
-            text += rf"\driftgain{{{'' if math.isnan(gained) else _minus(f'{gained:+.{digits}f}')}}}"
-        yield text
+def _gained(block: Block, line: Line, column: Column) -> str:
+    gained = gain(block, line, column.title)
+    digits = 1 if column.digits is None else column.digits
+    return "" if math.isnan(gained) else _minus(f"{gained:+.{digits}f}")
 
 
 def _value(grid: Grid, block: Block, line: Line, column: Column) -> str:

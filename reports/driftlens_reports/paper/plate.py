@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.columns import printable
-from driftlens_reports.paper.captions import together
-from driftlens_reports.paper.exhibit import Exhibited, Gap
+from driftlens_reports.paper.exhibit import Exhibited, Gap, together
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.static import add_legend, finish, rough_size
 

@@ -1,8 +1,8 @@
-"""The numbers that the paper prints, as printed, and what is known to be wrong with some of them.
+"""The numbers that the paper prints, what is known to be wrong with some, and which runs stand beside them in tables.
 
-`published.json` beside this file holds every table of the paper, the numbers that its text states about figures, and
-its settings. Nothing there is corrected: errata are entries of their own, and the cells they are about keep what was
-printed.
+`published.json` beside this file holds every table of the paper, the numbers that its text states about figures, its
+settings, and what it calls merge methods and data sets. Nothing there is corrected: errata are entries of their own,
+and the cells they are about keep what was printed.
 """
 
 from __future__ import annotations
@@ -11,20 +11,32 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
-AVERAGE = "Avg."
-"""Column of averages, as the paper calls it."""
+from driftlens.errors import RunError
+from driftlens.records import layout
+from driftlens.records.run import DriftRun
+from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Line, Role
 
 Part = Literal["base", "expert", "multitask", "single", "merged", "baseline", "calibrated"]
 ErratumKind = Literal["value", "average", "rounding", "columns", "suspect", "gain", "runs"]
 
-_REFERENCES: Mapping[str, Part] = MappingProxyType(
-    {"Pre-trained": "base", "Base": "base", "Fine-tuned (STL)": "expert", "Traditional MTL": "multitask"}
-)
+Family = Literal["image", "text", "language"]
+
+_ROLES: Mapping[Part, Role] = {
+    **dict.fromkeys(("base", "expert", "multitask", "single"), "reference"),
+    **{"merged": "plain", "baseline": "other", "calibrated": "own"},
+}
+_BACKBONE = re.compile(r"vit[-_ ]?(b|l|base|large)[-_ /]?(?:patch)?(16|32|14)", re.IGNORECASE)
+
+
+_REFERENCES: Mapping[str, Part] = {
+    **{"Pre-trained": "base", "Base": "base"},
+    **{"Fine-tuned (STL)": "expert", "Traditional MTL": "multitask"},
+}
 
 
 @dataclass(frozen=True)
@@ -120,16 +132,31 @@ def source() -> str:
     return str(_contents()["source"])
 
 
+def called(kind: Literal["mergers", "tasks"]) -> Mapping[str, str]:
+    """What the paper calls registered merge methods, or in column heads data sets (letters and digits only)."""
+    names: Mapping[str, str] = _contents()[kind]
+    return names
+
+
 @functools.cache
 def published_tables() -> Mapping[str, PublishedTable]:
     """Every table of the paper by its LaTeX label, in the order of the paper."""
-    return MappingProxyType({label: _table(label, entry) for label, entry in _contents()["tables"].items()})
+    return {
+        label: PublishedTable(
+            **{**entry, "label": label, "rows": [_row(entry, row) for row in entry["rows"]]}
+        )
+        for label, entry in _contents()["tables"].items()
+    }
 
 
 @functools.cache
 def errata() -> tuple[Erratum, ...]:
     """What is known to be wrong with printed numbers, in the order of the tables."""
-    return tuple(_erratum(entry) for entry in _contents()["errata"])
+    found = []
+    for entry in _contents()["errata"]:
+        usual = {"model": _contents()["tables"][entry["table"]]["model"], "should_be": math.nan}
+        found.append(Erratum(**{**usual, **entry, "merger": entry["merger"] or ""}))
+    return tuple(found)
 
 
 def notes_on(table: PublishedTable, row: PublishedRow, column: str) -> tuple[Erratum, ...]:
@@ -149,27 +176,121 @@ def _contents() -> dict[str, Any]:
     return contents
 
 
-def _table(label: str, entry: Mapping[str, Any]) -> PublishedTable:
-    columns = tuple(entry["columns"])
-    rows = tuple(_row(columns, entry["model"], row) for row in entry["rows"])
-    return PublishedTable(
-        label, entry["number"], entry["title"], entry["suite"], entry["model"], columns, rows
+def _row(table: Mapping[str, Any], entry: Mapping[str, Any]) -> PublishedRow:
+    values, gains, spread = (
+        dict(zip(table["columns"], entry[name], strict=True)) if name in entry else {}
+        for name in ("values", "gains", "spread")
+    )
+    return PublishedRow(
+        entry.get("model", table["model"]),
+        entry["merger"] or "",
+        entry["row"],
+        {name: math.nan if value is None else value for name, value in values.items()},
+        {name: gain for name, gain in gains.items() if gain is not None},
+        spread,
     )
 
 
-def _row(columns: Sequence[str], model: str, entry: Mapping[str, Any]) -> PublishedRow:
-    def by_column(name: str) -> dict[str, Any]:
-        return dict(zip(columns, entry[name], strict=True)) if name in entry else {}
+def printed_blocks(
+    table: PublishedTable, *, columns: Sequence[str] | None = None, model: str | None = None
+) -> Mapping[str, Block]:
+    """The paper's blocks by merger, in its order; references stand first, under the empty name.
 
-    values = {name: math.nan if value is None else value for name, value in by_column("values").items()}
-    gains = {name: gain for name, gain in by_column("gains").items() if gain is not None}
-    merger = entry["merger"] or ""
-    return PublishedRow(entry.get("model", model), merger, entry["row"], values, gains, by_column("spread"))
+    Args:
+        table: which table.
+        columns: only these; None is all. An average is left out unless all are shown.
+        model: only rows of this model; None is all.
+    """
+    kept = [name for name in table.columns if columns is None or name in columns]
+    if set(kept) | {AVERAGE} == set(table.columns):
+        kept = list(table.columns)
+    lines: dict[str, list[Line]] = {}
+    for row in table.rows:
+        if model in (None, row.model):
+            lines.setdefault(row.merger, []).append(_line(table, row, kept))
+    return {merger: Block(tuple(own)) for merger, own in lines.items()}
 
 
-def _erratum(entry: Mapping[str, Any]) -> Erratum:
-    table = _contents()["tables"][entry["table"]]
-    should_be = entry.get("should_be", math.nan)
-    model, merger = entry.get("model", table["model"]), entry["merger"] or ""
-    place = (entry["table"], model, merger, entry["row"], tuple(entry["columns"]))
-    return Erratum(entry["kind"], *place, entry["note"], should_be)
+def printed_cell(table: PublishedTable, row: PublishedRow, column: str) -> Cell:
+    """One printed cell, with what is known to be wrong with it as its note."""
+    notes = [
+        entry.note if math.isnan(entry.should_be) else f"{entry.note} It should be {entry.should_be:g}."
+        for entry in notes_on(table, row, column)
+        if entry.columns
+    ]
+    return Cell(row.values[column], row.spread.get(column, math.nan), note=_told(row, f", {column}", notes))
+
+
+def _line(table: PublishedTable, row: PublishedRow, columns: Sequence[str]) -> Line:
+    """One printed row, with what is known to be wrong with all of it as its note."""
+    cells = {column: printed_cell(table, row, column) for column in columns}
+    is_headed = any(other.name == row.merger for other in table.rows)
+    label = row.name if is_headed or not row.merger else f"{row.merger} {row.name}"
+    whole = {entry.note: "" for name in columns for entry in notes_on(table, row, name) if not entry.columns}
+    return Line(label, cells, _ROLES[row.part], "paper", note=_told(row, "", whole))
+
+
+def _told(row: PublishedRow, where: str, notes: Iterable[str]) -> str:
+    """The notes after the place they are about."""
+    name = row.name if row.name == row.merger or not row.merger else f"{row.merger} {row.name}"
+    return " ".join(f"{name}{where}: {note}" for note in notes)
+
+
+def family(run: DriftRun) -> Family:
+    """Which kind of model the run is about: image classifiers, text to text, or language models."""
+    adapter = str(run.manifest.architecture.get("adapter", ""))
+    return "text" if adapter.startswith("t5") else "language" if adapter.startswith("llama") else "image"
+
+
+def backbone(run: DriftRun) -> str:
+    """The backbone as the paper writes it, for example "B/32"; empty where the run's source doesn't say."""
+    found = _BACKBONE.search(str(run.manifest.architecture.get("source", "")))
+    return f"{found[1][0].upper()}/{found[2]}" if found else ""
+
+
+def merger(run: DriftRun) -> str:
+    """What the merge is called, as the paper writes it; "Merged" where weights were given.
+
+    Raises:
+        RunError: the run's spec can't be read.
+    """
+    method = str(merge_spec(run).get("method", "merged"))
+    return called("mergers").get(method, method.replace("_", " ").title())
+
+
+def merge_spec(run: DriftRun) -> Mapping[str, Any]:
+    """The section `merge` of the run's resolved spec; empty where there is none.
+
+    Raises:
+        RunError: the spec is no YAML.
+    """
+    import yaml
+
+    path = run.path / layout.SPEC
+    try:
+        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunError(
+            f"{path} can't be read: {error}", hint="`driftlens verify` lists damaged files."
+        ) from error
+    return (spec.get("merge") or {}) if isinstance(spec, dict) else {}
+
+
+def canonical(task: str) -> str:
+    """A task's name by which runs and the paper's columns can be matched."""
+    plain = re.sub(r"[^a-z0-9]", "", task.lower())
+    return called("tasks").get(plain, plain)
+
+
+def titles_of(run: DriftRun, table: PublishedTable) -> Mapping[str, str]:
+    """The table's column of each of the run's tasks; empty unless tasks and backbone are those of the table.
+
+    A merge of fewer experts, or of another backbone, is another model: its numbers don't belong beside these.
+    """
+    columns = {canonical(name): name for name in table.columns if name != AVERAGE}
+    tasks = {canonical(task): task for task in run.tasks}
+    if set(columns) != set(tasks) or not backbone(run) or not table.model.endswith(backbone(run)):
+        return {}
+    return {task: columns[name] for name, task in tasks.items()}

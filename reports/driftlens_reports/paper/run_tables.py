@@ -14,11 +14,16 @@ from driftlens.records.checks import SelfCheck, self_checks
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated, title
-from driftlens_reports.paper.captions import samples, span
-from driftlens_reports.paper.exhibit import ExhibitOptions, Gap
+from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, samples, span
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
-from driftlens_reports.paper.printed import merge_spec, merger, printed_blocks
-from driftlens_reports.paper.published import PublishedTable, settings, source
+from driftlens_reports.paper.published import (
+    PublishedTable,
+    merge_spec,
+    merger,
+    printed_blocks,
+    settings,
+    source,
+)
 from driftlens_reports.paper.score_tables import shown_variants
 from driftlens_reports.paper.sweeps import sweep_points
 from driftlens_reports.paper.table import Table, needed, plain_columns, table

@@ -11,20 +11,20 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.variants import control_of, is_control, part_of, title
-from driftlens_reports.paper.captions import span
-from driftlens_reports.paper.exhibit import ExhibitOptions
-from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, Role, with_average
-from driftlens_reports.paper.printed import (
+from driftlens_reports.paper.exhibit import ExhibitOptions, span
+from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Column, Grid, Line, Role, with_average
+from driftlens_reports.paper.published import (
     Family,
+    PublishedTable,
     backbone,
     canonical,
     family,
     merger,
     printed_blocks,
     printed_cell,
+    published_tables,
     titles_of,
 )
-from driftlens_reports.paper.published import AVERAGE, PublishedTable, published_tables
 from driftlens_reports.paper.table import Table, needed, table
 
 MOST_GAINS = 9
@@ -55,30 +55,21 @@ def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publish
     """Accuracy of every run of image classifiers, those on the paper's CLIP-ViT-B/32 and eight tasks together."""
     used = _scored(runs, "image")
     alike = [run for run in used if titles_of(run, printed)]
-    return Table(
-        [
-            *_measured_grids([run for run in used if run not in alike], options),
-            _joint_grid(alike, printed, options),
-        ],
+    others = _measured_grids([run for run in used if run not in alike], options)
+    caption = (
         "Accuracy (%) by task. References first, then a block per merger: the merged model as it is, with baselines, "
-        "and calibrated; “anchor only” is what a calibration's anchor does without calibration.",
-        used,
-        [_test_note(used)],
-        needed(used, _EVALUATE),
+        "and calibrated; “anchor only” is what a calibration's anchor does without calibration."
     )
+    return _table_of([*others, _joint_grid(alike, printed, options)], caption, used, _EVALUATE)
 
 
 def _full(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """The larger backbone, and suites of 14 and 20 tasks."""
     alike = [run for run in _scored(runs) if titles_of(run, printed)]
+    caption = f"Accuracy (%) of {printed.model} merged from {printed.suite}."
     what = f"no run given is about {printed.model} and exactly these {printed.suite}"
-    return Table(
-        [_joint_grid(alike, printed, options)],
-        f"Accuracy (%) of {printed.model} merged from {printed.suite}.",
-        alike,
-        [_test_note(alike)],
-        needed(alike, f"{what}; `driftlens analyze` and `driftlens evaluate` make one."),
-    )
+    how = f"{what}; `driftlens analyze` and `driftlens evaluate` make one."
+    return _table_of([_joint_grid(alike, printed, options)], caption, alike, how)
 
 
 for _name, _label in _FULL.items():
@@ -99,13 +90,8 @@ def accuracy_avg(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Pub
     blocks = _beside(references, [block for block in ours if block.lines], printed_blocks(printed))
     filled = {head for block in blocks for line in block.lines for head in line.cells}
     heads = [head for head in dict.fromkeys([*printed.columns, *suites.values()]) if head in filled]
-    return Table(
-        [Grid(tuple(Column(head, options.digits, has_gain=True) for head in heads), blocks)],
-        "Accuracy (%), averaged over the tasks of each suite.",
-        used,
-        [_test_note(used)],
-        needed(used, _EVALUATE),
-    )
+    grid = Grid(tuple(Column(head, options.digits, has_gain=True) for head in heads), blocks)
+    return _table_of([grid], "Accuracy (%), averaged over the tasks of each suite.", used, _EVALUATE)
 
 
 @table("experts", title="Experts by task", label="tab:clip-vit-b32-results")
@@ -119,13 +105,10 @@ def experts(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publishe
         cells = {head: printed_cell(printed, row, column) for head, row in rows.items()}
         theirs.append(Line(column, _with_cost(cells), "reference", "paper"))
     heads = [Column(head, options.digits, best=None) for head in (*_PARTS, "Cost")]
-    return Table(
-        [Grid((*heads, Column("n", 0, best=None)), (*blocks, Block(tuple(theirs))), first="Task")],
-        "Accuracy (%) of each task's own expert. Cost: points that the merged model loses against it.",
-        used,
-        [_test_note(used)],
-        needed(used, _EVALUATE),
-    )
+    columns = (*heads, Column("n", 0, best=None))
+    grid = Grid(columns, (*blocks, Block(tuple(theirs))), first="Task")
+    caption = "Accuracy (%) of each task's own expert. Cost: points that the merged model loses against it."
+    return _table_of([grid], caption, used, _EVALUATE)
 
 
 @table("corruption", title="Accuracy under corrupted calibration", label="tab:ta8-corrupted-calibration")
@@ -145,54 +128,61 @@ def corruption(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publi
     )
 
 
-@table("accuracy-text", title="Scores of text-to-text models", label="tab:flan-t5-results")
-def accuracy_text(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
-    """Exact match by task, Spearman's rank correlation for STS-B; a block per model."""
-    caption = "FLAN-T5 on GLUE: exact match (%), for STS-B Spearman's rank correlation (times 100)."
-    how = "runs of FLAN-T5 models fill them, which DriftLens can't load yet."
-    heads = {name: "STS-B (Spearman)" if name == "STS-B" else name for name in printed.columns}
-    rows = [
-        dataclasses.replace(row, values={heads[name]: value for name, value in row.values.items()})
-        for row in printed.rows
-    ]
-    printed = dataclasses.replace(printed, columns=tuple(heads.values()), rows=rows)
-    return _by_model(_scored(runs, "text"), options, printed, caption, how)
+def _table_by_model(
+    name: str, title: str, label: str, caption: str, how: str, *, kind: Family | None
+) -> None:
+    """File a table with the runs about this kind of model, and the paper's rows with a group of blocks per model.
+
+    A kind of None is for scores that no run has.
+    """
+
+    @table(name, title=title, label=label)
+    def draw(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
+        used = _scored(runs, kind) if kind else []
+        blocks = [
+            dataclasses.replace(block, title=model if at == 0 else "", group=model)
+            for model in dict.fromkeys(row.model for row in printed.rows)
+            for at, block in enumerate(printed_blocks(printed, model=model).values())
+        ]
+        columns = _score_columns([column for column in printed.columns if column != AVERAGE], options)
+        grids = [*_measured_grids(used, options), Grid(columns, tuple(blocks))]
+        told = f"{caption} {_BEST_SINGLE}" if printed.rows and kind != "text" else caption
+        return _table_of(grids, told, used, how)
 
 
-@table("accuracy-llm", title="Scores of language models by domain", label="tab:mergebench-llama-results")
-def accuracy_llm(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
-    """MergeBench scores: base, the best single expert of each column, merged, calibrated; a block per model."""
-    caption = "MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy."
-    how = "runs of Llama models fill them, which DriftLens can't load yet."
-    return _by_model(_scored(runs, "language"), options, printed, caption, how)
+_table_by_model(
+    "accuracy-text",
+    "Scores of text-to-text models",
+    "tab:flan-t5-results",
+    "FLAN-T5 on GLUE: exact match (%), for STS-B Spearman's rank correlation (times 100).",
+    "runs of FLAN-T5 models fill them, which DriftLens can't load yet.",
+    kind="text",
+)
+_table_by_model(
+    "accuracy-llm",
+    "Scores of language models by domain",
+    "tab:mergebench-llama-results",
+    "MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy.",
+    "runs of Llama models fill them, which DriftLens can't load yet.",
+    kind="language",
+)
+_table_by_model(
+    "experts-llm",
+    "Single experts of merged language models",
+    "tab:mergebench-expert-results",
+    "Single experts on MergeBench (%): HumanEval+ and MBPP+ report pass@1.",
+    "a run scores each expert on its own task; scores of each expert on every domain come with evaluations of "
+    "language models.",
+    kind=None,
+)
 
 
-@table("experts-llm", title="Single experts of merged language models", label="tab:mergebench-expert-results")
-def experts_llm(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
-    """MergeBench scores of base and single experts; the last line of a model is the best of each column."""
-    caption = "Single experts on MergeBench (%): HumanEval+ and MBPP+ report pass@1."
-    how = (
-        "a run scores each expert on its own task; scores of each expert on every domain come with evaluations of "
-        "language models."
-    )
-    # Runs score an expert on its own task alone, so none can fill the columns of other domains.
-    return _by_model((), options, printed, caption, how)
-
-
-def _by_model(
-    used: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable, caption: str, how: str
-) -> Table:
-    """These runs, and the paper's table with a group of blocks per model."""
-    blocks = [
-        dataclasses.replace(block, title=model if at == 0 else "", group=model)
-        for model in dict.fromkeys(row.model for row in printed.rows)
-        for at, block in enumerate(printed_blocks(printed, model=model).values())
-    ]
-    columns = _score_columns([title for title in printed.columns if title != AVERAGE], options)
-    grids = [*_measured_grids(used, options), Grid(columns, tuple(blocks))]
-    if any(row.name == "Fine-tuned (STL)" and row.model for row in printed.rows):
-        caption = f"{caption} {_BEST_SINGLE}"
-    return Table(grids, caption, used, [_test_note(used)], needed(used, how))
+def _table_of(grids: Sequence[Grid], caption: str, used: Sequence[DriftRun], how: str) -> Table:
+    """Grids with how many test samples are behind the runs' scores, or with how to get any."""
+    counts = [int(n) for run in used for n in run.accuracy()["n"].dropna()]
+    note = f"Measured on {span(counts)} test samples per task; " if counts else ""
+    notes = [f"{note}95 % Wilson intervals stand in the CSV file."] if counts else []
+    return Table(grids, caption, used, notes, needed(used, how))
 
 
 def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
@@ -213,14 +203,6 @@ def _scored(runs: Sequence[DriftRun], kind: Family | None = None) -> list[DriftR
     return [run for run in runs if len(run.accuracy()) and kind in (None, family(run))]
 
 
-def _test_note(runs: Sequence[DriftRun]) -> str:
-    """How many test samples are behind the measured scores."""
-    counts = [int(n) for run in runs for n in run.accuracy()["n"].dropna()]
-    if not counts:
-        return ""
-    return f"Measured on {span(counts)} test samples per task; 95 % Wilson intervals stand in the CSV file."
-
-
 def _score_columns(titles: Sequence[str], options: ExhibitOptions) -> tuple[Column, ...]:
     """A column per task, and their average."""
     is_wide = len(titles) >= MOST_GAINS
@@ -235,7 +217,10 @@ def _measured_grids(runs: Sequence[DriftRun], options: ExhibitOptions) -> list[G
         titles = _column_titles(run, options)
         by_columns.setdefault(tuple(titles.values()), []).append((run, titles))
     return [
-        Grid(_score_columns(titles, options), (Block(_references(members)), *_blocks(members, options)))
+        Grid(
+            _score_columns(titles, options),
+            (Block(_references(members, options)), *_blocks(members, options)),
+        )
         for titles, members in by_columns.items()
     ]
 
@@ -250,7 +235,7 @@ def _joint_grid(runs: Sequence[DriftRun], printed: PublishedTable, options: Exhi
         tasks = {title: task for task, title in titles_of(run, printed).items()}
         members.append((run, {tasks[name]: name for name in columns if tasks[name] in options.tasks_of(run)}))
     theirs = printed_blocks(printed, columns=columns)
-    blocks = _beside(_references(members), list(_blocks(members, options)), theirs)
+    blocks = _beside(_references(members, options), list(_blocks(members, options)), theirs)
     return Grid(_score_columns(columns, options), blocks)
 
 
@@ -266,11 +251,11 @@ def _beside(
     return tuple(blocks)
 
 
-def _references(members: Sequence[Member]) -> tuple[Line, ...]:
+def _references(members: Sequence[Member], options: ExhibitOptions) -> tuple[Line, ...]:
     """Base and experts of the runs, once each; several runs are told apart by name."""
     found: dict[tuple[object, ...], Line] = {}
     for run, titles in members:
-        for line in _reference_lines(run, titles):
+        for line in _lines(run, titles, options, references=True):
             told = line if len(members) == 1 else dataclasses.replace(line, label=f"{line.label}, {run.name}")
             # Runs on the same suite share base and experts.
             found.setdefault((line.label, *(line.number(title) for title in titles.values())), told)
@@ -280,7 +265,7 @@ def _references(members: Sequence[Member]) -> tuple[Line, ...]:
 def _blocks(members: Sequence[Member], options: ExhibitOptions) -> Iterator[Block]:
     """A block per run; several runs are told apart by name."""
     for run, titles in members:
-        lines = _method_lines(run, titles, options)
+        lines = _lines(run, titles, options, references=False)
         if lines:
             yield Block(lines, run.name if len(members) > 1 else "")
 
@@ -294,31 +279,29 @@ def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
     }
 
 
-def _reference_lines(run: DriftRun, titles: Mapping[str, str]) -> tuple[Line, ...]:
-    """Base and experts, in percent; `titles` names the column of each task shown."""
-    lines = [
-        _line(run, "base", "Base", titles, "reference"),
-        _line(run, "expert", "Experts", titles, "reference"),
-    ]
-    return tuple(line for line in lines if line.cells)
+def _lines(
+    run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions, *, references: bool
+) -> tuple[Line, ...]:
+    """Base and experts, or else the merged model, baselines and each calibration after its control, in percent.
 
-
-def _method_lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) -> tuple[Line, ...]:
-    """The merged model, baselines, and each calibration after its anchor-only control, in percent."""
-    lines = [_line(run, "merged", merger(run), titles, "plain")]
-    for variant in shown_variants(run, options):
-        role: Role = "own" if part_of(variant) == "calibrated" else "other"
-        lines.append(_line(run, variant, f"w/ {title(variant)}", titles, role))
-    return tuple(line for line in lines if line.cells)
-
-
-def _line(run: DriftRun, variant: str, label: str, titles: Mapping[str, str], role: Role) -> Line:
-    """One variant's scores in each task's metric, and their average; what was not scored has no cell."""
-    rows = run.accuracy(variant=variant)
+    Scores are in each task's metric, with their average; what was not scored has no cell, and no line without any.
+    `titles` names the column of each task shown.
+    """
+    wanted: dict[str, tuple[str, Role]] = {"base": ("Base", "reference"), "expert": ("Experts", "reference")}
+    if not references:
+        wanted = {"merged": (merger(run), "plain")}
+        for variant in shown_variants(run, options):
+            role: Role = "own" if part_of(variant) == "calibrated" else "other"
+            wanted[variant] = (f"w/ {title(variant)}", role)
+    rows = run.accuracy()
     rows = rows[(rows["metric"] == rows["task"].map(_metrics_of(run))) & rows["value"].notna()]
-    scores = {row["task"]: row for row in rows.to_dict("records")}
-    cells = {column: _cell(scores[task]) for task, column in titles.items() if task in scores}
-    return with_average(Line(label, cells, role, "measured", run.id, variant), list(titles.values()))
+    lines = []
+    for variant, (label, role) in wanted.items():
+        scores = {row["task"]: row for row in rows[rows["variant"] == variant].to_dict("records")}
+        cells = {column: _cell(scores[task]) for task, column in titles.items() if task in scores}
+        line = Line(label, cells, role, "measured", run.id, variant)
+        lines += [with_average(line, [*titles.values()])] if cells else []
+    return tuple(lines)
 
 
 def _metrics_of(run: DriftRun) -> Mapping[str, str]:
@@ -355,8 +338,7 @@ def _averages(
     lines: dict[str, Line] = {}
     together = " ".join(run.id for run in runs)
     for run in runs:
-        titles = _column_titles(run, options)
-        for line in _reference_lines(run, titles) if references else _method_lines(run, titles, options):
+        for line in _lines(run, _column_titles(run, options), options, references=references):
             if AVERAGE in line.cells:
                 before = lines[line.label].cells if line.label in lines else {}
                 cells = {**before, suites[run.id]: line.cells[AVERAGE]}
@@ -367,7 +349,8 @@ def _averages(
 def _by_task(run: DriftRun, options: ExhibitOptions) -> Iterator[Line]:
     """A run's lines of the table of experts."""
     titles = _column_titles(run, options)
-    lines = {head: _line(run, variant, head, titles, "plain") for head, (variant, _) in _PARTS.items()}
+    shown = [line for is_first in (True, False) for line in _lines(run, titles, options, references=is_first)]
+    lines = {head: line for head, (variant, _) in _PARTS.items() for line in shown if line.variant == variant}
     for column in (*titles.values(), AVERAGE):
         cells = {head: line.cells[column] for head, line in lines.items() if column in line.cells}
         counts = {cell.n for cell in cells.values() if cell.n is not None}

@@ -13,8 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from driftlens.records.checks import SelfCheck
 from driftlens.records.checks import self_checks as checks_of
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.captions import origin
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure, origin
 from driftlens_reports.paper.plate import Plate, legend, short
 from driftlens_reports.wording import check_sentence
 

@@ -49,10 +49,14 @@ def sheet(venue: str) -> Iterator[None]:
 
 def settle(figure: Figure) -> None:
     """Lay a figure out once and then leave it alone: every format, and every later save, shows the same places."""
+    from matplotlib.figure import SubFigure
+
     figure.get_layout_engine().execute(figure)
     figure.set_layout_engine("none")
+    # The layout's solver ends in other last digits from time to time.
+    for part in figure.findobj(SubFigure):
+        part.bbox_relative.set_points(part.bbox_relative.get_points().round(5))
     for axes in figure.axes:
-        # The layout's solver ends in other last digits from time to time.
         axes.set_position([round(part, 5) for part in axes.get_position(original=True).bounds])
 
 

@@ -15,8 +15,16 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.captions import ROUNDED, origin, spaced, span
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, Gap, figure
+from driftlens_reports.paper.exhibit import (
+    ROUNDED,
+    Exhibited,
+    ExhibitOptions,
+    Gap,
+    figure,
+    origin,
+    spaced,
+    span,
+)
 from driftlens_reports.paper.marks import GUIDE, number
 from driftlens_reports.paper.plate import Plate, framed_note, legend
 from driftlens_reports.paper.published import published_tables, source

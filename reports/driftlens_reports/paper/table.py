@@ -7,8 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from driftlens.records.run import DriftRun
-from driftlens_reports.paper.captions import origin, together
-from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, exhibits
+from driftlens_reports.paper.exhibit import (
+    Exhibit,
+    Exhibited,
+    ExhibitOptions,
+    Gap,
+    exhibits,
+    origin,
+    together,
+)
 from driftlens_reports.paper.grid import Column, Grid, shows_gains, tidy
 from driftlens_reports.paper.latex import to_latex
 from driftlens_reports.paper.published import published_tables, source

@@ -11,8 +11,8 @@ import statistics
 import pytest
 
 from driftlens_reports.paper import published
+from driftlens_reports.paper.grid import AVERAGE
 from driftlens_reports.paper.published import (
-    AVERAGE,
     PublishedRow,
     PublishedTable,
     errata,

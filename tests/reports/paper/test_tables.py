@@ -13,7 +13,8 @@ from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens_reports.facts import self_checks
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
-from driftlens_reports.paper.published import AVERAGE, published_tables
+from driftlens_reports.paper.grid import AVERAGE
+from driftlens_reports.paper.published import published_tables
 from tests.records.full_run import VARIANTS, write_full_run
 from tests.reports.paper.table_runs import EIGHT, GIB, SMALL, scores_run, table_run
 from tests.reports.paper.test_latex import rows_of

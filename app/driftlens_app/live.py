@@ -1,4 +1,7 @@
-"""A job on a page: while it runs, redrawn every second by itself; afterwards, how it ended."""
+"""Jobs as a visitor meets them: offered, redrawn every second while they run, awaited, and how they ended.
+
+Who waits for a run lands on its overview once it is there; who went elsewhere meanwhile stays there.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ import streamlit as st
 from driftlens.errors import RunError
 from driftlens.progress import duration
 from driftlens.records.listing import is_analyzed
+from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import dismiss, jobs_beside
-from driftlens_app.jobs.requests import explain_request
+from driftlens_app.jobs.requests import DEMO, demo_request, explain_request
 from driftlens_app.jobs.watching import is_finished_since
-from driftlens_app.settings import Settings
-from driftlens_app.show import note, plain, show_error, shown_errors
+from driftlens_app.pages import path_of
+from driftlens_app.selection import RUN
+from driftlens_app.settings import Settings, require_root
+from driftlens_app.show import note, page_title, plain, show_error, shown_errors
 
 BAD_ENDS = ("failed", "stopped", "cancelled")
 """States of jobs that have ended without success."""
@@ -30,15 +36,20 @@ _WORDS = {
     "running": "Running",
     "cancelling": "Stopping at the next batch",
 }
+_AWAITED, _WELCOMED = "_awaited_run", "_welcomed_on"
+_WAITING_ROOMS = ("runs", "new_run")
+"""Pages on which a run that is being made is watched; on any other, the visitor has turned to something else."""
+_HOW_TO = """
+Or measure your own models:
+
+1. `driftlens init` writes a commented spec; fill in your base, experts and data.
+2. `driftlens validate run.yaml` checks it in seconds.
+3. Start it on the page **New run**, or with `driftlens analyze run.yaml --out runs/mine`.
+"""
 
 
 def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
-    """Show the run's job while it is live, to be cancelled unless the dashboard is read-only; returns whether it is.
-
-    Args:
-        run: the run directory.
-        more: draws what belongs to this kind of job, below the progress.
-    """
+    """Show the run's job while it is live, with `more` below its progress, to be cancelled; returns whether it is."""
     view = watch(run)
     if view is None or not view.is_live:
         return False
@@ -67,7 +78,7 @@ def offer_attribution(run: DriftRun) -> None:
     lacking = {variant for variant, _ in traced[traced == 0].index}
     if not lacking or not is_analyzed(run.manifest) or run.manifest.architecture.get("loader") == "live":
         return
-    names = ", ".join(title(variant) for variant in run.variants if variant in lacking)
+    names = "; ".join(title(variant) for variant in run.variants if variant in lacking)
     note(f"The drift of these models was measured and not traced back to layers: {plain(names)}.")
     offer(explain_request(run), "Trace the drift back to layers")
 
@@ -202,3 +213,62 @@ def _what(job: Job) -> str:
         "project": "Layout",
     }
     return "Demo run" if job.kind == "demo" else plain(f"{words[job.kind]} {job.name}")
+
+
+def await_run(run: Path) -> None:
+    """Remember that this visitor waits for the run in the folder `run`."""
+    st.session_state[_AWAITED] = run
+
+
+def await_demo(settings: Settings) -> None:
+    """Let a visitor who finds the demo run being made wait for it: a reload, a second tab, another server's start."""
+    view = watch(settings.root / DEMO, "demo")
+    if view is not None and view.is_live:
+        await_run(view.job.run)
+
+
+def land(page: str) -> None:
+    """Once the run that this visitor waits for is done: leave `page`, if one waits there, for its overview."""
+    waits = st.session_state.pop(_WELCOMED, None) == page or page in map(path_of, _WAITING_ROOMS)
+    run = st.session_state.get(_AWAITED)
+    view = None if run is None else watch(run)
+    if view is None or view.is_live:
+        return
+    del st.session_state[_AWAITED]
+    if view.state != "done":
+        return
+    try:
+        made = read_manifest(run)
+    except RunError:
+        return
+    if waits:
+        st.switch_page(path_of("overview"), query_params={RUN: made.id})
+    # A switch would swallow what was clicked here, perhaps the start of another job.
+    st.toast(f"The run {plain(made.name)} is finished.", icon=":material/check_circle:")
+
+
+def welcome(page: str = "") -> None:
+    """Draw the first visitor's page in the place of the one with the path `page`, on which one waits as on Runs."""
+    st.session_state[_WELCOMED] = page
+    settings = Settings.from_environment()
+    require_root(settings.root)
+    page_title(
+        "Welcome to DriftLens",
+        "There is no run to look at in this folder. The demo makes one, without network.",
+    )
+    await_demo(settings)
+    is_live = show_new_runs(settings)
+    if settings.read_only:
+        note("This dashboard is read-only: `driftlens demo` makes a run in a terminal.", "lock")
+    else:
+        st.markdown(
+            "A small CLIP and eight experts are trained, merged and analysed here. "
+            "This takes about four minutes the first time, one minute later."
+        )
+        if st.button(
+            "Make the demo run", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"
+        ):
+            with shown_errors():
+                await_run(start(demo_request(settings)).run)
+                st.rerun()
+    st.markdown(_HOW_TO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens_app.landing import land, wait_on, welcome
+from driftlens_app.live import land, welcome
 from driftlens_app.pages import SECTIONS, pages
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable, show_link
 from driftlens_app.settings import Settings
@@ -53,8 +53,7 @@ def main() -> None:
             chosen.run()
         elif is_readable:
             require_no_unreadable(settings)
-            wait_on(path)
-            welcome()
+            welcome(path)
     # Last, when every choice of the page stands in the URL.
     with st.sidebar:
         show_link()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -115,23 +116,16 @@ def choose_view(run: DriftRun) -> Selection:
     """Draw the sidebar's choices within a run; `selection` returns the result."""
     layers = [entry.index for entry in run.manifest.layers]
     about = f"1 is the stem, {layers[-1]} the head, which is also called final." if layers else ""
+    one = functools.partial(st.selectbox, bind="query-params")
     with st.sidebar:
-        task = st.selectbox(
-            "Task",
-            run.tasks,
-            index=None,
-            placeholder="All tasks",
-            key=TASK,
-            bind="query-params",
-        )
+        task = one("Task", run.tasks, index=None, placeholder="All tasks", key=TASK)
         variants = st.multiselect(
             "Variants", run.variants, placeholder="All but the base", key=VARIANTS, bind="query-params"
         )
-        layer = st.selectbox(
+        layer = one(
             "Layer",
             [FINAL, *map(str, layers)],
             key=LAYER,
-            bind="query-params",
             help=about or "The run lists no layers yet.",
         )
         measure = st.radio(

@@ -49,12 +49,7 @@ class Settings:
 
 
 def is_inside(path: Path, root: Path | None = None) -> bool:
-    """Whether `path`, which need not exist, is the root or below it once all links are followed.
-
-    Args:
-        path: a path whose name came from a run, a record or a listing.
-        root: with links resolved; None is the folder that the dashboard was opened on.
-    """
+    """Whether `path`, which need not exist, is `root`, by default the dashboard's, or below it, all links followed."""
     try:
         real = os.path.realpath(path)  # unlike Path.resolve, it takes links that run in circles
     except (OSError, ValueError):  # no name that a file can have
@@ -92,10 +87,6 @@ def require_inside(path: Path) -> None:
 
 def require_links_inside(run: Path, root: Path) -> None:
     """Refuse a run with a link anywhere in it that leaves the root. Looks at every name: cache it.
-
-    Args:
-        run: the run directory.
-        root: with links resolved.
 
     Raises:
         RunError: there is such a link, or a folder that can't be searched for one.

@@ -119,14 +119,7 @@ def open_part(names: Sequence[str], *, key: str) -> str:
 
 
 def show_parts(page: str, run: DriftRun, options: ChartOptions, *, key: str) -> str:
-    """Tabs of the charts of a page, by what these declare; returns the heading of the open one.
-
-    Args:
-        page: name of the page's file.
-        run: the run.
-        options: as for `show_chart`.
-        key: as for `open_part`.
-    """
+    """Tabs of the charts of the view `page`, by what these declare; returns the heading of the open one."""
     parts = parts_of(page)
     part = open_part([*parts], key=key)
     for name in parts[part]:
@@ -138,13 +131,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
     """Draw the chart `name` with its caption, reading hint and the plotted numbers; returns what Streamlit does.
 
     Where the run lacks what the chart shows, its place says what is missing and which command adds it. An error
-    stays within the chart's place.
-
-    Args:
-        name: in `driftlens_reports.charts`.
-        run: the run.
-        options: what the reader chose; `selection().options(...)` makes them.
-        plotly: further arguments of `st.plotly_chart`, such as `on_select`.
+    stays within the chart's place. `plotly` are further arguments of `st.plotly_chart`, such as `on_select`.
     """
     with shown_errors():
         chart = charts[name]
@@ -166,7 +153,7 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, caption: str = "", **plotly
         run_id: the other part.
         drawn: the figure; as `drawn_once` makes it from here on.
         caption: a sentence that says what is plotted.
-        plotly: further arguments of `st.plotly_chart`, such as `on_select`.
+        plotly: as for `show_chart`.
     """
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
     result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
@@ -232,11 +219,8 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     unless it finds nothing changed. It takes a revision's word for that where data are lists, but not where they are
     typed arrays, and a template that is another object counts as changed: so the axes get its settings themselves. A
     template stays where it is if it speaks of more than axes, or of axes that only traces name. A figure that has a
-    revision stays as it is.
-
-    Args:
-        figure: a plotly figure.
-        selecting: whether points are to be selected in it, which Streamlit else tells plotly only with the copy.
+    revision stays as it is. `selecting` is whether points are to be selected, which Streamlit else tells plotly only
+    with the copy.
     """
     if figure.layout.datarevision is not None:
         return figure

@@ -59,15 +59,21 @@ class FeatCal(ClosedFormBase):
         alpha: Annotated[
             float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"
         ] = 0.3,
-        eps: Annotated[float, Bounds(low=0), "least Gram norm"] = 1e-8,
+        eps: Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"] = 1e-8,
         update: Annotated[
             Sequence[Update],
             Label("Parameters to solve for"),
             "what is solved for: weights of linear modules, their biases, scale and shift of norms",
         ] = UPDATES,
-        anchor: Annotated[Literal["merged", "none"], "`none` drops the pull towards the anchor"] = "merged",
-        last_block_tokens: Annotated[str | None, "how the last block's tokens count"] = None,
-        solve_dtype: Annotated[Literal["float64", "float32"], "of sums and solves"] = "float64",
+        anchor: Annotated[
+            Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"
+        ] = "merged",
+        last_block_tokens: Annotated[
+            str | None, Label("Token weights of the last block"), "how the last block's tokens count"
+        ] = None,
+        solve_dtype: Annotated[
+            Literal["float64", "float32"], Label("Precision"), "of sums and solves"
+        ] = "float64",
     ) -> None:
         self.lam = lam
         self.rho = rho

@@ -384,7 +384,7 @@ def test_a_landing_that_fails_leaves_the_page(
 
     app = open_app(root, "new_run")
     app.session_state["_awaited_run"] = root / "full"
-    monkeypatch.setattr("driftlens_app.landing.watch", broken)
+    monkeypatch.setattr("driftlens_app.live.watch", broken)
     app.run()
     assert not app.exception and "the record is damaged" in errors(app)
     assert app.title[0].value == "New run"

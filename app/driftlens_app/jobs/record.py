@@ -126,12 +126,7 @@ def dismiss(job: Job) -> None:
 
 
 def job_of(run: Path, kind: Kind | None = None) -> Job | None:
-    """The newest job that wrote to the run directory `run`, which need not exist yet; None without one.
-
-    Args:
-        run: the run directory.
-        kind: only jobs of this kind; None is any.
-    """
+    """The newest job, of this kind if one is given, that wrote to the run directory `run`, which need not exist yet."""
     found = [*_jobs(run / "logs", run), *_jobs(_beside(run), run)]
     wanted = [job for job in found if kind in (None, job.kind)]
     return max(wanted, key=lambda job: job.started, default=None)

@@ -36,12 +36,7 @@ def demo_request(settings: Settings) -> Request:
 
 
 def analyze_request(settings: Settings, spec: str, name: str) -> Request:
-    """The analysis of a spec under the root, into a new folder; one that a job left unfinished is continued.
-
-    Args:
-        settings: say what the root is.
-        spec: path of the spec, relative to the root, from `spec_files`.
-        name: of the new folder.
+    """The analysis of a spec, one of `spec_files`, into a new folder; one that a job left unfinished is continued.
 
     Raises:
         SpecError: the name can't be a folder's, something else is there, or the spec is not under the root.

@@ -51,13 +51,9 @@ class View:
 
 
 def watch(run: Path, kind: Kind | None = None) -> View | None:
-    """Where the newest job of the run directory `run` stands, or None where there never was one.
+    """Where the newest job, of this kind if one is given, of the run directory `run` stands; None without one.
 
     A job that was cancelled and does not stop is ended here once its grace period is over.
-
-    Args:
-        run: the run directory.
-        kind: only jobs of this kind; None is any.
     """
     job = job_of(run, kind)
     if job is None:

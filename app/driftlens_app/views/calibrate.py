@@ -31,7 +31,7 @@ from driftlens_app.outlook import show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import Stamp, opened, stamp
 from driftlens_app.selection import selection
-from driftlens_app.settings import Settings
+from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import note, plain, show_chart, show_data, show_drawn, show_table, shown_errors
 from driftlens_reports.charts.page_curves import running_curve
 from driftlens_reports.verdicts import before_after
@@ -48,7 +48,6 @@ PAGE = Page(
 _ESTIMATE = "_calibration_estimate"
 _SHOWN = "_calibrations_shown"
 
-_CARD = "README.md"
 _MOST_BYTES = 1_000_000_000
 """Streamlit holds a download in memory; larger files are named instead."""
 
@@ -276,19 +275,15 @@ def _readable(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _downloads(run: DriftRun, name: str) -> None:
     weights = run.path / calibration_weights(name)
-    card = run.path / calibration_folder(name) / _CARD
-    if _is_own_file(run, weights):
-        length = size(weights.stat().st_size)
-        if weights.stat().st_size > _MOST_BYTES:
-            st.caption(f"Calibrated checkpoint: {plain(weights.relative_to(run.path))}, {length}")
+    if is_file_inside(weights):
+        length = weights.stat().st_size
+        if length > _MOST_BYTES:
+            st.caption(f"Calibrated checkpoint: {plain(weights.relative_to(run.path))}, {size(length)}")
         else:
-            _download(run, name, weights, f"Calibrated checkpoint ({length})", ":material/download:")
-    if _is_own_file(run, card):
-        _download(run, name, card, "Model card", ":material/description:")
-
-
-def _is_own_file(run: DriftRun, file: Path) -> bool:
-    return file.is_file() and file.resolve().is_relative_to(run.path.resolve())
+            _download(run, name, weights, f"Calibrated checkpoint ({size(length)})", "download")
+    card = run.path / calibration_folder(name) / "README.md"
+    if is_file_inside(card):
+        _download(run, name, card, "Model card", "description")
 
 
 def _download(run: DriftRun, name: str, file: Path, label: str, icon: str) -> None:
@@ -298,7 +293,7 @@ def _download(run: DriftRun, name: str, file: Path, label: str, icon: str) -> No
         file_name=f"{run.id}-{name}{file.suffix}",
         mime="text/markdown" if file.suffix == ".md" else "application/octet-stream",
         on_click="ignore",
-        icon=icon,
+        icon=f":material/{icon}:",
         key=f"download-{file.name}",
     )
 

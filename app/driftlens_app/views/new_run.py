@@ -11,8 +11,7 @@ import streamlit as st
 from driftlens_app.jobs import start
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import analyze_request, spec_file, spec_files
-from driftlens_app.landing import await_run
-from driftlens_app.live import show_new_runs
+from driftlens_app.live import await_run, show_new_runs
 from driftlens_app.outlook import show_findings
 from driftlens_app.pages import Page
 from driftlens_app.settings import Settings

@@ -11,8 +11,7 @@ from streamlit.column_config import NumberColumn, TextColumn
 from driftlens.records.listing import RunSummary
 from driftlens_app.jobs import watch
 from driftlens_app.jobs.requests import DEMO
-from driftlens_app.landing import await_demo, welcome
-from driftlens_app.live import show_new_runs
+from driftlens_app.live import await_demo, show_new_runs, welcome
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import hint_for, listed_runs
 from driftlens_app.selection import RUN

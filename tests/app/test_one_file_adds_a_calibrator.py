@@ -53,9 +53,9 @@ ASKED = """
 import sys
 sys.path[:0] = {folders!r}
 if sys.argv[1] == "methods":
+    import runpy
     import toy_closed, toy_trained, toy_kinds
-    from driftlens.cli.main import main
-    main(sys.argv[1:])
+    runpy.run_module("driftlens", run_name="__main__")
 else:
     from tests.app.worker import main
     sys.exit(main(sys.argv[1:]))

@@ -16,9 +16,10 @@ from driftlens.errors import CheckpointError, IncompatibleModelsError, ShapeErro
 from driftlens.files import atomic_folder, atomic_path, write_json_atomic, write_text_atomic
 from driftlens.models.alignment import key_map, tower_prefix
 from driftlens.models.architecture import Architecture, FolderFormat
-from driftlens.models.chain import LayerChain
+from driftlens.models.chain import LayerChain, ParameterKey, Slot
 from driftlens.models.sources import (
     DTYPES,
+    OnDemand,
     StateSource,
     TensorHeader,
     check_finite,
@@ -145,10 +146,8 @@ def _head(
     return len(text).to_bytes(8, "little") + text
 
 
-def fused(
-    chain: LayerChain, parameters: Mapping[tuple[int, str], Tensor], start: StateSource
-) -> dict[str, Tensor]:
-    """Checkpoint tensors with the given layer parameters written into them.
+def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
+    """Checkpoint tensors with the given layer parameters written into them, each made when it is asked for.
 
     Args:
         chain: says where each parameter lies.
@@ -159,14 +158,20 @@ def fused(
     Returns:
         The skeleton's key -> whole tensor, in the layout and dtype of `start`, for every key that is touched.
     """
-    tensors: dict[str, Tensor] = {}
-    for (index, name), value in parameters.items():
+    touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
+    for index, name in parameters:
         slot = chain.layers[index - 1].parameters[name]
-        if slot.key not in tensors:
-            tensors[slot.key] = start.read(slot.key).clone()
-        rows = slice(None) if slot.rows is None else slice(*slot.rows)
-        tensors[slot.key][rows] = (value.mT if slot.transposed else value).detach().to(tensors[slot.key])
-    return tensors
+        touched.setdefault(slot.key, []).append(((index, name), slot))
+
+    def whole(key: str) -> Tensor:
+        tensor = start.read(key).clone()
+        for parameter, slot in touched[key]:
+            value = parameters[parameter]
+            rows = slice(None) if slot.rows is None else slice(*slot.rows)
+            tensor[rows] = (value.mT if slot.transposed else value).detach().to(tensor)
+        return tensor
+
+    return OnDemand(touched, whole)
 
 
 def save_model(
@@ -196,7 +201,9 @@ def save_model(
     canonical = {stored: key for key, stored in _stored_keys(architecture, base, model).items()}
     target = pathlib.Path(path)
     if target.suffix == ".safetensors":
-        save_state_dict(target, patched(base, _Tensors(model, canonical)), metadata)
+        save_state_dict(
+            target, patched(base, OnDemand(canonical, lambda key: model.read(canonical[key]))), metadata
+        )
         return
     if architecture.folder is None:
         raise SpecError(
@@ -205,33 +212,13 @@ def save_model(
         )
     names = _library_names(architecture, base, architecture.folder)
     updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-    weights = patched(renamed(base, names), _Tensors(model, updates))
+    weights = patched(renamed(base, names), OnDemand(updates, lambda key: model.read(updates[key])))
     with atomic_folder(target) as folder:
         for file, content in architecture.folder.configs.items():
             write_json_atomic(folder / file, content)
         if card is not None:
             write_text_atomic(folder / "README.md", card)
         save_state_dict(folder / architecture.folder.weights, weights, metadata)
-
-
-class _Tensors(Mapping[str, Tensor]):
-    """Tensors of a source under other keys, read whenever they are asked for and not kept."""
-
-    def __init__(self, source: StateSource, keys: Mapping[str, str]) -> None:
-        self._source = source
-        self._keys = keys
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._source.read(self._keys[key])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys  # the inherited one would read the tensor
 
 
 def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:

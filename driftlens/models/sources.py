@@ -7,9 +7,9 @@ import difflib
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ DTYPES = {
 }
 """The names of number types in the file format."""
 
+K = TypeVar("K", bound=Hashable)
+
 KEPT_OPEN = 16 << 20
 """Bytes up to which a file stays open: opening a small one takes longer than reading a tensor of it."""
 
@@ -51,6 +53,33 @@ class TensorHeader:
     def nbytes(self) -> int:
         """Bytes the tensor takes, unpacked and without padding."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class OnDemand(Mapping[K, Tensor], Generic[K]):
+    """Tensors by name, each read whenever it is asked for and not kept.
+
+    Args:
+        keys: names of the tensors.
+        read: gives the tensor of a name.
+    """
+
+    def __init__(self, keys: Collection[K], read: Callable[[K], Tensor]) -> None:
+        self._keys = keys
+        self._read = read
+
+    def __getitem__(self, key: K) -> Tensor:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._read(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # the inherited one would read the tensor
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 class StateSource(Protocol):

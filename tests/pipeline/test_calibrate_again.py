@@ -217,7 +217,14 @@ def test_a_run_calibrates_itself_with_a_calibrator(folder: pathlib.Path, whole: 
         dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name=NAME, on_progress=events.append
     )
     same_rows(after, whole)
-    assert {event.phase for event in events} == {"check", "calibrate", "analyze", "params", "evaluate"}
+    assert {event.phase for event in events} == {
+        "check",
+        "calibrate",
+        "look",
+        "analyze",
+        "params",
+        "evaluate",
+    }
     with pytest.raises(SpecError, match="no registered calibrator"):
         dl.open_run(folder).calibrate(object(), name="other")
 

@@ -301,7 +301,7 @@ def _calibrate(
 
     def look() -> None:
         said = first_look(open_run(writer.folder), study, plan.variant, plan.counts)
-        reporter.step(f"{plan.phase}:look", 1, 1, said)
+        reporter.step("look", 1, 1, said)
         if on_first is not None:
             on_first(said)
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.errors import RunError, SpecError
 from driftlens.files import write_json_atomic
+from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import save_state_dict
+from driftlens.models.sources import OnDemand
 from driftlens.records import layout
 from driftlens.records.contents import remove_tree
 
@@ -26,7 +28,7 @@ class SolvedLayer:
     """One layer's solution.
 
     Attributes:
-        updates: the layer's own parameter names -> calibrated values.
+        updates: the layer's own parameter names -> calibrated values, which stay on disk until they are asked for.
         reports: one per site.
         seconds: time since the calibration began, over all sittings.
     """
@@ -115,8 +117,8 @@ class CalibrationScratch:
         """Remember what work took of which nothing is kept layer by layer."""
         self._seconds = seconds
 
-    def keep(self, layer: CalibratedLayer, seconds: float) -> None:
-        """Store one layer's solution, whole or not at all.
+    def keep(self, layer: CalibratedLayer, seconds: float) -> SolvedLayer:
+        """Store one layer's solution, whole or not at all; returns what was stored.
 
         Args:
             layer: what was solved.
@@ -133,6 +135,7 @@ class CalibrationScratch:
         reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
         file = self._folder / f"{layer.layer:03d}.safetensors"
         save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
+        return _read(file)
 
     def remove(self) -> None:
         """Throw everything away."""
@@ -148,11 +151,9 @@ def _metadata(path: pathlib.Path) -> dict[str, str]:
 
 
 def _read(path: pathlib.Path) -> SolvedLayer:
-    with safe_open(path, framework="pt") as file:
-        updates = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
-    stored = _metadata(path)
+    source, stored = open_checkpoint(path), _metadata(path)
     reports = tuple(SiteReport(**report) for report in json.loads(stored["reports"]))
-    return SolvedLayer(updates, reports, float(stored["seconds"]))
+    return SolvedLayer(OnDemand(source.headers, source.read), reports, float(stored["seconds"]))
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from driftlens.files import PathLike
 from driftlens.models.chain import LayerChain, ParameterKey
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import fused, patched, save_model, save_state_dict
-from driftlens.models.sources import StateSource, TensorHeader
+from driftlens.models.sources import OnDemand, StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
 from driftlens.pipeline.study.opening import OpenModels
@@ -142,19 +142,20 @@ def with_parameters(
 
 
 def anchors(
-    chain: LayerChain, merged: StateSource, base: StateSource, rho: float, keys: Iterable[ParameterKey]
-) -> dict[ParameterKey, Tensor]:
+    chain: LayerChain, merged: StateSource, base: StateSource, rho: float, keys: Collection[ParameterKey]
+) -> OnDemand[ParameterKey]:
     """rho * merged + (1 - rho) * base (Eq. 11) for the given parameters, in float64.
 
     With these in place of the solution a calibration becomes its own control: what lambda = infinity would give.
     """
-    found = {}
-    for index, name in keys:
-        slot = chain.layers[index - 1].parameters[name]
+
+    def anchor(key: ParameterKey) -> Tensor:
+        slot = chain.layers[key[0] - 1].parameters[key[1]]
         start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
         value = rho * end + (1 - rho) * start
-        found[index, name] = value.mT if slot.transposed else value
-    return found
+        return value.mT if slot.transposed else value
+
+    return OnDemand(keys, anchor)
 
 
 class _InDtypesOf:

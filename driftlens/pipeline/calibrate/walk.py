@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, closed_form
 from driftlens.engine.forward_order import calibrate
@@ -18,6 +17,7 @@ from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.engine.training import train_attachments
 from driftlens.models.chain import ParameterKey
+from driftlens.models.sources import OnDemand
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
 from driftlens.pipeline.study.study import Study
@@ -36,19 +36,23 @@ class Solution:
     """What a walk solved.
 
     Attributes:
-        updates: (layer index, own parameter name) -> calibrated value, in the layer's layout.
+        layers: what was solved, by index.
         attachments: (task, boundary) -> what a trained calibrator attaches there.
-        reports: one per site, with its layer's index.
     """
 
-    updates: dict[ParameterKey, Tensor] = field(default_factory=dict)
+    layers: dict[int, SolvedLayer] = field(default_factory=dict)
     attachments: dict[tuple[str, int], Attachment] = field(default_factory=dict)
-    reports: list[tuple[int, SiteReport]] = field(default_factory=list)
 
-    def add(self, layer: int, updates: Mapping[str, Tensor], reports: Sequence[SiteReport]) -> None:
-        """Take one layer's solution in."""
-        self.updates |= {(layer, name): value for name, value in updates.items()}
-        self.reports += [(layer, report) for report in reports]
+    @property
+    def updates(self) -> OnDemand[ParameterKey]:
+        """(layer index, own parameter name) -> calibrated value, in the layer's layout."""
+        keys = [(index, name) for index, layer in self.layers.items() for name in layer.updates]
+        return OnDemand(dict.fromkeys(keys), lambda key: self.layers[key[0]].updates[key[1]])
+
+    @property
+    def reports(self) -> list[tuple[int, SiteReport]]:
+        """One per site, with its layer's index."""
+        return [(index, report) for index, layer in self.layers.items() for report in layer.reports]
 
 
 @torch.no_grad()
@@ -74,9 +78,7 @@ def solve(
         NumericsError: weights or features are NaN or infinite, or a system can't be solved as asked.
         Cancelled: somebody asked to stop; what was solved is kept.
     """
-    solution, meter = Solution(), _Meter(writer, plan, reporter)
-    for index, earlier in solved.items():
-        solution.add(index, earlier.updates, earlier.reports)
+    solution, meter = Solution(dict(solved)), _Meter(writer, plan, reporter)
     started = time.monotonic() - scratch.seconds
     for layer in calibrate(
         study.pool,
@@ -91,8 +93,7 @@ def solve(
         ids={task: samples.ids for task, samples in plan.samples.items()},
         pooling=study.settings.pool,
     ):
-        scratch.keep(layer, time.monotonic() - started)
-        solution.add(layer.layer, layer.updates, layer.reports)
+        solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
         meter.finished(layer)
     return solution
 

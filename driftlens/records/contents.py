@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from driftlens.records.lock import RunLock
 from driftlens.records.manifest import Manifest, ids_digest, read_manifest, write_manifest
 from driftlens.records.schema import TABLES
 from driftlens.records.status import append_event
-from driftlens.records.tables import appended, filled, without, write_rows
+from driftlens.records.tables import appended, filled, plain, without, write_rows
 from driftlens.records.verify import describe_file, settled
 from driftlens.variants import calibrated, control_of
 
@@ -219,7 +218,7 @@ class RunContents:
     def event(self, event: str, **details: object) -> None:
         """Add one line to the run's events; a number that is not finite becomes null."""
         self._lock.require_own()
-        append_event(self.folder, event, **{name: _finite(value) for name, value in details.items()})
+        append_event(self.folder, event, **{name: plain(value) for name, value in details.items()})
 
     def _write(self, table: str, rows: pa.Table) -> None:
         with self.file(layout.table_file(table)) as path:
@@ -243,10 +242,6 @@ def _without(entries: Mapping[str, Any], gone: Sequence[str]) -> dict[str, Any]:
 def _mentions(text: str, variants: Sequence[str]) -> bool:
     """Whether a notice or warning is about one of these variants: "task cars, VARIANT: ..." and the like."""
     return any(f"{variant}{end}" in text for variant in variants for end in (":", ","))
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _merged(old: Any, new: Any) -> Any:

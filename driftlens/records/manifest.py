@@ -187,18 +187,9 @@ _ENTRIES = {
 
 
 _PACKAGES = (
-    *(
-        "driftlens",
-        "torch",
-        "torchvision",
-        "numpy",
-        "scipy",
-        "pandas",
-        "pyarrow",
-        "safetensors",
-        "scikit-learn",
-    ),
-    *("transformers", "open_clip_torch", "peft", "datasets", "pillow", "plotly", "matplotlib", "umap-learn"),
+    *("driftlens", "torch", "torchvision", "numpy", "scipy", "pandas", "pyarrow", "safetensors"),
+    *("scikit-learn", "transformers", "open_clip_torch", "peft", "datasets", "pillow", "plotly"),
+    *("matplotlib", "umap-learn"),
 )
 _VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
@@ -306,19 +297,16 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _parsed(record: Mapping[str, Any]) -> Manifest:
-    values = {
-        entry.name: record[entry.name] for entry in dataclasses.fields(Manifest) if entry.name in record
-    }
-    template = Manifest(id="", name="", created="")
-    for name, value in values.items():
-        default = getattr(template, name)
+    for name, default in vars(Manifest(id="", name="", created="")).items():
         wanted = list if isinstance(default, tuple) else type(default)
-        if not isinstance(value, wanted):
-            raise ValueError(f"{name} should be {wanted.__name__}, is {type(value).__name__}")
-    values["layers"] = [_entry(LayerInfo, item) for item in values.get("layers", ())]
-    for name, kind in _ENTRIES.items():
-        values[name] = {key: _entry(kind, item) for key, item in values.get(name, {}).items()}
-    return Manifest(**values)
+        if name in record and not isinstance(record[name], wanted):
+            raise ValueError(f"{name} should be {wanted.__name__}, is {type(record[name]).__name__}")
+    layers = [_entry(LayerInfo, item) for item in record.get("layers", ())]
+    entries = {
+        name: {key: _entry(kind, item) for key, item in record.get(name, {}).items()}
+        for name, kind in _ENTRIES.items()
+    }
+    return _entry(Manifest, {**record, **entries, "layers": layers})
 
 
 def _entry(kind: type[T], item: Mapping[str, Any]) -> T:

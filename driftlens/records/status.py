@@ -15,6 +15,7 @@ from driftlens.errors import Cancelled, DriftLensError, RunError
 from driftlens.files import free_bytes, write_json_atomic
 from driftlens.records.layout import EVENTS, STATUS
 from driftlens.records.lock import utc_now
+from driftlens.records.tables import plain
 
 State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"]
 
@@ -87,10 +88,7 @@ def write_status(folder: pathlib.Path, status: Status) -> None:
     """
     record = dataclasses.asdict(status)
     # JSON knows neither NaN nor infinity.
-    record["metrics"] = {
-        name: value if value is not None and math.isfinite(value) else None
-        for name, value in status.metrics.items()
-    }
+    record["metrics"] = {name: plain(value) for name, value in status.metrics.items()}
     write_json_atomic(folder / STATUS, record)
 
 

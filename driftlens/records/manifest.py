@@ -302,7 +302,7 @@ def _parsed(record: Mapping[str, Any]) -> Manifest:
         if name in record and not isinstance(record[name], wanted):
             raise ValueError(f"{name} should be {wanted.__name__}, is {type(record[name]).__name__}")
     layers = [_entry(LayerInfo, item) for item in record.get("layers", ())]
-    entries = {
+    entries: dict[str, Any] = {
         name: {key: _entry(kind, item) for key, item in record.get(name, {}).items()}
         for name, kind in _ENTRIES.items()
     }

@@ -46,7 +46,7 @@ def calibration_of(variant: str) -> str | None:
 def control_of(name: str) -> str:
     """The variant that shows what the anchor of the calibration `name` does by itself.
 
-    With rho != 1 the anchor is another merge; only what a calibration gains over it is the calibration's own.
+    With rho != 1 the anchor is another merge of the same experts.
     """
     return baseline(f"{name}{_ANCHOR}")
 

@@ -16,11 +16,11 @@ from driftlens.records.layout import SPEC
 from driftlens.records.listing import is_analyzed, unanalyzed
 from driftlens.records.lock import require_unlocked
 from driftlens.records.manifest import Manifest
+from driftlens.records.reading import size
 from driftlens.records.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
 from driftlens_app.settings import is_file_inside
 from driftlens_app.show import plain
-from driftlens_reports.wording import size
 
 _ICONS = {"ok": "check", "notice": "info", "problem": "error"}
 _LARGEST_SPEC = 1_000_000

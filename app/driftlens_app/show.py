@@ -18,17 +18,26 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import streamlit as st
+from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.errors import DriftLensError
+from driftlens.records.reading import Sheet, printable
 from driftlens.records.run import DriftRun
 from driftlens_app.runs import Stamp, stamp
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.theme import lay_out
-from driftlens_reports.columns import printable
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
+_NUMBERS = {
+    "count": (1, "%d"),
+    "number": (1, "%.4g"),
+    "share": (100, "%.1f %%"),
+    "points": (100, "%+.1f"),
+    "error": (1, "%.1e"),
+}
+"""How a table of numbers that are sorted as such writes each kind: factor and format."""
 _SELECTING = {"displaylogo": False}
 _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 """Plotly's toolbar, with and without the tools that select points."""
@@ -168,6 +177,23 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     """A table with these column settings, a dash where nothing was measured; returns what Streamlit does."""
     looks = {"hide_index": True, "placeholder": "–", "column_config": columns}
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
+
+
+def show_sheet(sheet: Sheet) -> None:
+    """A table that card, report and terminal have too, with what a reader must know of it below."""
+    numbers = sheet.frame()
+    rows, columns = pd.DataFrame(sheet.columns()), {}
+    for head in rows:
+        kind = sheet.kinds[head]
+        if head.endswith(" low"):
+            columns[head] = TextColumn("95 % interval")
+        elif kind in _NUMBERS and f"{head} +-" not in sheet.kinds:  # a text beside its interval
+            factor, digits = _NUMBERS[kind]
+            rows[head] = factor * numbers[head].astype(float)
+            columns[head] = NumberColumn(format=digits)
+    st.subheader(plain(sheet.title), anchor=False)
+    show_table(rows, columns, key=sheet.name, alt=sheet.title)
+    st.caption(plain(sheet.notes()))
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:

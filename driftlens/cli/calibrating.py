@@ -143,13 +143,13 @@ def calibrate(
 
 
 def _show_first(name: str, run: DriftRun) -> None:
-    from driftlens_reports.verdicts import first_numbers_text
+    from driftlens_reports.terminal import first_numbers_text
 
     note(first_numbers_text(run, name))
 
 
 def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> None:
-    from driftlens_reports.verdicts import before_after_text
+    from driftlens_reports.terminal import before_after_text
 
     if as_json:
         say_json(_document(run, name))
@@ -160,9 +160,13 @@ def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> Non
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
-    from driftlens.records.before_after import accuracy_changes, credits_of, final_drift_changes
+    from driftlens.records.before_after import (
+        accuracy_changes,
+        before_after,
+        calibration_means,
+        final_drift_changes,
+    )
     from driftlens.variants import calibrated
-    from driftlens_reports.verdicts import before_after
 
     return {
         "name": name,
@@ -172,16 +176,13 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
         "accuracy_changes": accuracy_changes(run, name),
         "drift_changes": [
             {
-                **{"task": task, "n": at.n, "is_paired": at.is_paired},
+                **{"task": task, "is_paired": at.is_paired},
                 **vars(at.difference),
                 "relative": at.relative,
             }
             for task, at in final_drift_changes(run, name).items()
         ],
-        "gains": [
-            {**vars(credit), "rescaling": credit.rescaling, "calibration": credit.calibration}
-            for credit in credits_of(run, name)
-        ],
+        "means": calibration_means(run, name),
     }
 
 
@@ -221,7 +222,7 @@ def sweep(
     """Calibrate a run with many settings side by side; drift and accuracy of each become rows of its sweep table."""
     from driftlens.pipeline.search.sweep import SweepRequest
     from driftlens.pipeline.search.sweep import sweep as run_sweep
-    from driftlens_reports.verdicts import sweep_text
+    from driftlens_reports.terminal import sweep_text
 
     values = _values(param)
     request = SweepRequest(

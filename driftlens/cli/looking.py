@@ -28,7 +28,7 @@ _PACKAGES = (
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
     """Print a run's summary, or its final rows as JSON."""
-    from driftlens_reports.summary import summary
+    from driftlens_reports.terminal import summary
 
     if as_json:
         say_json(
@@ -64,7 +64,7 @@ def list_runs(
 ) -> None:
     """List the runs below a folder."""
     from driftlens.records.listing import find_runs
-    from driftlens_reports.summary import listing_text
+    from driftlens_reports.terminal import listing_text
 
     found = find_runs(root)
     if as_json:
@@ -79,7 +79,7 @@ def verify(run: RunFolder, as_json: JsonFlag = False) -> None:
     from driftlens.records.listing import left_undone
     from driftlens.records.run import open_run
     from driftlens.records.verify import verify as rehash
-    from driftlens_reports.summary import verification_text
+    from driftlens_reports.terminal import verification_text
 
     found = rehash(run)
     say_json({"ok": found.ok, **vars(found)}) if as_json else say(verification_text(found))
@@ -159,7 +159,7 @@ def check(
     from driftlens.files import write_text_atomic
     from driftlens.records.checks import check as judge
     from driftlens.records.checks import junit_xml
-    from driftlens_reports.verdicts import checks_text
+    from driftlens_reports.terminal import checks_text
 
     report = judge(run, tests)
     if junit is not None:
@@ -196,7 +196,7 @@ def compare(
     """Show what changes between two runs or two variants: drift, flips, accuracy with intervals."""
     from driftlens.records.compare import compare as compared
     from driftlens.records.equality import TOLERANCE, equality
-    from driftlens_reports.verdicts import comparison_text, equality_text
+    from driftlens_reports.terminal import comparison_text, equality_text
 
     found = compared(first, second, before=before, after=after, allow_mismatch=allow_mismatch)
     if second is None and tolerance is not None:
@@ -225,10 +225,7 @@ def _comparison_document(found: Comparison, equal: Equality | None, tolerance: f
     document: dict[str, Any] = {
         "before": {"id": found.before.id, "name": found.before.name},
         "after": {"id": found.after.id, "name": found.after.name},
-        **{
-            name: getattr(found, name)
-            for name in ("pairs", "mismatches", "notes", "tasks", "layers", "gains")
-        },
+        **{name: getattr(found, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers")},
         "equality": None,
     }
     if equal is not None:

@@ -172,9 +172,9 @@ def project(
 ) -> None:
     """Lay the final features of expert and variants out on a plane, and keep the layout in the run."""
     from driftlens.projection import project as lay_out
+    from driftlens.records.reading import printable
     from driftlens.records.run import open_run
-    from driftlens_reports.columns import printable
-    from driftlens_reports.verdicts import projections_text
+    from driftlens_reports.terminal import projections_text
 
     opened = open_run(run)
     methods = dict.fromkeys(part.strip() for part in method.split(","))

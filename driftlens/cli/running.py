@@ -58,7 +58,7 @@ def demo(
     from driftlens.records.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
     from driftlens_reports.build import Report
-    from driftlens_reports.verdicts import before_after_text
+    from driftlens_reports.terminal import before_after_text
 
     refuse_occupied(out, force=force)
     job = Job(Access(device), threads, progress)
@@ -207,7 +207,7 @@ def evaluate(
 ) -> None:
     """Accuracy of every variant on the test split, with Wilson intervals."""
     from driftlens.pipeline.analyze.job import evaluate as run_evaluation
-    from driftlens_reports.summary import accuracy_text
+    from driftlens_reports.terminal import accuracy_text
 
     with job.watched() as (sink, cancel):
         found = run_evaluation(run, again=again, access=job.access, on_progress=sink, cancel=cancel)

@@ -1,119 +1,34 @@
-"""A calibration's before and after, with the anchor alone between them, and how its settings were chosen.
+"""A calibration's before and after, in tables and sentences; its anchor alone is a row like the others.
 
-With rho other than 1 the anchor is another merge of the same experts. Its variant, the control, is analysed like any
-other, so that every gain splits exactly: merged to anchor is rescaling, anchor to calibrated is calibration.
+With rho other than 1 the anchor is another merge of the same experts, and its variant, the control, is analysed like
+any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from driftlens.errors import DataError
-from driftlens.records.compare import accuracy_of, drift_changes, paired_accuracy
-from driftlens.records.intervals import (
-    Interval,
-    MeanChange,
-    Paired,
-    mean_interval,
-    mean_over_tasks,
-    unpaired_difference,
+from driftlens.records.compare import drift_changes
+from driftlens.records.intervals import Interval, MeanChange
+from driftlens.records.outcomes import (
+    MEASURES,
+    AccuracyChange,
+    Measure,
+    TaskMeans,
+    accuracy_change,
+    outcomes,
+    task_means,
 )
+from driftlens.records.reading import Sheet, estimate, is_measured, percent_interval, points, points_interval
 from driftlens.records.run import DriftRun
-from driftlens.records.split import Split
-from driftlens.variants import calibrated, is_control
+from driftlens.variants import calibrated, title
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one variant does on one task; NaN where not measured.
-
-    Attributes:
-        task: the task.
-        variant: merged, the control, the calibrated variant or `expert`; the expert has an accuracy only.
-        drift: mean norm of the final drift.
-        drift_error: half the 95 % interval of that mean over diagnosis samples (Student's t).
-        relative: final drift norm against the expert's feature norm.
-        cosine: mean cosine of the final feature to the expert's.
-        accuracy: on test samples.
-        low: lower end of its 95 % interval.
-        high: upper end of its 95 % interval.
-        n: test samples behind it; 0 without.
-    """
-
-    task: str
-    variant: str
-    drift: float
-    drift_error: float
-    relative: float
-    cosine: float
-    accuracy: float
-    low: float
-    high: float
-    n: int
-
-
-@dataclass(frozen=True)
-class AccuracyChange:
-    """How a calibration changes the accuracy on one task; NaN where not measured.
-
-    Attributes:
-        task: the task.
-        change: calibrated minus merged on test samples, a fraction.
-        low: lower end of its 95 % interval.
-        high: upper end of its 95 % interval.
-        n: test samples behind it; 0 without.
-        is_paired: whether the interval counts samples gained and lost. Without answers sample by sample it comes from
-            the two accuracies alone, as if of different samples, and is wider than it need be.
-        paired: the change on samples whose answers are stored; None where none is.
-        split: which samples those are, "test" or "diagnosis"; empty without.
-    """
-
-    task: str
-    change: float
-    low: float
-    high: float
-    n: int
-    is_paired: bool
-    paired: Paired | None
-    split: str
-
-
-@dataclass(frozen=True)
-class Credit:
-    """How a measure's mean over tasks changes, and what changes it; NaN where a variant was not measured.
-
-    Attributes:
-        measure: "accuracy", a share; or "relative drift", of the expert's feature norm.
-        merged: before.
-        control: with the anchor alone; the merged value where the anchor is the merged model.
-        calibrated: after.
-        change: from merged to calibrated, with its 95 % interval over samples; the tasks are those of the run.
-    """
-
-    measure: str
-    merged: float
-    control: float
-    calibrated: float
-    change: Interval
-
-    @property
-    def rescaling(self) -> float:
-        """What the anchor alone changes."""
-        return self._split.rescaling
-
-    @property
-    def calibration(self) -> float:
-        """What the calibration changes beyond its anchor."""
-        return self._split.calibration
-
-    @property
-    def _split(self) -> Split:
-        return Split(self.merged, self.control, self.calibrated)
+_MOST_MOVES = 5
 
 
 def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
@@ -130,29 +45,28 @@ def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
     return ("merged", *([control] if control else []), calibrated(name), "expert")
 
 
-def outcomes(run: DriftRun, name: str) -> list[Outcome]:
-    """One entry per task and compared variant, in the order of the run.
+def before_after(run: DriftRun, name: str) -> pd.DataFrame:
+    """The numbers of a calibration's table, one row per task and model.
+
+    Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
+    (half its 95 % interval), relative, cosine, each with its `_error`, accuracy, low, high, n. The expert has an
+    accuracy only; what was not measured is NaN.
 
     Raises:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    columns = ("drift_l2_mean", "drift_l2_std", "n", "drift_rel", "cos_mean")
-    drifts = _by_key(run.layers(layer="final"), columns)
-    accuracy = run.accuracy()
-    accuracy = accuracy[accuracy["metric"] == "accuracy"]
-    scores = _by_key(accuracy, ("value", "ci_low", "ci_high", "n"))
-    unknown = (math.nan,) * len(columns)
-    found = []
-    for task in run.tasks:
-        for variant in compared_variants(run, name):
-            drift, std, samples, relative, cosine = drifts.get((task, variant), unknown)
-            known = 0 if math.isnan(samples) else int(samples)
-            error = mean_interval(drift, std, known).high - drift
-            value, low, high, n = scores.get((task, variant), unknown[:4])
-            count = 0 if math.isnan(n) else int(n)
-            found.append(Outcome(task, variant, drift, error, relative, cosine, value, low, high, count))
-    return found
+    rows = []
+    for entry in outcomes(run, compared_variants(run, name)):
+        row: dict[str, Any] = {
+            **{"task": entry.task, "variant": entry.variant, "model": title(entry.variant)}
+        }
+        for measure in ("drift", "relative", "cosine"):
+            found = getattr(entry, measure)
+            row |= {measure: found.value, f"{measure}_error": found.high - found.value}
+        at = entry.accuracy
+        rows.append(row | {"accuracy": at.value, "low": at.low, "high": at.high, "n": at.n})
+    return pd.DataFrame(rows)
 
 
 def accuracy_changes(run: DriftRun, name: str) -> list[AccuracyChange]:
@@ -181,9 +95,19 @@ def final_drift_changes(run: DriftRun, name: str) -> dict[str, MeanChange]:
     after = compared_variants(run, name)[-2]
     if not {"merged", after} <= set(run.variants) or not run.manifest.layers:
         return {}
-    last = run.layer_index("final")
-    found = {task: drift_changes(run, run, task, ("merged", after)) for task in run.tasks}
-    return {task: changes[last] for task, changes in found.items() if last in changes}
+    found = {task: drift_changes(run, run, task, ("merged", after), layer="final") for task in run.tasks}
+    return {task: change for task, by_layer in found.items() for change in by_layer.values()}
+
+
+def calibration_means(run: DriftRun, name: str) -> list[TaskMeans]:
+    """Means over tasks: merged, the anchor alone, calibrated, and the change from the first to the last.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
+    return task_means(run, variants)
 
 
 def accuracy_change_note(found: Sequence[AccuracyChange]) -> str:
@@ -199,114 +123,196 @@ def accuracy_change_note(found: Sequence[AccuracyChange]) -> str:
     return text
 
 
-def credits_of(run: DriftRun, name: str) -> list[Credit]:
-    """What calibration and rescaling each change, for every measure that was taken on all tasks.
+def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
+    """The tables of a calibration, wherever it is told of; those without rows are left out.
 
     Raises:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    found = outcomes(run, name)
-    merged = {entry.task: entry for entry in found if entry.variant == "merged"}
-    by_measure = {
-        "accuracy": [Interval(at.change, at.low, at.high) for at in accuracy_changes(run, name) if at.n],
-        # The expert's norm, by which drift is divided, is taken as known.
-        "relative drift": [
-            at.difference.scaled(merged[task].relative / merged[task].drift)
-            for task, at in final_drift_changes(run, name).items()
-            if merged[task].drift
-        ],
-    }
-    of_run = [
-        _credit(found, name, measure, mean_over_tasks(changes) if len(changes) == len(run.tasks) else None)
-        for measure, changes in by_measure.items()
-    ]
-    return [credit for credit in of_run if not math.isnan(credit.calibrated - credit.merged)]
+    found = accuracy_changes(run, name)
+    sheets = (_outcomes(run, name), _drifts(run, name), _accuracies(name, found), _answers(name, found))
+    return [sheet for sheet in (*sheets, _moves(run, name)) if sheet.rows]
 
 
-def credit_sentences(run: DriftRun, name: str) -> list[str]:
-    """How much of each gain is calibration and how much is rescaling, in sentences; losses are named too.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
-    """
-    has_control = any(is_control(variant) for variant in compared_variants(run, name))
-    lines = [_sentence(credit, has_control) for credit in credits_of(run, name)]
-    if not has_control:
-        lines.append("No anchor other than the merged model was used, so none of this is rescaling.")
-    return lines + _losses(outcomes(run, name), name)
-
-
-def accuracy_change(run: DriftRun, task: str, variants: tuple[str, str]) -> AccuracyChange:
-    """How the accuracy on one task changes from one variant to another.
-
-    Raises:
-        DataError: no such task or variant.
-        RunError: a table can't be read.
-    """
-    paired, split = paired_accuracy(run, run, task, variants) or (None, "")
-    before, n_before = accuracy_of(run, task, variants[0])
-    value, n = accuracy_of(run, task, variants[1])
-    if not n_before or not n:
-        return AccuracyChange(task, math.nan, math.nan, math.nan, 0, False, paired, split)
-    if paired is not None and split == "test":
-        return AccuracyChange(task, paired.difference, paired.ci_low, paired.ci_high, n, True, paired, split)
-    low, high = unpaired_difference(round(before * n_before), n_before, round(value * n), n)
-    return AccuracyChange(task, value - before, low, high, n, False, paired, split)
-
-
-def _by_key(rows: pd.DataFrame, columns: Sequence[str]) -> dict[tuple[str, str], tuple[float, ...]]:
-    """The numbers of every row by task and variant."""
-    values = rows[list(columns)].astype(float).to_numpy().tolist()
-    keys = zip(rows["task"].tolist(), rows["variant"].tolist(), strict=True)
-    return {key: tuple(row) for key, row in zip(keys, values, strict=True)}
-
-
-def _credit(found: list[Outcome], name: str, measure: str, change: Interval | None) -> Credit:
-    def mean(variant: str) -> float:
-        values = [
-            entry.accuracy if measure == "accuracy" else entry.relative
-            for entry in found
-            if entry.variant == variant
-        ]
-        return sum(values) / len(values) if values else math.nan
-
-    controls = [entry.variant for entry in found if is_control(entry.variant)]
-    merged, after = mean("merged"), mean(calibrated(name))
-    control = mean(controls[0]) if controls else merged
-    return Credit(measure, merged, control, after, change or Interval(after - merged))
-
-
-def _sentence(credit: Credit, has_control: bool) -> str:
-    is_accuracy = credit.measure == "accuracy"
-    values = [f"{100 * value:.1f} %" for value in (credit.merged, credit.calibrated)]
-    change = credit.calibrated - credit.merged
-    moved = "stays at" if values[0] == values[1] else "rises to" if change > 0 else "falls to"
-    text = f"Mean {credit.measure} is {values[0]} merged and {moved} {values[1]} calibrated"
-    unit = "points" if is_accuracy else "points of the expert's norm"
-    if not math.isnan(credit.change.low):
-        text += f" (95 % interval {_points(credit.change.low)} to {_points(credit.change.high)} {unit})"
-    if not has_control:
-        return f"{text}."
-    return (
-        f"{text}: {_points(credit.rescaling)} {unit} come from the anchor alone (rescaling), "
-        f"{_points(credit.calibration)} from calibration."
+def _outcomes(run: DriftRun, name: str) -> Sheet:
+    rows = before_after(run, name).drop(columns="variant")
+    return Sheet(
+        f"before-after-{name}",
+        f"{title(calibrated(name))}: every model on every task",
+        {
+            **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
+            **{
+                "relative drift": "share",
+                "relative drift +-": "share",
+                "cosine": "number",
+                "cosine +-": "number",
+            },
+            **{"accuracy": "share", "95 % low": "share", "95 % high": "share", "test samples": "count"},
+        },
+        [[*row[:-1], row[-1] or None] for row in rows.to_numpy(dtype=object).tolist()],
+        f"Drift, relative drift and cosine are means over {_counted(run)} with half their 95 % interval (Student's t; "
+        "the expert's norm is taken as known). The interval of accuracy is Wilson's. The expert has an accuracy only: "
+        "its own drift is zero by definition.",
     )
 
 
-def _points(value: float) -> str:
-    # Adding zero takes the minus off a zero that was rounded from below.
-    return f"{round(100 * value, 1) + 0.0:+.1f}"
+def _counted(run: DriftRun) -> str:
+    """How many diagnosis samples the final drift of a task rests on."""
+    rows = run.layers(layer="final") if run.manifest.layers else run.layers()
+    counts = rows["n"].dropna()
+    if counts.empty:
+        return "diagnosis samples"
+    low, high = int(counts.min()), int(counts.max())
+    return f"{low if low == high else f'{low} to {high}'} diagnosis samples per task"
 
 
-def _losses(found: list[Outcome], name: str) -> list[str]:
-    """Tasks on which the calibrated model is less accurate than the merged one: a mean would hide them."""
-    before = {entry.task: entry.accuracy for entry in found if entry.variant == "merged"}
-    after = {entry.task: entry.accuracy for entry in found if entry.variant == calibrated(name)}
-    lost = [task for task in before if after[task] < before[task]]
-    listed = ", ".join(f"{task} ({100 * (after[task] - before[task]):+.1f} points)" for task in lost)
-    return [f"Less accurate than before on {listed}."] if lost else []
+def _drifts(run: DriftRun, name: str) -> Sheet:
+    changes = final_drift_changes(run, name).items()
+    return Sheet(
+        f"drift-change-{name}",
+        f"{title(calibrated(name))}: change of the final L2 drift against the merged model",
+        {
+            **{"task": "text", "change": "number", "95 % low": "number", "95 % high": "number"},
+            **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
+        },
+        [(task, *_parts(at.difference), *_parts(at.relative), at.difference.n) for task, at in changes],
+        "Of the mean over diagnosis samples; intervals are Student's, paired by sample.",
+    )
+
+
+def _parts(found: Interval) -> tuple[float, float, float]:
+    return found.value, found.low, found.high
+
+
+def _accuracies(name: str, found: Sequence[AccuracyChange]) -> Sheet:
+    return Sheet(
+        f"accuracy-change-{name}",
+        f"{title(calibrated(name))}: change of accuracy against the merged model, in points",
+        {
+            **{"task": "text", "change": "points", "95 % low": "points", "95 % high": "points"},
+            "test samples": "count",
+        },
+        [(entry.task, entry.change, entry.low, entry.high, entry.n) for entry in found if entry.n],
+        accuracy_change_note(found),
+    )
+
+
+def _answers(name: str, found: Sequence[AccuracyChange]) -> Sheet:
+    return Sheet(
+        f"answers-changed-{name}",
+        f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
+        {
+            **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
+            **{"change": "points", "95 % low": "points", "95 % high": "points", "McNemar p": "number"},
+        },
+        [
+            (
+                *(entry.task, entry.split, entry.paired.n, entry.paired.gained, entry.paired.lost),
+                *(entry.paired.difference, entry.paired.ci_low, entry.paired.ci_high, entry.paired.p_value),
+            )
+            for entry in found
+            if entry.paired is not None
+        ],
+        "Change in points of accuracy on these samples, with Tango's interval for paired answers.",
+    )
+
+
+def _moves(run: DriftRun, name: str) -> Sheet:
+    """The solved modules whose weights moved furthest, relative to their norm, the furthest first."""
+    rows = run.calibration(name)
+    rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
+    before = rows["objective_before"].astype(float)
+    rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
+    return Sheet(
+        f"weight-moves-{name}",
+        f"{title(calibrated(name))}: largest weight moves",
+        {"module": "text", "layer": "count", "weight change": "share", "objective left": "share"},
+        rows[["site", "layer", "weight_change", "left"]].head(_MOST_MOVES).to_numpy(dtype=object).tolist(),
+        "Norm of the change against the norm of the weights; objective after against before, on calibration samples "
+        "(100 % is unchanged).",
+    )
+
+
+def calibration_sentences(run: DriftRun, name: str) -> list[str]:
+    """What a calibration changes: means over tasks, and on which tasks.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    found = [means for means in calibration_means(run, name) if means.measure in ("relative", "accuracy")]
+    return [
+        *mean_sentences(found, len(run.tasks)),
+        *_tasks_sentence(accuracy_changes(run, name)),
+    ]
+
+
+def mean_sentences(found: Sequence[TaskMeans], num_tasks: int) -> Iterator[str]:
+    """Means over tasks and their change in words, and what their intervals are over.
+
+    Args:
+        found: the means.
+        num_tasks: of the run, some of which may be in none of the means.
+    """
+    for entry in found:
+        measure = MEASURES[entry.measure]
+        of = f"{len(entry.tasks)} of " if len(entry.tasks) < num_tasks else ""
+        over = (
+            f"Mean {measure.title} over {of}{num_tasks} tasks"
+            if num_tasks > 1
+            else measure.title.capitalize()
+        )
+        said = "; ".join(
+            f"{title(variant)} {estimate(mean, measure.kind)}" for variant, mean in entry.means.items()
+        )
+        names = [*entry.means]
+        change = change_in_words(measure, entry.means[names[0]].value, entry.change)
+        pair = f" From {title(names[0])} to {title(names[-1])}: {change}." if change else ""
+        yield f"{over}: {said}.{pair}"
+    samples = {
+        "test" if entry.measure == "accuracy" else "diagnosis": max(mean.n for mean in entry.means.values())
+        for entry in found
+    }
+    counts = " and ".join(f"{n} {split} samples" for split, n in samples.items() if n)
+    if counts:
+        yield f"In parentheses: 95 % intervals over samples ({counts} in all); the tasks are these very ones."
+
+
+def change_in_words(measure: Measure, before: float, change: Interval) -> str:
+    """A change with its interval: a share's in points, a length's against the one before, else in its own unit.
+
+    Where the interval holds 0, no change is claimed. Empty where nothing is compared.
+    """
+    if not is_measured(change.value):
+        return ""
+    if measure.kind == "share":
+        text, ends = f"{points(change.value)} points", points_interval(change.low, change.high)
+    elif measure.worse == "higher" and before:
+        at = change.scaled(1 / before)
+        text, ends = f"{points(at.value)} %", percent_interval(at.low, at.high)
+    else:
+        text = f"{change.value:+.4f}"
+        ends = f"{change.low:+.4f} to {change.high:+.4f}" if is_measured(change.low) else ""
+    claimed = "no clear change, " if change.low <= 0 <= change.high else ""
+    return f"{claimed}{text}{f' ({ends})' if ends else ''}"
+
+
+def _tasks_sentence(found: Sequence[AccuracyChange]) -> list[str]:
+    """On which tasks accuracy certainly rises or falls: a mean would hide those that lose."""
+    measured = [entry for entry in found if entry.n]
+    if not measured:
+        return []
+    sides = [[at for at in measured if at.low > 0], [at for at in measured if at.high < 0]]
+    rises, falls = (
+        ", ".join(
+            f"{at.task} ({points(at.change)} points, {points_interval(at.low, at.high)})" for at in side
+        )
+        for side in sides
+    )
+    unclear = len(measured) - sum(map(len, sides))
+    text = f"Of {len(measured)} tasks, accuracy rises on {rises or 'none'} and falls on {falls or 'none'}"
+    return [f"{text}; on {unclear} the 95 % interval of its change holds 0." if unclear else f"{text}."]
 
 
 _SETTINGS = {"lam": "lambda", "rho": "rho", "alpha": "alpha"}
@@ -327,9 +333,8 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
     Raises:
         DataError: the run has no finished calibration of that name.
     """
+    compared_variants(run, name)  # says which calibrations there are when this is none
     known = run.manifest.calibrations
-    if name not in known:
-        raise DataError(f"the run has no calibration {name!r}; it has {', '.join(known) or 'none'}")
     if not known[name].automatic:
         return []
     if not known[name].selection.keys() >= _TOLD:

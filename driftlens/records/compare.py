@@ -21,10 +21,9 @@ from driftlens.records.intervals import (
     unpaired_difference,
 )
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.split import Split
-from driftlens.variants import control_of, expert_of, part_of
+from driftlens.variants import expert_of, part_of
 
-_UNMEASURED = MeanChange(Interval(math.nan), Interval(math.nan), 0, is_paired=False)
+_UNMEASURED = MeanChange(Interval(math.nan), Interval(math.nan), is_paired=False)
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,12 @@ class Comparison:
         after: the run of the second ones; the same one when two variants of one run are compared.
         pairs: the variants compared, (before, after) each.
         layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
-            drift has a 95 % interval, `drift_ci_*` and, against the drift before, `drift_relative_ci_*`; it is paired
-            by sample where `drift_paired` says that both measured the same ones.
+            drift has a 95 % interval, `drift_ci_*` and, against the drift before, `drift_relative_ci_*`, over
+            `drift_n` samples after; it is paired by sample where `drift_paired` says that both measured the same ones.
         tasks: one row per task and pair: final drift and cosine, flips, accuracy with intervals. `accuracy_*` comes
             from test counts, with an interval that ignores that both answered the same samples (too wide if they
             did); `paired_*`, `gained`, `lost` and `p_value` come from samples answered by both, of which there are
             `paired_n` in the split `paired_split`.
-        gains: one row per task and quantity where `after` is a calibration of `before` that has an anchor-only
-            control: what rescaling changes, and what calibration changes beyond it, in the quantity's own unit.
         mismatches: in what the runs differ that makes changes mean something else; empty unless allowed.
         notes: what a reader must know about the intervals.
     """
@@ -53,7 +50,6 @@ class Comparison:
     pairs: tuple[tuple[str, str], ...]
     layers: pd.DataFrame
     tasks: pd.DataFrame
-    gains: pd.DataFrame
     mismatches: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
@@ -101,7 +97,6 @@ def compare(
             [_layer_rows(first, second, task, pair) for task in tasks for pair in pairs], ignore_index=True
         ),
         tasks=pd.DataFrame([_task_row(first, second, task, pair) for task in tasks for pair in pairs]),
-        gains=gains(first, second, tasks, pairs),
         mismatches=found,
         notes=tuple(_unverified(first, second, tasks)),
     )
@@ -119,7 +114,13 @@ def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") 
 
 
 def drift_changes(
-    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str]
+    before: DriftRun,
+    after: DriftRun,
+    task: str,
+    variants: tuple[str, str],
+    *,
+    column: str = "drift_l2",
+    layer: int | str | None = None,
 ) -> dict[int, MeanChange]:
     """How the mean drift changes, by index of the layer; layers that one of them did not store are left out.
 
@@ -130,25 +131,27 @@ def drift_changes(
         after: the run measured second, often the same one.
         task: the task.
         variants: the variant of each.
+        column: of the sample table; "cos" for the mean cosine instead.
+        layer: only this one, as `DriftRun.samples` takes it.
 
     Raises:
         DataError: no such task or variant.
         RunError: the sample table can't be read.
     """
     sides = [
-        {layer: rows.set_index("sample_id")["drift_l2"] for layer, rows in found.groupby("layer")}
+        {at: rows.set_index("sample_id")[column] for at, rows in found.groupby("layer")}
         for found in (
-            run.samples(task, variant)[["layer", "sample_id", "drift_l2"]].dropna()
+            run.samples(task, variant, layer)[["layer", "sample_id", column]].dropna()
             for run, variant in zip((before, after), variants, strict=True)
         )
     ]
     is_same = same_samples(before, after, task)
     changes: dict[Any, MeanChange] = {}
-    for layer in sides[0].keys() & sides[1].keys():
-        start, end = (side[layer] for side in sides)
+    for at in sides[0].keys() & sides[1].keys():
+        start, end = (side[at] for side in sides)
         is_paired = bool(is_same) and set(start.index) == set(end.index)
         values = (start, end.reindex(start.index) if is_paired else end)
-        changes[layer] = mean_change(*(v.to_numpy(dtype=float) for v in values), is_paired=is_paired)
+        changes[at] = mean_change(*(v.to_numpy(dtype=float) for v in values), is_paired=is_paired)
     return changes
 
 
@@ -263,7 +266,7 @@ def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str
 def _ends(change: MeanChange) -> dict[str, Any]:
     found = {"drift": change.difference, "drift_relative": change.relative}
     ends = {f"{name}_ci_{end}": getattr(of, end) for name, of in found.items() for end in ("low", "high")}
-    return {**ends, "drift_paired": change.is_paired}
+    return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
 
 
 def _accuracy_change(sides: Sequence[tuple[str, DriftRun, str]], task: str) -> dict[str, Any]:
@@ -366,58 +369,3 @@ def _experts(run: DriftRun) -> Mapping[str, str]:
 def _chain(run: DriftRun) -> str:
     layers = run.manifest.layers
     return f"{len(layers)} layers, {layers[0].path} to {layers[-1].path}" if layers else "none"
-
-
-_GAIN_COLUMNS = (
-    *("task", "before", "control", "after", "quantity", "value_before", "value_control", "value_after"),
-    *("by_rescaling", "by_calibration"),
-)
-
-
-def gains(
-    first: DriftRun, second: DriftRun, tasks: Sequence[str], pairs: Sequence[tuple[str, str]]
-) -> pd.DataFrame:
-    """One row per task and quantity (drift, cos, accuracy) of every pair that has a control between its two.
-
-    `by_rescaling` + `by_calibration` is the change, all in the quantity's own unit: where the two work against each
-    other, a small change has large parts, and shares of it would say nothing.
-
-    Args:
-        first: the run of the variants before.
-        second: the run of the variants after, and of their controls.
-        tasks: tasks of both.
-        pairs: variants (before, after); only (merged, a calibration) can have a control.
-
-    Raises:
-        DataError: no such task or variant.
-        RunError: a table can't be read.
-    """
-    rows: list[dict[str, Any]] = []
-    for before, after in pairs:
-        control = control_of(after.partition(":")[2])
-        if before != "merged" or part_of(after) != "calibrated" or control not in second.variants:
-            continue
-        names = {"before": before, "control": control, "after": after}
-        places = ((first, before), (second, control), (second, after))
-        rows += [{"task": task, **names, **row} for task in tasks for row in _gains_of_task(task, places)]
-    return pd.DataFrame(rows, columns=_GAIN_COLUMNS)
-
-
-def _gains_of_task(task: str, places: Sequence[tuple[DriftRun, str]]) -> Iterator[dict[str, Any]]:
-    values = {
-        "drift": [final_value(run, task, variant, "drift_l2_mean") for run, variant in places],
-        "cos": [final_value(run, task, variant, "cos_mean") for run, variant in places],
-        "accuracy": [accuracy_of(run, task, variant)[0] for run, variant in places],
-    }
-    for quantity, found in values.items():
-        split = Split(*found)
-        if math.isnan(split.rescaling + split.calibration):
-            continue
-        yield {
-            "quantity": quantity,
-            "value_before": split.before,
-            "value_control": split.control,
-            "value_after": split.after,
-            "by_rescaling": split.rescaling,
-            "by_calibration": split.calibration,
-        }

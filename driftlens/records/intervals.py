@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -28,15 +28,19 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with the ends of its 95 % interval; NaN what can't be told, the ends of a single sample for instance."""
+    """A number with the ends of its 95 % interval; NaN what can't be told, the ends of a single sample for instance.
+
+    `n` counts the samples behind it; 0 where that is not known.
+    """
 
     value: float
     low: float = math.nan
     high: float = math.nan
+    n: int = 0
 
     def scaled(self, factor: float) -> Interval:
         """The interval of the number times a positive factor that is known."""
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
+        return Interval(self.value * factor, self.low * factor, self.high * factor, self.n)
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,13 @@ class MeanChange:
     """How a mean over samples changes.
 
     Attributes:
-        difference: mean after minus mean before, in the unit of the values.
+        difference: mean after minus mean before, in the unit of the values; its n counts the samples after.
         relative: the same against the mean before, whose own error counts too.
-        n: samples after.
         is_paired: whether the same samples were measured twice, so that what is common to both cancels.
     """
 
     difference: Interval
     relative: Interval
-    n: int
     is_paired: bool
 
 
@@ -138,7 +140,7 @@ def mean_interval(mean: float, std: float, n: int) -> Interval:
         std: their standard deviation as tables have it, divided by n (ddof 0); the interval divides by n - 1.
         n: samples.
     """
-    return _around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1)
+    return replace(_around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
 
 
 def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
@@ -160,11 +162,14 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
     ratio = end / start if start else math.nan
     # The second pair has the error of end - ratio * start: that of the ratio, times the start.
     difference, relative = (
-        _around(end - start, *standard_error([after - left] if is_paired else [after, left]))
+        replace(
+            _around(end - start, *standard_error([after - left] if is_paired else [after, left])),
+            n=len(after),
+        )
         for left in (before, ratio * before)
     )
     scale = 1 / abs(start) if start else math.nan
-    return MeanChange(difference, relative.scaled(scale), len(after), is_paired)
+    return MeanChange(difference, relative.scaled(scale), is_paired)
 
 
 def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
@@ -193,7 +198,7 @@ def mean_over_tasks(found: Sequence[Interval]) -> Interval:
     value = sum(entry.value for entry in found) / len(found)
     down = math.hypot(*(entry.value - entry.low for entry in found)) / len(found)
     up = math.hypot(*(entry.high - entry.value for entry in found)) / len(found)
-    return Interval(value, value - down, value + up)
+    return Interval(value, value - down, value + up, sum(entry.n for entry in found))
 
 
 def share_intervals(parts: Array, whole: Array, *, seed: int = 0) -> Array:

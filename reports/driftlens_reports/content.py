@@ -6,24 +6,20 @@ its schema ships as `report.schema.json`.
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 
-from driftlens_reports import wording
+from driftlens.records.reading import Kind, Sheet, written
+from driftlens.records.tables import plain
 
-VERSION = "1.0"
+VERSION = "2.0"
 """Of the JSON format. Within a major version fields are only ever added."""
-
-Kind = Literal["text", "count", "number", "share", "error"]
-"""How a column's values are written: as they are, whole, with four digits, as a percentage, with an exponent."""
 
 Cell = str | int | float | bool | None
 """One value at full precision; None where nothing was measured."""
-
-NO_VALUE = "–"
-"""Stands in a table where nothing was measured; a line below the table says so."""
 
 
 class Part(BaseModel):
@@ -90,6 +86,15 @@ class Section(Part):
     figures: tuple[Figure, ...] = ()
 
 
+class Estimate(Part):
+    """A number with its 95 % interval over samples, the tasks being as they are; null ends where it is not known."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int = Field(description="Samples behind it; 0 where that is not known.")
+
+
 class Change(Part):
     """How a measure's mean over tasks changes from before to after; null where it was not measured."""
 
@@ -99,17 +104,11 @@ class Change(Part):
     num_tasks: int = Field(
         description="Tasks behind the means: those on which every compared variant was measured."
     )
-    before: float | None
-    control: float | None = Field(description="With the calibration's anchor alone.")
-    after: float | None
-    change: float | None = Field(description="After minus before.")
-    change_low: float | None = Field(
-        default=None, description="Lower end of its 95 % interval over samples, the tasks being as they are."
-    )
-    change_high: float | None = Field(default=None, description="Its upper end.")
+    before: Estimate | None
+    control: Estimate | None = Field(description="Of the calibration's anchor alone.")
+    after: Estimate | None
+    change: Estimate | None = Field(description="After minus before.")
     relative_change: float | None = Field(description="The change against the value before.")
-    rescaling: float | None = Field(description="Control minus before: what the anchor alone changes.")
-    calibration: float | None = Field(description="After minus control: what calibration changes beyond it.")
 
 
 class Outcome(Part):
@@ -176,12 +175,60 @@ class ReportContent(Part):
         return [figure for section in self.sections for figure in section.figures]
 
 
-def written(value: Cell, kind: Kind) -> str:
-    """One value as a reader sees it; a dash where nothing was measured."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return NO_VALUE
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str) or kind in ("text", "count"):
-        return str(value)
-    return {"number": wording.number, "share": wording.percent, "error": wording.error}[kind](value)
+_UNITS = {
+    **dict.fromkeys(("L2 drift", "L2 drift +-", "mean drift", "10 % quantile", "90 % quantile"), "feature"),
+    **dict.fromkeys(("mismatch", "propagation", "drift"), "feature"),
+    **dict.fromkeys(("score drift", "secant", "directional", "spectral", "certified"), "score"),
+    **dict.fromkeys(("relative drift", "of base distance", "drift / base distance", "amplification"), "1"),
+    **dict.fromkeys(
+        ("cosine", "cosine +-", "mean cosine", "cosine of task vectors", "cosine gain", "cka", "cross term"),
+        "1",
+    ),
+    **dict.fromkeys(("accuracy", "value", "share of final drift"), "1"),
+    **dict.fromkeys(
+        ("n", "test n", "samples", "test samples", "calibration", "diagnosis", "test"), "samples"
+    ),
+    **{"seconds": "s", "peak memory (GiB)": "GiB", "peak GPU memory (GiB)": "GiB", "energy (Wh)": "Wh"},
+}
+"""Units of columns by heading, in the words of the run's schema; a heading means the same in every table."""
+
+
+def table(
+    name: str, title: str, kinds: Mapping[str, Kind], rows: Sequence[Sequence[object]], note: str = ""
+) -> Table:
+    """A table of these rows; what is missing or not finite becomes None.
+
+    Args:
+        name: its name in files and anchors.
+        title: its heading.
+        kinds: headings and how their values are written, in order.
+        rows: one value per column each.
+        note: what a reader must know about the rows.
+    """
+    heads = tuple(
+        Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else _UNITS.get(head, ""))
+        for head, kind in kinds.items()
+    )
+    cells = tuple(tuple(plain(value) for value in row) for row in rows)
+    return Table(name=name, title=title, note=note, columns=heads, rows=cells)
+
+
+def sheet_table(sheet: Sheet) -> Table:
+    """A table that other places show too."""
+    return table(sheet.name, sheet.title, sheet.kinds, sheet.rows, sheet.note)
+
+
+def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
+    """Every row of a frame as a table, with the kind of each column read off its type."""
+    columns = tuple(
+        Column(name=str(head), kind=_kind(frame[head]), unit=_UNITS.get(str(head), ""))
+        for head in frame.columns
+    )
+    values = [[plain(value) for value in frame[head].tolist()] for head in frame.columns]
+    return Table(name=name, title=title, columns=columns, rows=tuple(zip(*values, strict=True)))
+
+
+def _kind(values: pd.Series[Any]) -> Kind:
+    if pd.api.types.is_bool_dtype(values) or not pd.api.types.is_numeric_dtype(values):
+        return "text"
+    return "count" if pd.api.types.is_integer_dtype(values) else "number"

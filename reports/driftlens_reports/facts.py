@@ -1,19 +1,23 @@
-"""The few numbers that every report of a run begins with, taken from its tables and from nothing else."""
+"""The few numbers that every report of a run begins with, and their words, from its tables and from nothing else."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from driftlens.records.checks import SelfCheck as SelfCheck  # facts like the others
 from driftlens.records.checks import self_checks as self_checks
+from driftlens.records.intervals import Interval, wilson
 from driftlens.records.listing import damage_of_status, last_work
+from driftlens.records.outcomes import outcomes
+from driftlens.records.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
 from driftlens.records.run import DriftRun
-
-NOT_MEASURED = "not measured"
+from driftlens.records.tables import plain
+from driftlens.variants import title
 
 _SYNTHETIC = (
     "Synthetic demo: images and models were made by DriftLens itself. "
@@ -22,24 +26,12 @@ _SYNTHETIC = (
 
 
 @dataclass(frozen=True)
-class FinalDrift:
-    """How far one variant's final features are from the task's expert; NaN where not measured."""
-
-    task: str
-    variant: str
-    drift: float
-    relative: float
-    cosine: float
-    n: int
-
-
-@dataclass(frozen=True)
 class Origin:
     """One layer that much of a task's final drift comes from; `amount` is what `Origins.measure` says."""
 
     layer: int
     path: str
-    amount: float
+    amount: Interval
 
 
 @dataclass(frozen=True)
@@ -59,41 +51,40 @@ class Origins:
     layers: tuple[Origin, ...]
 
 
-def final_drift(run: DriftRun) -> list[FinalDrift]:
-    """One entry per task and variant, in the order of the run."""
-    if not run.manifest.layers:
-        return []
-    rows = {(row["task"], row["variant"]): row for row in run.layers(layer="final").to_dict("records")}
-    return [
-        FinalDrift(
-            task,
-            variant,
-            drift=rows[task, variant]["drift_l2_mean"],
-            relative=rows[task, variant]["drift_rel"],
-            cosine=rows[task, variant]["cos_mean"],
-            n=rows[task, variant]["n"],
-        )
-        for task in run.tasks
-        for variant in run.variants
-        if (task, variant) in rows
-    ]
+def final_sheet(run: DriftRun) -> Sheet:
+    """How far each variant's final features are from each task's expert, with intervals; the base's distance beside."""
+    final = run.layers(layer="final") if run.manifest.layers else run.layers()
+    to_base = final.set_index(["task", "variant"])["drift_vs_base"].to_dict()
+    return Sheet(
+        "final-drift",
+        "Final feature against each task's expert",
+        {
+            **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
+            **{"relative drift": "share", "relative drift +-": "share", "of base distance": "share"},
+            **{"cosine": "number", "cosine +-": "number", "samples": "count"},
+        },
+        [
+            (
+                *(entry.task, title(entry.variant), *_with_half(entry.drift), *_with_half(entry.relative)),
+                *(plain(to_base[entry.task, entry.variant]), *_with_half(entry.cosine), entry.drift.n),
+            )
+            for entry in outcomes(run)
+            if (entry.task, entry.variant) in to_base
+        ],
+        "Means over diagnosis samples, with half their 95 % interval. Relative: against the norm of the expert's "
+        "feature, taken as known. Of base distance: against the distance from base to expert.",
+    )
 
 
-def accuracies(run: DriftRun) -> Mapping[str, Mapping[str, float]]:
-    """Accuracy by task and variant, where it was measured; the expert's is its own task's."""
-    rows = run.accuracy()
-    rows = rows[rows["metric"] == "accuracy"]
-    found: dict[str, dict[str, float]] = {}
-    for task, variant, value in zip(rows["task"], rows["variant"], rows["value"], strict=True):
-        found.setdefault(task, {})[variant] = float(value)
-    return {task: found[task] for task in run.tasks if task in found}
+def _with_half(found: Interval) -> tuple[float, float]:
+    return found.value, found.high - found.value
 
 
-def accuracy_variants(found: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """The variants of `accuracies` in reading order: base, expert, merged, then the others as they come."""
-    there = dict.fromkeys(variant for values in found.values() for variant in values)
-    first = [variant for variant in ("base", "expert", "merged") if variant in there]
-    return first + [variant for variant in there if variant not in first]
+def share_of(row: Mapping[Any, Any] | pd.Series[Any], column: str = "final_share") -> Interval:
+    """A layer's share of the final drift with its interval, which older runs lack, from its row of the layer table."""
+    values = (row[column], row.get(f"{column}_low"), row.get(f"{column}_high"))
+    n = plain(row["jacobian_samples"])
+    return Interval(*(math.nan if plain(value) is None else float(value) for value in values), n or 0)
 
 
 def origins(run: DriftRun) -> list[Origins]:
@@ -118,16 +109,63 @@ def stamps(run: DriftRun) -> list[str]:
     return said + [f"Warning: {text}" for text in run.manifest.warnings]
 
 
-def is_measured(value: float) -> bool:
-    """Whether there is a number; a null of a table is NaN here."""
-    return not math.isnan(value)
-
-
 def _origins(rows: pd.DataFrame, task: str, variant: str) -> Origins:
     for column, measure in (("final_share", "share"), ("mismatch_l2_mean", "mismatch")):
         measured = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
         if len(measured):
-            values = zip(measured["layer"], measured["path"], measured[column], strict=True)
-            layers = tuple(Origin(int(layer), str(path), float(amount)) for layer, path, amount in values)
+            layers = tuple(
+                Origin(
+                    int(row["layer"]),
+                    str(row["path"]),
+                    share_of(row) if measure == "share" else Interval(float(row[column]), n=int(row["n"])),
+                )
+                for row in measured.to_dict("records")
+            )
             return Origins(task, variant, measure, layers)
     return Origins(task, variant, "", ())
+
+
+def origin_sentence(origins: Origins) -> str:
+    """Which layers the final drift comes from, or that this was not measured."""
+    if not origins.layers:
+        return f"{origins.task}: {NOT_MEASURED}"
+    is_share = origins.measure == "share"
+    what = "largest shares of the final drift" if is_share else "largest local mismatch (mean L2)"
+    kind: Kind = "share" if is_share else "number"
+    layers = [
+        f"layer {entry.layer} ({entry.path}) {estimate(entry.amount, kind)}" for entry in origins.layers
+    ]
+    n = origins.layers[0].amount.n
+    return f"{origins.task}: {what}: {', '.join(layers)}{f'; n = {n}' if n else ''}"
+
+
+def check_sentence(check: SelfCheck) -> str:
+    """How large one self-check's error gets, and where."""
+    if not is_measured(check.largest):
+        return f"{check.name} ({check.claim}): {NOT_MEASURED}"
+    verdict = "holds" if check.holds else f"DOES NOT HOLD (limit {error(check.limit)})"
+    return f"{check.name} ({check.claim}): {verdict}, error at most {error(check.largest)} ({check.where})"
+
+
+def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
+    """How many decisions flip, and how many the margins protect; nothing without scores."""
+    if outputs.empty or not outputs["flipped"].notna().any():
+        return
+    flipped, certified = (_share(outputs[name]) for name in ("flipped", "certified"))
+    text = f"{variant}: {estimate(flipped, 'share')} of {flipped.n} decisions differ from the expert's"
+    if is_measured(certified.value):
+        kept = percent(1 - flipped.value - certified.value)
+        text += f"; {estimate(certified, 'share')} are certified by their margin, {kept} are kept without a certificate"
+    used = (outputs["score_drift_l2"] / outputs["score_bound"]).median()
+    if not math.isnan(used):
+        text += f". The score drift is {percent(float(used))} of its bound (median)"
+    yield f"{text}."
+
+
+def _share(column: pd.Series[Any]) -> Interval:
+    """The share of samples of which it is true, with Wilson's interval."""
+    known = column.dropna().astype(bool)
+    if known.empty:
+        return Interval(math.nan)
+    hits = int(known.sum())
+    return Interval(hits / len(known), *wilson(hits, len(known)), len(known))

@@ -7,18 +7,18 @@ import shutil
 import signal
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.errors import RunError, SpecError
-from driftlens.records.before_after import accuracy_change_note, accuracy_changes
+from driftlens.records.before_after import calibration_sheets
 from driftlens.records.run import open_run
 from driftlens.records.schema import SCHEMA_VERSION
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
-from driftlens_reports.verdicts import before_after
 from tests.app.conftest import Open, opened_drawers, shown_data, until
 from tests.app.test_jobs import finish, state, step
 from tests.app.test_pages import errors, said
@@ -220,16 +220,26 @@ def test_a_refused_value_is_explained_and_starts_nothing(open_app: Open, root: P
     assert job_of(run) is None
 
 
-def test_the_table_of_a_finished_calibration_is_the_reports(open_app: Open, root: Path, run: Path) -> None:
+def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
+    open_app: Open, root: Path, run: Path
+) -> None:
     with_calibration(run)
     app = open_app(root, "calibrate")
-    expected = before_after(open_run(run), "featcal")
-    (table,) = [frame.value for frame in app.dataframe if "model" in frame.value]
-    for column in ("task", "model", "drift", "drift_error", "cosine"):
-        assert table[column].equals(expected[column]), column
-    assert table["accuracy"].equals(100 * expected["accuracy"])
-    assert "anchor alone (rescaling)" in said(app)
+    sheets = calibration_sheets(open_run(run), "featcal")
+    frames = [frame.value for frame in app.dataframe]
+    for sheet in sheets:
+        (shown,) = [frame for frame in frames if list(frame) == list(sheet.columns())]
+        for head, texts in sheet.columns().items():
+            if pd.api.types.is_numeric_dtype(shown[head]):
+                factor = 100 if sheet.kinds[head] in ("share", "points") else 1
+                assert shown[head].equals(factor * sheet.frame()[head].astype(float)), head
+            else:
+                assert shown[head].tolist() == texts, head
+        assert sheet.notes() in said(app)
+    assert len(sheets) == 5 and "featcal, anchor only" in said(app) and "escaling" not in said(app)
     assert app.get("plotly_chart")
+    links = [link.proto.label for link in app.get("page_link")]
+    assert links == ["Features", "Report & export"]
 
 
 def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
@@ -249,34 +259,6 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
     until(lambda: state(run) == "done", "it is done")
     app.run()
     assert "Calibration featcal is done." in said(app) and "still being computed" not in said(app)
-
-
-def test_changes_of_accuracy_come_with_intervals_and_the_answers_that_changed(
-    open_app: Open, root: Path, run: Path
-) -> None:
-    with_calibration(run)
-    app = open_app(root, "calibrate")
-    expected = accuracy_changes(open_run(run), "featcal")
-    (table,) = [frame.value for frame in app.dataframe if "change" in frame.value]
-    assert table["task"].tolist() == [entry.task for entry in expected]
-    assert table["change"].tolist() == [100 * entry.change for entry in expected]
-    for shown, entry in zip(table.to_dict("records"), expected, strict=True):
-        assert entry.paired is not None
-        assert shown["interval"] == f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}"
-        assert (shown["gained"], shown["lost"]) == (entry.paired.gained, entry.paired.lost)
-    assert accuracy_change_note(expected) in said(app)
-
-
-def test_the_largest_weight_moves_are_the_logs(open_app: Open, root: Path, run: Path) -> None:
-    with_calibration(run)
-    app = open_app(root, "calibrate")
-    log = open_run(run).calibration("featcal").sort_values("weight_change", ascending=False, kind="stable")
-    (shown,) = [frame.value for frame in app.dataframe if "weight_change" in frame.value]
-    assert shown["site"].tolist() == log["site"].tolist()[: len(shown)] and len(shown) == 5
-    assert shown["weight_change"].tolist() == (100 * log["weight_change"]).tolist()[:5]
-    assert set(shown["objective"]) == {25.0}
-    links = [link.proto.label for link in app.get("page_link")]
-    assert links == ["Features", "Report & export"]
 
 
 def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: Path) -> None:

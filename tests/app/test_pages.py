@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from driftlens.records.reading import number, percent
 from driftlens.records.run import open_run
 from driftlens_app.pages import pages
-from driftlens_reports.wording import number, percent
 from tests.app.conftest import Open, opened_drawers, shown_data
 from tests.records.full_run import write_full_run
 

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 import driftlens as dl
-from driftlens.records.before_after import credit_sentences
+from driftlens.records.before_after import calibration_sentences
 from driftlens.records.run import DriftRun, open_run
 from tests.browser.reading import drawn, settled
 from tests.browser.server import serving
@@ -45,7 +45,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     assert len(list((run / "logs").glob("calibrate-*.log"))) == 1
     calibrated = open_run(run)
     assert list(calibrated.manifest.calibrations) == ["featcal"]
-    for sentence in credit_sentences(calibrated, "featcal"):
+    for sentence in calibration_sentences(calibrated, "featcal"):
         expect(page.get_by_text(sentence)).to_be_visible()
     with page.expect_download() as taken:
         page.get_by_role("button", name="Calibrated checkpoint").click()
@@ -105,9 +105,9 @@ def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: 
     write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
     with serving(tmp_path / "runs", tmp_path / "log") as address:
         page.goto(f"{address}/calibrate")
-        expect(page.get_by_test_id("stDataFrame")).to_have_count(3, timeout=60_000)
+        expect(page.get_by_test_id("stDataFrame")).to_have_count(5, timeout=60_000)
         settled(page)
         fitting = (
             "[...document.querySelectorAll('.dvn-scroller')].filter(it => it.scrollWidth <= it.clientWidth)"
         )
-        page.wait_for_function(f"{fitting}.length === 3")
+        page.wait_for_function(f"{fitting}.length === 5")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from driftlens.records.reading import number
 from driftlens.records.run import open_run
 from driftlens.suites.embedded import RECORD, embedded_suite
 from driftlens.suites.recipe import Recipe
-from driftlens_reports.wording import number
 from tests.browser.reading import metric, settled
 from tests.browser.server import serving
 from tests.suites.conftest import TINY

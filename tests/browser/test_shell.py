@@ -9,9 +9,9 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import pytest
 from playwright.sync_api import expect
 
+from driftlens.records.reading import number
 from driftlens.records.run import open_run
 from driftlens_app.pages import pages
-from driftlens_reports.wording import number
 from tests.browser.reading import drawn, metric, settled
 
 

@@ -12,7 +12,7 @@ from driftlens.pipeline.calibrate.card import escaped
 from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.build import Report
-from driftlens_reports.verdicts import before_after_text
+from driftlens_reports.terminal import before_after_text
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import NAME, copied, files_of
 from tests.pipeline.roomy import roomy_run, spoil_merged

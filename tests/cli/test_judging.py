@@ -98,7 +98,7 @@ def test_a_check_that_makes_no_sense_is_wrong_usage(
     assert result.code == 2 and "cos_maen" in result.message and "cos_mean" in result.hint
 
 
-def test_two_variants_are_compared_with_their_control(run_cli: Cli, written: pathlib.Path) -> None:
+def test_two_variants_are_compared_task_by_task(run_cli: Cli, written: pathlib.Path) -> None:
     result = run_cli("compare", written)
     rows = compare(written).tasks.set_index("task")
     assert result.code == 0 and "merged -> featcal" in result.out
@@ -106,18 +106,7 @@ def test_two_variants_are_compared_with_their_control(run_cli: Cli, written: pat
         line = next(line for line in result.out.splitlines() if line.startswith(task))
         assert f"{100 * rows.loc[task, 'drift_relative']:+.1f} %" in line
         assert f"{100 * rows.loc[task, 'accuracy_change']:+.1f}" in line
-    assert "by rescaling" in result.out and "diagnosis samples answered by both" in result.out
-    for row in compare(written).gains.to_dict("records"):
-        is_accuracy = row["quantity"] == "accuracy"
-        parts = [row["by_rescaling"], row["by_calibration"]]
-        texts = [f"{100 * part:+.1f}" if is_accuracy else f"{part:+.4f}" for part in parts]
-        quantity = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy (points)"}[row["quantity"]]
-        (line,) = (
-            text
-            for text in result.out.splitlines()
-            if text.split("  ")[:1] == [row["task"]] and quantity in text
-        )
-        assert line.split()[-2:] == texts
+    assert "rescaling" not in result.out and "diagnosis samples answered by both" in result.out
 
 
 def test_compared_runs_as_json_hold_every_layer(

@@ -46,18 +46,28 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
             row = run.accuracy(task, variant).iloc[0]
             final = run.layers(task, variant, "final").iloc[0]
             freedom = int(final["n"]) - 1
-            error = stats.t.ppf(0.975, freedom) * final["drift_l2_std"] / freedom**0.5
-            interval = f"{100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f} %"
+            error, cosine_error = (
+                stats.t.ppf(0.975, freedom) * final[column] / freedom**0.5
+                for column in ("drift_l2_std", "cos_std")
+            )
+            scale = final["drift_rel"] / final["drift_l2_mean"]
             cells = [
                 task,
                 title,
-                f"{final['drift_l2_mean']:.4g} \u00b1 {error:.2g}",
-                f"{final['cos_mean']:.4g}",
-                f"{100 * row['value']:.1f} % of {row['n']}",
-                interval,
+                f"{final['drift_l2_mean']:#.4g} \u00b1 {error:#.2g}",
+                f"{100 * final['drift_rel']:.1f} % \u00b1 {100 * error * scale:.1f} %",
+                f"{final['cos_mean']:#.4g} \u00b1 {cosine_error:#.2g}",
+                f"{100 * row['value']:.1f} %",
+                f"{100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f} %",
+                f"{row['n']}",
             ]
             assert f"| {' | '.join(cells)} |" in card
-    assert "(rescaling)" in card
+
+
+def test_means_over_tasks_have_intervals_and_the_anchor_alone_is_a_row_of_its_own(card: str) -> None:
+    (said,) = [line for line in card.splitlines() if line.startswith("- Mean accuracy over 2 tasks: ")]
+    assert len(re.findall(r"\d % \([\d.]+ to [\d.]+ %\)", said)) == 3 and "featcal, anchor only " in said
+    assert "rescaling" not in card
 
 
 def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_paired(
@@ -69,9 +79,11 @@ def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_
             entry.task,
             f"{100 * entry.change:+.1f}",
             f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}",
-            f"{entry.paired.n} diagnosis",
+            "9",
         ]
-        assert f"| {' | '.join(cells)} | {entry.paired.gained} | {entry.paired.lost} |" in card
+        assert f"| {' | '.join(cells)} |" in card
+        counts = [f"{entry.paired.n}", f"{entry.paired.gained}", f"{entry.paired.lost}"]
+        assert f"| {entry.task} | diagnosis | {' | '.join(counts)} |" in card
     assert (
         "| McNemar p |" in card and "wider than it need be, as both models answered the same samples" in card
     )

@@ -7,7 +7,6 @@ import math
 import pathlib
 import shutil
 
-import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from scipy import stats
@@ -86,32 +85,6 @@ def test_without_labels_changes_of_accuracy_are_missing_not_zero(tmp_path: pathl
     row = compare(path).tasks.iloc[0]
     assert math.isnan(row["accuracy_change"]) and math.isnan(row["accuracy_ci_low"])
     assert row["paired_n"] == 0 and math.isnan(row["p_value"]) and row["flips_before"] >= 0
-    assert set(compare(path).gains["quantity"]) == {"drift", "cos"}
-
-
-def test_the_anchor_alone_takes_its_part_of_every_gain(full: DriftRun) -> None:
-    gains = compare(full).gains
-    assert set(gains["control"]) == {"baseline:featcal-anchor"}
-    assert sorted(set(gains["quantity"])) == ["accuracy", "cos", "drift"] and len(gains) == 3 * len(
-        full.tasks
-    )
-    total = gains["value_after"] - gains["value_before"]
-    pd.testing.assert_series_equal(gains["by_rescaling"] + gains["by_calibration"], total, check_names=False)
-    drift = gains[gains["quantity"] == "drift"].set_index("task")
-    for task in full.tasks:
-        values = [
-            full.value("drift_l2_mean", task=task, variant=variant)
-            for variant in ("merged", "baseline:featcal-anchor", "calibrated:featcal")
-        ]
-        assert drift.loc[task, "by_rescaling"] == pytest.approx(values[1] - values[0])
-        assert drift.loc[task, "by_calibration"] == pytest.approx(values[2] - values[1])
-
-
-@pytest.mark.parametrize(("before", "after"), [("base", "calibrated:featcal"), ("merged", "base")])
-def test_only_a_calibration_of_the_merged_model_has_a_control(
-    full: DriftRun, before: str, after: str
-) -> None:
-    assert compare(full, before=before, after=after).gains.empty
 
 
 def test_no_change_has_no_shares(tmp_path: pathlib.Path) -> None:

@@ -208,7 +208,7 @@ def test_changes_of_means_are_scipys_paired_and_welchs() -> None:
     expected = stats.ttest_ind(others, before, equal_var=False).confidence_interval()
     apart = mean_change(before, others, is_paired=False)
     assert (apart.difference.low, apart.difference.high) == pytest.approx(tuple(expected))
-    assert apart.n == 17 and not apart.is_paired
+    assert apart.difference.n == apart.relative.n == 17 and not apart.is_paired
     with pytest.raises(ValueError, match="as many samples before as after"):
         mean_change(before, others, is_paired=True)
 

@@ -10,11 +10,16 @@ import pytest
 from scipy import stats
 
 from driftlens.errors import DataError
-from driftlens.records.before_after import credit_sentences, credits_of, outcomes
+from driftlens.records.before_after import (
+    before_after,
+    calibration_means,
+    calibration_sentences,
+    calibration_sheets,
+)
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens_reports.verdicts import before_after, before_after_text
+from driftlens_reports.terminal import before_after_text
 from tests.records.full_run import write_full_run
 
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
@@ -56,63 +61,110 @@ def test_the_frame_holds_the_numbers_of_the_tables(run: DriftRun) -> None:
     assert rows["model"].unique().tolist() == ["merged", "featcal, anchor only", "featcal", "expert"]
 
 
-def test_gains_split_exactly_into_rescaling_and_calibration(run: DriftRun) -> None:
+def test_means_over_tasks_are_those_of_the_tables_and_the_anchor_alone_is_one_of_them(run: DriftRun) -> None:
     final, scores = run.layers(layer="final"), run.accuracy()
-    means = {
-        "relative drift": final.groupby("variant")["drift_rel"].mean(),
+    expected = {
+        "drift": final.groupby("variant")["drift_l2_mean"].mean(),
+        "relative": final.groupby("variant")["drift_rel"].mean(),
+        "cosine": final.groupby("variant")["cos_mean"].mean(),
         "accuracy": scores.groupby("variant")["value"].mean(),
     }
-    found = {credit.measure: credit for credit in credits_of(run, NAME)}
-    assert set(found) == set(means)
-    for measure, credit in found.items():
-        mean = means[measure]
-        assert credit.rescaling == pytest.approx(mean[CONTROL] - mean["merged"], abs=1e-12)
-        assert credit.calibration == pytest.approx(mean[VARIANT] - mean[CONTROL], abs=1e-12)
-        assert credit.rescaling + credit.calibration == pytest.approx(
-            mean[VARIANT] - mean["merged"], abs=1e-12
-        )
+    found = {entry.measure: entry for entry in calibration_means(run, NAME)}
+    assert set(found) == set(expected)
+    for measure, entry in found.items():
+        assert list(entry.means) == ["merged", CONTROL, VARIANT] and entry.tasks == run.tasks
+        for variant, mean in entry.means.items():
+            assert mean.value == pytest.approx(expected[measure][variant], abs=1e-12)
+            assert mean.low < mean.value < mean.high
+            assert mean.n == len(run.tasks) * (400 if measure == "accuracy" else 24)
+        assert entry.change.value == pytest.approx(expected[measure][VARIANT] - expected[measure]["merged"])
+        assert entry.change.low < entry.change.value < entry.change.high
 
 
-def test_the_sentences_say_who_earned_what_with_signs(run: DriftRun) -> None:
-    accuracy, drift = credit_sentences(run, NAME)[:2]
-    by_name = {credit.measure: credit for credit in credits_of(run, NAME)}
-    gain = by_name["accuracy"]
-    assert f"{100 * gain.rescaling:+.1f} points come from the anchor alone (rescaling)" in accuracy
-    assert f"{100 * gain.calibration:+.1f} from calibration" in accuracy
-    assert "rises to" in accuracy and "falls to" in drift
+def test_a_mean_over_tasks_has_the_interval_of_its_tasks_samples(run: DriftRun) -> None:
+    found = {entry.measure: entry.means["merged"] for entry in calibration_means(run, NAME)}
+    errors = []
+    for task in run.tasks:
+        norms = run.samples(task, "merged", "final")["drift_l2"].to_numpy(dtype=float)
+        half = stats.t.ppf(0.975, len(norms) - 1) * norms.std(ddof=1) / len(norms) ** 0.5
+        errors.append(half)
+    expected = sum(error**2 for error in errors) ** 0.5 / len(errors)
+    assert found["drift"].high - found["drift"].value == pytest.approx(expected)
+
+
+def test_sentences_state_every_mean_with_its_interval_and_say_what_that_is_over(run: DriftRun) -> None:
+    drift, accuracy, over, tasks = calibration_sentences(run, NAME)
+    by_measure = {entry.measure: entry for entry in calibration_means(run, NAME)}
+    for sentence, measure in ((drift, "relative"), (accuracy, "accuracy")):
+        for variant, model in (("merged", "merged"), (CONTROL, "featcal, anchor only"), (VARIANT, "featcal")):
+            at = by_measure[measure].means[variant]
+            words = f"{model} {100 * at.value:.1f} % ({100 * at.low:.1f} to {100 * at.high:.1f} %)"
+            assert words in sentence
+        change = by_measure[measure].change
+        ends = f"({100 * change.low:+.1f} to {100 * change.high:+.1f})"
+        assert sentence.endswith(f"From merged to featcal: {100 * change.value:+.1f} points {ends}.")
+    assert "over samples (72 diagnosis samples and 1200 test samples in all)" in over
+    assert tasks.startswith("Of 3 tasks, accuracy rises on cars (")
+
+
+def test_nothing_calls_a_part_of_the_gain_the_anchors(run: DriftRun) -> None:
+    text = before_after_text(run, NAME)
+    assert "featcal, anchor only" in text and "rescaling" not in text and "come from" not in text
 
 
 def test_the_text_shows_every_task_and_its_numbers(run: DriftRun) -> None:
     text = before_after_text(run, NAME)
-    for entry in outcomes(run, NAME):
-        assert entry.task in text and f"{100 * entry.accuracy:.1f} %" in text
-        assert entry.variant == "expert" or f"{entry.drift:#.4g} +- {entry.drift_error:#.2g}" in text
-    assert all(sentence in text for sentence in credit_sentences(run, NAME))
+    for row in before_after(run, NAME).to_dict("records"):
+        assert row["task"] in text and f"{100 * row['accuracy']:.1f} %" in text
+        if row["variant"] != "expert":
+            for column in ("drift", "cosine"):
+                assert f"{row[column]:#.4g} +- {row[f'{column}_error']:#.2g}" in text
+            assert f"{100 * row['relative']:.1f} % +- {100 * row['relative_error']:.1f} %" in text
+    assert all(sentence in text for sentence in calibration_sentences(run, NAME))
 
 
-def test_without_a_control_nothing_is_called_rescaling(tmp_path: pathlib.Path) -> None:
+def test_without_a_control_there_is_no_row_of_it(tmp_path: pathlib.Path) -> None:
     run = calibrated_run(tmp_path / "run", control="")
-    assert [credit.rescaling for credit in credits_of(run, NAME)] == [0, 0]
-    text = before_after_text(run, NAME)
-    assert "anchor only" not in text and "come from the anchor" not in text
-    assert "none of this is rescaling" in text
+    assert all(list(entry.means) == ["merged", VARIANT] for entry in calibration_means(run, NAME))
+    assert "anchor only" not in before_after_text(run, NAME)
 
 
 def test_without_labels_there_is_drift_and_no_accuracy(tmp_path: pathlib.Path) -> None:
     run = calibrated_run(tmp_path / "run", has_labels=False)
-    assert [credit.measure for credit in credits_of(run, NAME)] == ["relative drift"]
+    assert [entry.measure for entry in calibration_means(run, NAME)] == ["drift", "relative", "cosine"]
     assert "not measured" in before_after_text(run, NAME) and "nan" not in before_after_text(run, NAME)
 
 
+def with_accuracy(run: DriftRun, folder: pathlib.Path, **change: float) -> DriftRun:
+    """A copy in which the calibrated model's accuracy differs by so much from the merged one's."""
+    copied = pathlib.Path(shutil.copytree(run.path, folder))
+    with RunWriter.resume(copied) as writer:
+        for task, by in change.items():
+            value = run.accuracy(task, "merged")["value"].iloc[0] + by
+            rows = run.accuracy(task, VARIANT).assign(value=value)
+            writer.append("accuracy", pd.DataFrame(rows), replace=True)
+    return open_run(copied)
+
+
 def test_a_task_that_lost_is_named_beside_a_mean_that_rose(run: DriftRun, tmp_path: pathlib.Path) -> None:
-    folder = pathlib.Path(shutil.copytree(run.path, tmp_path / "run"))
-    worse = run.accuracy("cars", VARIANT).assign(
-        value=run.accuracy("cars", "merged")["value"].iloc[0] - 0.125
-    )
-    with RunWriter.resume(folder) as writer:
-        writer.append("accuracy", pd.DataFrame(worse), replace=True)
-    assert credit_sentences(open_run(folder), NAME)[-1] == "Less accurate than before on cars (-12.5 points)."
-    assert not any("Less accurate" in text for text in credit_sentences(run, NAME))
+    said = calibration_sentences(with_accuracy(run, tmp_path / "run", cars=-0.125), NAME)[-1]
+    assert "falls on cars (-12.5 points, " in said and "rises on mnist (" in said
+    assert "falls on none" in calibration_sentences(run, NAME)[-1]
+
+
+def test_no_change_is_claimed_whose_interval_holds_zero(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    same = with_accuracy(run, tmp_path / "run", cars=-0.005, mnist=0.005, dtd=0.0)
+    _, accuracy, _, tasks = calibration_sentences(same, NAME)
+    assert "From merged to featcal: no clear change, +0.0 points (" in accuracy
+    assert tasks.startswith("Of 3 tasks, accuracy rises on none and falls on none; on 3 the 95 % interval")
+
+
+def test_the_largest_weight_moves_are_the_logs(run: DriftRun) -> None:
+    (sheet,) = [sheet for sheet in calibration_sheets(run, NAME) if sheet.name == f"weight-moves-{NAME}"]
+    log = run.calibration(NAME).sort_values("weight_change", ascending=False, kind="stable").head(5)
+    left = log["objective_after"] / log["objective_before"]
+    expected = [*zip(log["site"], log["layer"], log["weight_change"], left, strict=True)]
+    assert [tuple(row) for row in sheet.rows] == expected
 
 
 def test_a_calibration_that_is_not_there_is_named(run: DriftRun) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from driftlens.records.intervals import wilson
 from driftlens.records.run import DriftRun
-from driftlens_reports.summary import decisions, story
+from driftlens_reports.facts import decisions
+from driftlens_reports.terminal import story
 
 
 def test_the_task_that_suffers_most_is_named_with_its_numbers(run: DriftRun) -> None:
@@ -38,8 +40,11 @@ def test_decisions_add_up() -> None:
         }
     )
     (text,) = decisions(frame, "merged")
-    assert "25.0 % of 4 decisions differ" in text
-    assert "25.0 % are certified by their margin, 50.0 % are kept without" in text
+    low, high = (100 * end for end in wilson(1, 4))
+    assert f"25.0 % ({low:.1f} to {high:.1f} %) of 4 decisions differ" in text
+    assert (
+        f"25.0 % ({low:.1f} to {high:.1f} %) are certified by their margin, 50.0 % are kept without" in text
+    )
     assert "25.0 % of its bound (median)" in text
 
 

@@ -6,13 +6,13 @@ import pathlib
 import re
 
 from rich.cells import cell_len
+from scipy import stats
 
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.run import DriftRun
 from driftlens.records.verify import VerifyResult
-from driftlens_reports.facts import SelfCheck
-from driftlens_reports.summary import accuracy_text, listing_text, summary, verification_text
-from driftlens_reports.wording import check_sentence
+from driftlens_reports.facts import SelfCheck, check_sentence
+from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text
 
 
 def lines_of(text: str, title: str) -> list[str]:
@@ -23,22 +23,35 @@ def lines_of(text: str, title: str) -> list[str]:
 
 def test_the_numbers_are_those_of_the_tables(run: DriftRun) -> None:
     header, *rows = lines_of(summary(run), "Final feature")
-    assert header.split() == ["task", "variant", "L2", "drift", "relative", "cosine", "samples"]
-    assert len(rows) == 6
+    names = ["task", "model", "L2 drift", "relative drift", "of base distance", "cosine", "samples"]
+    assert re.split(r"\s{2,}", header.strip()) == names
+    assert len(rows) == 6 + 1 and "half their 95 % interval" in rows.pop()
     for row in rows:
-        task, variant, drift, relative, cosine, samples = row.split()
-        for shown, column in ((drift, "drift_l2_mean"), (relative, "drift_rel"), (cosine, "cos_mean")):
-            assert shown == f"{run.value(column, task=task, variant=variant):#.4g}"
-        assert samples == "6"
+        task, model, drift, relative, _, cosine, samples = re.split(r"\s{2,}", row.strip())
+        final = run.layers(task, model if model in run.variants else f"calibrated:{model}", "final").iloc[0]
+        mean, share, n = (float(final[column]) for column in ("drift_l2_mean", "drift_rel", "n"))
+        half = stats.t.ppf(0.975, n - 1) * final["drift_l2_std"] / (n - 1) ** 0.5
+        assert drift == f"{mean:#.4g} +- {half:#.2g}"
+        assert relative == f"{100 * share:.1f} % +- {100 * half * share / mean:.1f} %"
+        assert cosine.startswith(f"{final['cos_mean']:#.4g} +- ") and samples == "6"
 
 
 def test_accuracies_stand_under_their_variants(run: DriftRun) -> None:
     header, *rows = lines_of(summary(run), "Accuracy")
-    assert header.split() == ["task", "base", "expert", "merged", "calibrated:featcal"]
-    assert [row.replace(" %", "").split() for row in rows] == [
-        ["cars", "41.0", "96.0", "73.2", "80.0"],
-        ["mnist", "41.0", "96.0", "73.2", "80.0"],
-    ]
+    assert header.split() == ["task", "base", "expert", "merged", "calibrated:featcal", "samples"]
+    for row, task in zip(rows, ("cars", "mnist"), strict=True):
+        cells = re.split(r"\s{2,}", row.strip())
+        assert [cell.partition(" %")[0] for cell in cells] == [
+            task,
+            "41.0",
+            "96.0",
+            "73.2",
+            "80.0",
+            cells[-1],
+        ]
+        table = run.accuracy(task, "merged").iloc[0]
+        assert cells[3] == f"73.2 % ({100 * table['ci_low']:.1f} to {100 * table['ci_high']:.1f} %)"
+        assert int(cells[-1]) == table["n"]
 
 
 def test_the_largest_shares_come_first(run: DriftRun) -> None:
@@ -76,8 +89,8 @@ def test_what_was_not_measured_is_said_and_not_invented(bare: DriftRun) -> None:
 
 
 def test_columns_are_aligned_as_a_terminal_shows_them(hostile: DriftRun) -> None:
-    lines = lines_of(summary(hostile), "Final feature")
-    assert len(lines) == 1 + 3 * 2
+    *lines, note = lines_of(summary(hostile), "Final feature")
+    assert len(lines) == 1 + 3 * 2 and "95 % interval" in note
     assert len({cell_len(line) for line in lines}) == 1
 
 

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.records.before_after import (
-    AccuracyChange,
-    accuracy_change_note,
-    accuracy_changes,
+    calibration_sentences,
+    calibration_sheets,
     compared_variants,
-    credit_sentences,
     selection_sentences,
 )
 from driftlens.records.layout import begun_calibration, calibration_folder, calibration_weights
+from driftlens.records.reading import Sheet, size
 from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings, calibration_form
 from driftlens_app.jobs import Job, View, start, watch
@@ -32,10 +29,8 @@ from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import Stamp, opened, stamp
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
-from driftlens_app.show import note, plain, show_chart, show_data, show_drawn, show_table, shown_errors
+from driftlens_app.show import note, plain, show_chart, show_data, show_drawn, show_sheet, shown_errors
 from driftlens_reports.charts.page_curves import running_curve
-from driftlens_reports.verdicts import before_after
-from driftlens_reports.wording import points_interval, share_interval, size
 
 PAGE = Page(
     "Calibrate",
@@ -50,38 +45,6 @@ _SHOWN = "_calibrations_shown"
 
 _MOST_BYTES = 1_000_000_000
 """Streamlit holds a download in memory; larger files are named instead."""
-
-_COLUMNS = {
-    "drift": NumberColumn(format="%.4g", help="Mean L2 norm of the final drift."),
-    "drift_error": NumberColumn("±", format="%.2g", help="Half the 95 % interval of that mean."),
-    "relative": NumberColumn(format="%.1f %%", help="Against the expert's feature norm."),
-    "cosine": NumberColumn(format="%.4g", help="Of the final feature to the expert's."),
-    "accuracy": NumberColumn(format="%.1f %%", help="On test samples."),
-    "interval": TextColumn(help="95 % Wilson interval of the accuracy, in percent."),
-}
-
-_CHANGES = {
-    "change": NumberColumn(format="%+.1f", help="On test samples, in points."),
-    "interval": TextColumn("95 % interval"),
-    "answered": TextColumn("answers", help="Stored ones: both models' to the same sample."),
-    "gained": NumberColumn("to right", help="Answers that were wrong and became right."),
-    "lost": NumberColumn("to wrong", help="Answers that were right and became wrong."),
-    "p_value": NumberColumn("p", format="%.2g", help="McNemar's test of the answers that changed."),
-}
-"""Short labels: the table has two thirds of a page."""
-
-_MOST_MOVES = 5
-_MOVES = {
-    "site": TextColumn("module"),
-    "weight_change": NumberColumn(
-        "weight change", format="%.2f %%", help="Norm of the change against the norm of the weights."
-    ),
-    "objective": NumberColumn(
-        "objective left",
-        format="%.1f %%",
-        help="After against before, on calibration samples; 100 % is unchanged.",
-    ),
-}
 
 
 def show() -> None:
@@ -192,12 +155,10 @@ def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> Non
 def _show_result(run: DriftRun, name: str) -> None:
     """Draw the result of the calibration `name`; a table that can't be read takes no other part along."""
     with shown_errors():
-        for sentence in [*credit_sentences(run, name), *selection_sentences(run, name)]:
+        for sentence in [*calibration_sentences(run, name), *selection_sentences(run, name)]:
             st.markdown(f"- {plain(sentence)}")
-        alt = "Drift, cosine and accuracy by task, merged and calibrated"
-        show_table(_readable(before_after(run, name)), _COLUMNS, key="before-after", alt=alt)
-    with shown_errors():
-        _show_changes(run, name)
+        for sheet in _sheets(run.id, stamp(run.path), name, run):
+            show_sheet(sheet)
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
     with st.container(horizontal=True):
@@ -207,7 +168,6 @@ def _show_result(run: DriftRun, name: str) -> None:
         variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
         show_chart("layer-drift", run, selection().options(variants=variants))
     with shown_errors():
-        _show_moves(run, name)
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
     for notice in run.manifest.calibrations[name].notices:
@@ -215,62 +175,8 @@ def _show_result(run: DriftRun, name: str) -> None:
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _changes(run_id: str, run_stamp: Stamp, name: str, _run: DriftRun) -> list[AccuracyChange]:
-    return accuracy_changes(_run, name)
-
-
-def _show_changes(run: DriftRun, name: str) -> None:
-    found = _changes(run.id, stamp(run.path), name, run)
-    if not found:
-        return
-    st.subheader("Change of accuracy, in points", anchor=False, help="Calibrated minus merged.")
-    alt = "Change of accuracy by task with its interval, and the answers that changed"
-    show_table(pd.DataFrame([_change(entry) for entry in found]), _CHANGES, key="accuracy-changes", alt=alt)
-    st.caption(plain(accuracy_change_note(found)))
-
-
-def _change(entry: AccuracyChange) -> dict[str, object]:
-    paired = entry.paired
-    return {
-        "task": entry.task,
-        "change": 100 * entry.change,
-        "interval": points_interval(entry.low, entry.high),
-        "answered": f"{paired.n} {entry.split}" if paired else "",
-        "gained": paired.gained if paired else None,
-        "lost": paired.lost if paired else None,
-        "p_value": paired.p_value if paired else None,
-    }
-
-
-def _weight_moves(run: DriftRun, name: str) -> pd.DataFrame:
-    """The solved modules whose weights moved furthest, relative to their norm, the furthest first.
-
-    Raises:
-        RunError: the calibration table can't be read.
-    """
-    rows = run.calibration(name)
-    rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
-    before = rows["objective_before"].astype(float)
-    left = rows["objective_after"].astype(float) / before.where(before > 0)
-    return rows.assign(objective=left)[["layer", "site", "weight_change", "objective"]].head(_MOST_MOVES)
-
-
-def _show_moves(run: DriftRun, name: str) -> None:
-    rows = _weight_moves(run, name)
-    if rows.empty:
-        return
-    st.subheader("Largest weight moves", anchor=False)
-    shown = rows.assign(**{column: 100 * rows[column] for column in ("weight_change", "objective")})
-    alt = f"The {len(rows)} modules whose weights moved furthest"
-    show_table(shown, _MOVES, key="weight-moves", alt=alt)
-
-
-def _readable(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with shares in percent and the interval in words."""
-    shown = rows[["task", "model", "drift", "drift_error", "relative", "cosine", "accuracy"]].copy()
-    shown[["relative", "accuracy"]] *= 100
-    shown["interval"] = [*map(share_interval, rows["low"], rows["high"])]
-    return shown
+def _sheets(run_id: str, run_stamp: Stamp, name: str, _run: DriftRun) -> list[Sheet]:
+    return calibration_sheets(_run, name)
 
 
 def _downloads(run: DriftRun, name: str) -> None:

@@ -10,6 +10,7 @@ from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.errors import DataError
 from driftlens.records.compare import Comparison, compare
+from driftlens.records.reading import percent_interval, points_interval
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_app.pages import Page, path_of
@@ -19,7 +20,6 @@ from driftlens_app.settings import Settings
 from driftlens_app.show import drawn_once, is_dark, note, plain, show_data, show_drawn, show_table
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.page_curves import change_curves
-from driftlens_reports.wording import percent_interval, points_interval
 
 PAGE = Page(
     "Compare",
@@ -53,16 +53,6 @@ _COLUMNS = {
         "95 % interval", help="Of the change of accuracy; paired where both answered the same test samples."
     ),
 }
-_GAINS = {
-    "task": TextColumn(),
-    "quantity": TextColumn(),
-    "value_before": NumberColumn("before", format="%.4g"),
-    "value_control": NumberColumn("anchor alone", format="%.4g"),
-    "value_after": NumberColumn("after", format="%.4g"),
-    "by_rescaling": NumberColumn("by rescaling", format="%+.4g"),
-    "by_calibration": NumberColumn("by calibration", format="%+.4g"),
-}
-_QUANTITIES = {"drift": "L2 drift", "cos": "cosine", "accuracy": "accuracy (%)"}
 _SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", "accuracy_change")
 
 
@@ -143,7 +133,7 @@ def of_task(found: Comparison, task: str | None) -> Comparison:
     """
     if task is None:
         return found
-    kept = {name: getattr(found, name) for name in ("layers", "tasks", "gains")}
+    kept = {name: getattr(found, name) for name in ("layers", "tasks")}
     kept = {name: rows[rows["task"] == task] if len(rows) else rows for name, rows in kept.items()}
     if kept["tasks"].empty:
         raise DataError(
@@ -173,20 +163,6 @@ def _show(whole: Comparison, task: str | None) -> None:
     alt = "Drift, cosine, flips and accuracy by task, before and after"
     show_table(readable(rows), _COLUMNS, key="changes", alt=alt)
     show_data(rows, f"{names}-tasks", key="data-tasks")
-    _gains(found, names)
-
-
-def _gains(found: Comparison, names: str) -> None:
-    if found.gains.empty:
-        return
-    st.subheader(
-        "Rescaling and calibration",
-        anchor=False,
-        help="With rho other than 1 the anchor is another merge; only what is gained over it is the calibration's own.",
-    )
-    alt = "What rescaling and calibration gain, by task"
-    show_table(readable_gains(found.gains), _GAINS, key="gains", alt=alt)
-    show_data(found.gains, f"{names}-gains", key="data-gains")
 
 
 def readable(rows: pd.DataFrame) -> pd.DataFrame:
@@ -196,14 +172,6 @@ def readable(rows: pd.DataFrame) -> pd.DataFrame:
     shown = rows[["task", *(name for name in _COLUMNS if name != "interval")]].copy()
     shown[list(_SHARES)] *= 100
     shown["interval"] = [_interval(row) for row in rows.to_dict("records")]
-    return shown
-
-
-def readable_gains(rows: pd.DataFrame) -> pd.DataFrame:
-    """What rescaling and calibration gain, for reading: quantities in words, accuracies in percent."""
-    shown = rows[[*_GAINS]].assign(quantity=rows["quantity"].map(_QUANTITIES))
-    numbers = shown.columns.difference(["task", "quantity"])
-    shown.loc[rows["quantity"] == "accuracy", numbers] *= 100
     return shown
 
 

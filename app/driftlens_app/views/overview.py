@@ -9,6 +9,8 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from driftlens.records.outcomes import outcomes
+from driftlens.records.reading import error, is_measured, number, percent, size
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_app.live import offer_attribution
@@ -17,7 +19,7 @@ from driftlens_app.selection import Selection, selection
 from driftlens_app.show import note, page_title, plain, show_chart, shown_errors, when
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import by_rank, charts
-from driftlens_reports.wording import check_sentence, error, number, origin_sentence, percent, size
+from driftlens_reports.facts import check_sentence, origin_sentence
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=10, section="Analysis")
 
@@ -52,12 +54,13 @@ def _show_cards(chosen: Selection) -> None:
     over = "all tasks" if chosen.task is None else chosen.task
     st.subheader(f"Final feature: {plain(title(variant))}, {plain(over)}", anchor=False)
     before = "merged" if variant != "merged" and "merged" in run.variants else None
-    final = [row for row in facts.final_drift(run) if row.task in tasks]
+    final = [entry for entry in outcomes(run) if entry.task in tasks]
 
     def sides(name: str) -> list[dict[str, float]]:
         """The numbers of this name by task, now and before."""
         return [
-            {row.task: getattr(row, name) for row in final if row.variant == of} for of in (variant, before)
+            {entry.task: getattr(entry, name).value for entry in final if entry.variant == of}
+            for of in (variant, before)
         ]
 
     places = st.columns(4)
@@ -89,7 +92,7 @@ def _show_cards(chosen: Selection) -> None:
     check = facts.self_checks(run)[0]
     with places[3].container(border=True, height="stretch"):
         st.metric("Closure error", error(check.largest), help=f"Self-check: {check.claim}.")
-        verdict = None if facts.is_measured(check.largest) else "not checked"
+        verdict = None if is_measured(check.largest) else "not checked"
         st.caption(verdict or ("holds" if check.holds else f"does not hold: above {error(check.limit)}"))
     if not any(part_of(name) == "calibrated" for name in run.variants):
         st.page_link(
@@ -121,7 +124,7 @@ def _card(
     lower_is_better: bool = True,
 ) -> None:
     """The mean over tasks, its change in the card's own unit, and which task is worst."""
-    measured = {task: value for task, value in now.items() if facts.is_measured(value)}
+    measured = {task: value for task, value in now.items() if is_measured(value)}
     mean, before = _mean(measured), _mean({task: then[task] for task in measured if task in then})
     # The sign comes first, as Streamlit reads it.
     change = f"{'-' if mean < before else '+'}{difference(abs(mean - before))} against merged"
@@ -167,7 +170,7 @@ def _origins(chosen: Selection) -> None:
 def _self_checks(run: DriftRun) -> None:
     st.subheader("Self-checks", anchor=False, help="Claims that are exact in theory, tested on this run.")
     for check in facts.self_checks(run):
-        icon = "remove" if not facts.is_measured(check.largest) else "check" if check.holds else "warning"
+        icon = "remove" if not is_measured(check.largest) else "check" if check.holds else "warning"
         st.markdown(f":material/{icon}: {plain(check_sentence(check))}")
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.records.checks import run_self_checks
+from driftlens.records.reading import error, size
 from driftlens.records.run import DriftRun
 from driftlens.records.status import Failure
 from driftlens_app.jobs import command_line
@@ -26,7 +27,6 @@ from driftlens_reports.build import formats
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import WIDTHS
 from driftlens_reports.sections.outline import PRESETS
-from driftlens_reports.wording import error, size
 
 PAGE = Page(
     "Report & export",

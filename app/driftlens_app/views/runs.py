@@ -9,6 +9,7 @@ import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.records.listing import RunSummary
+from driftlens.records.reading import size
 from driftlens_app.jobs import watch
 from driftlens_app.jobs.requests import DEMO
 from driftlens_app.live import await_demo, show_new_runs, welcome
@@ -17,7 +18,6 @@ from driftlens_app.runs import hint_for, listed_runs
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings
 from driftlens_app.show import note, page_title, plain, show_table, when
-from driftlens_reports.wording import size
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, section="Start", needs_run=False)
 

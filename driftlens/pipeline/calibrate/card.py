@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import re
 import shlex
@@ -11,17 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from driftlens.records.before_after import (
-    AccuracyChange,
-    Outcome,
-    accuracy_change_note,
-    accuracy_changes,
-    credit_sentences,
-    final_drift_changes,
-    outcomes,
+    calibration_sentences,
+    calibration_sheets,
+    compared_variants,
     selection_sentences,
 )
 from driftlens.records.layout import SPEC
 from driftlens.records.manifest import CalibrationInfo, ModelInfo
+from driftlens.records.reading import Sheet, printable, setting_text
 from driftlens.records.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from driftlens.variants import calibrated, part_of, title
@@ -46,7 +42,7 @@ def model_card(run: DriftRun, name: str) -> str:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    found = outcomes(run, name)
+    compared_variants(run, name)  # says which calibrations there are when this is none
     parts = [
         _front_matter(run),
         f"# {escaped(run.name)}: {escaped(title(calibrated(name)))}",
@@ -54,7 +50,7 @@ def model_card(run: DriftRun, name: str) -> str:
         "## How it was made\n\n" + _recipe(run, name),
         "## Models\n\n" + _models(run, name),
         "## Calibration data\n\n" + _calibration_data(run, name),
-        "## Before and after\n\n" + _results(run, name, found),
+        "## Before and after\n\n" + _results(run, name),
         "## What to know\n\n" + _notices(run, name),
         "## Versions\n\n" + ", ".join(_versions(run)),
     ]
@@ -63,8 +59,7 @@ def model_card(run: DriftRun, name: str) -> str:
 
 def escaped(text: str) -> str:
     """Text that Markdown, and the HTML it may become, shows as it is, on one line."""
-    line = "".join(character if character.isprintable() else "\ufffd" for character in text)
-    return _SPECIAL.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), line)
+    return _SPECIAL.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), printable(text))
 
 
 def _front_matter(run: DriftRun) -> str:
@@ -97,7 +92,7 @@ def _recipe(run: DriftRun, name: str) -> str:
     rows = [("Merge", merge), ("Calibration", layers)]
     rows += _sites(run, name)
     rows.append(("Preset", escaped(info.preset or "none")))
-    rows += [(escaped(key), escaped(_value(value))) for key, value in info.settings.items()]
+    rows += [(escaped(key), escaped(setting_text(value))) for key, value in info.settings.items()]
     rows.append(("Time", f"{info.seconds:.1f} s on {escaped(run.manifest.device)}, without the analysis"))
     said = [escaped(text) for text in selection_sentences(run, name)]
     return "\n\n".join([_table(("Setting", "Value"), rows), *said, *_command(name, info)])
@@ -122,8 +117,10 @@ def _command(name: str, info: CalibrationInfo) -> list[str]:
     if not line:
         return []
     # Indented, not fenced: nothing in a pattern can end the block.
-    shown = "".join(character if character.isprintable() else "\ufffd" for character in line)
-    return [f"To repeat it in a run of the same models and data (sample seed {info.seed}):", f"    {shown}"]
+    return [
+        f"To repeat it in a run of the same models and data (sample seed {info.seed}):",
+        f"    {printable(line)}",
+    ]
 
 
 def _merge_of(run: DriftRun) -> str:
@@ -131,7 +128,7 @@ def _merge_of(run: DriftRun) -> str:
     merge = spec.get("merge") if isinstance(spec, Mapping) else None
     if not merge:
         return "a given checkpoint"
-    parameters = ", ".join(f"{key} {_value(value)}" for key, value in merge.items() if key != "method")
+    parameters = ", ".join(f"{key} {setting_text(value)}" for key, value in merge.items() if key != "method")
     return escaped(f"{merge['method']}{f' ({parameters})' if parameters else ''}")
 
 
@@ -152,78 +149,17 @@ def _calibration_data(run: DriftRun, name: str) -> str:
     return f"Inputs only: no label was used, and no test sample.{drawn}\n\n{text}"
 
 
-def _results(run: DriftRun, name: str, found: Sequence[Outcome]) -> str:
-    header = (
-        *("Task", "Model", "Final L2 drift, 95 % interval of the mean", "Cosine to expert"),
-        *("Accuracy", "95 % interval (Wilson)"),
-    )
-    rows = [(escaped(entry.task), escaped(title(entry.variant)), *_cells(entry)) for entry in found]
-    lines = [escaped(text) for text in credit_sentences(run, name)]
-    return "\n\n".join([_table(header, rows), *lines, *_drift_changes(run, name), *_changes(run, name)])
+def _results(run: DriftRun, name: str) -> str:
+    """The sentences, then every table of the calibration; the first stands directly below the heading."""
+    first, *others = (_sheet(sheet) for sheet in calibration_sheets(run, name))
+    lines = [escaped(text) for text in calibration_sentences(run, name)]
+    return "\n\n".join(["\n".join(f"- {line}" for line in lines), first, *others])
 
 
-def _drift_changes(run: DriftRun, name: str) -> list[str]:
-    """The change of the mean final drift with its interval, paired by sample."""
-    rows = [
-        (
-            *(
-                escaped(task),
-                f"{at.difference.value:+.4g}",
-                f"{at.difference.low:+.4g} to {at.difference.high:+.4g}",
-            ),
-            *(
-                f"{100 * at.relative.value:+.1f} %",
-                f"{_points(at.relative.low, at.relative.high)} %",
-                str(at.n),
-            ),
-        )
-        for task, at in final_drift_changes(run, name).items()
-    ]
-    header = ("Task", "Change", "95 % interval (paired t)", "Relative", "95 % interval", "Diagnosis samples")
-    heading = f"### Change of the final L2 drift from merged to {escaped(title(calibrated(name)))}"
-    return [heading, _table(header, rows)] if rows else []
-
-
-def _cells(entry: Outcome) -> tuple[str, str, str, str]:
-    drift = "" if math.isnan(entry.drift) else f"{entry.drift:.4g}"
-    if drift and not math.isnan(entry.drift_error):
-        drift += f" \u00b1 {entry.drift_error:.2g}"
-    cosine = "" if math.isnan(entry.cosine) else f"{entry.cosine:.4g}"
-    if math.isnan(entry.accuracy):
-        return drift, cosine, "not measured", ""
-    interval = f"{100 * entry.low:.1f} to {100 * entry.high:.1f} %"
-    return drift, cosine, f"{100 * entry.accuracy:.1f} % of {entry.n}", interval
-
-
-def _changes(run: DriftRun, name: str) -> list[str]:
-    """The change of accuracy on test samples with its interval, and on those whose answers are stored."""
-    found = accuracy_changes(run, name)
-    if not found:
-        return []
-    header = (
-        *("Task", "Change on test samples", "95 % interval", "Samples answered by both"),
-        *("Became right", "Became wrong", "Change on these", "95 % interval (Tango)", "McNemar p"),
-    )
-    rows = [(escaped(entry.task), *_change_cells(entry)) for entry in found]
-    heading = f"### Change of accuracy from merged to {escaped(title(calibrated(name)))}, in points"
-    return [heading, _table(header, rows), accuracy_change_note(found)]
-
-
-def _change_cells(entry: AccuracyChange) -> list[str]:
-    tested = ["not measured", ""]
-    if entry.n:
-        tested = [f"{100 * entry.change:+.1f}", _points(entry.low, entry.high)]
-    paired = entry.paired
-    if paired is None:
-        return [*tested, "none", *[""] * 5]
-    return [
-        *(*tested, f"{paired.n} {entry.split}", str(paired.gained), str(paired.lost)),
-        *(f"{100 * paired.difference:+.1f}", _points(paired.ci_low, paired.ci_high), f"{paired.p_value:.2g}"),
-    ]
-
-
-def _points(low: float, high: float) -> str:
-    return f"{100 * low:+.1f} to {100 * high:+.1f}"
+def _sheet(sheet: Sheet) -> str:
+    header, *rows = [[escaped(cell) for cell in row] for row in sheet.texts()]
+    notes = [escaped(sheet.notes())] if sheet.notes() else []
+    return "\n\n".join([f"### {escaped(sheet.title)}", _table(header, rows), *notes])
 
 
 def _notices(run: DriftRun, name: str) -> str:
@@ -252,12 +188,6 @@ def _origin(model: str, info: ModelInfo) -> str:
 
 def _is_hub_id(origin: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", origin))
-
-
-def _value(value: object) -> str:
-    if value is None:
-        return "none"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _ranges(layers: Sequence[int]) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace
-from driftlens_reports.wording import number
 
 _TARGETS = {"loss": "part of the loss change (nat)", "margin": "part of the margin change (score units)"}
 _MEAN, _REST = "mean part", "remainder"

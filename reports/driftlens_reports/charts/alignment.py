@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace
-from driftlens_reports.wording import number
 
 OUTSIDE = "stem and head"
 HEIGHT = 420

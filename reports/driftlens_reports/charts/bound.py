@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from driftlens.records.reading import percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.wording import percent
 
 _ESTIMATES = {
     "secant": ("score_gain_secant", "secant: exact by definition"),

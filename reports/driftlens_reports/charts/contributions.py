@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
+from driftlens.records.reading import percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers
 from driftlens_reports.charts.marks import Trace
-from driftlens_reports.wording import percent
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
 _CARRIED, _SWAPPED = "carried share", "swapped share"

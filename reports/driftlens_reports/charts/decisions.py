@@ -10,11 +10,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.records.intervals import wilson
+from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.panels import panel_grid
-from driftlens_reports.wording import number, percent
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated
 from driftlens_reports.charts import marks, panels, picking, theme, words
@@ -16,7 +17,6 @@ from driftlens_reports.charts.alignment import block_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows, with_ends
 from driftlens_reports.charts.layer_curves import of_layers
-from driftlens_reports.wording import number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

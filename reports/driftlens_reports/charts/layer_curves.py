@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from driftlens.records.reading import error
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace
 from driftlens_reports.charts.theme import Look
-from driftlens_reports.wording import error
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import pandas as pd
 
+from driftlens.records.reading import percent
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SMALL, Look, palette
 from driftlens_reports.charts.words import counted, label, literal
-from driftlens_reports.wording import percent
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -8,6 +8,7 @@ import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.records.compare import Comparison
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SAMPLES
 from driftlens.variants import calibrated
@@ -17,7 +18,6 @@ from driftlens_reports.charts.panels import titled
 from driftlens_reports.charts.picking import chosen_variants, ordered
 from driftlens_reports.charts.theme import TICK_NUMBER
 from driftlens_reports.charts.words import by_variant, counted
-from driftlens_reports.wording import number
 
 _MEAN, _DRIFT = "mean drift", "drift"
 _SHARE, _CHANGE = "share of final drift", "change of mean drift"

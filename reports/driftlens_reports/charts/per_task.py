@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from driftlens.records.intervals import Interval, mean_over_tasks
+from driftlens.records.intervals import Interval, mean_interval, mean_over_tasks
+from driftlens.records.reading import estimate, number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace
 from driftlens_reports.charts.theme import Look
-from driftlens_reports.wording import number, percent
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -90,10 +90,15 @@ def task_figure(run: DriftRun, rows: pd.DataFrame, kind: Marks, *, dark: bool, k
     return figure
 
 
-def averages_in_words(rows: pd.DataFrame, column: str) -> str:
-    """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010"."""
+def averages_in_words(rows: pd.DataFrame, column: str, *, has_intervals: bool = False) -> str:
+    """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010".
+
+    Where `low` and `high` are ends of 95 % intervals, they stand in parentheses behind it.
+    """
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
-    return words.by_variant(zip(last["variant"], last[column].astype(float).map(number), strict=True))
+    found = last[[column, *(["low", "high"] if has_intervals else [])]].astype(float).to_numpy().tolist()
+    texts = [estimate(Interval(*row), "number") for row in found]
+    return words.by_variant(zip(last["variant"], texts, strict=True))
 
 
 def _trace(rows: pd.DataFrame, kind: Marks, style: Look, dark: bool, *, legend: bool) -> Trace:
@@ -150,9 +155,8 @@ def _accuracies(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows=_accuracies,
     caption="Accuracy on the test samples of every task with 95 % Wilson intervals, from base to expert, and the mean "
     "over tasks at the end.",
-    hint="Where intervals overlap widely there may be no difference. The anchor-only control shows what rescaling the "
-    "merge does by itself; only what a calibration gains over it is the calibration's own. The mean over tasks hides "
-    "the worst one.",
+    hint="Where intervals overlap widely there may be no difference. The anchor-only control is the "
+    "merge that the calibration's ridge pulls towards. The mean over tasks hides the worst one.",
 )
 def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     """Accuracy per task and variant with its interval, and the mean over tasks."""
@@ -162,7 +166,8 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = with_average(rows, "accuracy", tasks, has_intervals=True)
     return Drawn(
         task_figure(run, rows, _ACCURACY, **words.themed(run, "accuracy", options)),
-        alt=f"Accuracy over {words.counted(len(tasks), 'task')}: {averages_in_words(rows, 'accuracy')}.",
+        alt=f"Accuracy over {words.counted(len(tasks), 'task')}: "
+        f"{averages_in_words(rows, 'accuracy', has_intervals=True)}.",
         data=rows,
         notes=(
             f"{words.ranged(rows['n'], 'test sample')} per task.",
@@ -203,13 +208,14 @@ def spread(samples: pd.DataFrame, column: str, by: Sequence[str], options: Chart
     rows=partial(picking.rows_at, table="layers"),
     caption="Mean cosine of each variant's feature to the same task's expert's over the diagnosis samples of every "
     "task, with the whiskers over samples that the notes name, and the mean over tasks at the end.",
-    hint="Higher is closer to the expert; 1 is the same direction. From merged to the anchor-only control is "
-    "rescaling, the rest is calibration. Cosine ignores length: drift can shrink while the cosine stays.",
+    hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length: drift can shrink while the "
+    "cosine stays.",
 )
 def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Mean cosine per task and variant, and the mean over tasks."""
     tasks = picking.chosen_tasks(run, options)
-    means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
+    at_layer = picking.rows_at(run, options, "layers")
+    means = at_layer[["task", "variant", "n", "cos_mean"]]
     bands = spread(picking.rows_at(run, options, "samples"), "cos", ["task", "variant"], options)
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
@@ -218,10 +224,19 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(
         task_figure(run, rows, kind, **words.themed(run, "task-cosine", options)),
         alt=f"Mean cosine of the {picking.layer_name(options)} to the expert's over "
-        f"{words.counted(len(tasks), 'task')}: {averages_in_words(rows, 'mean cosine')}.",
+        f"{words.counted(len(tasks), 'task')}: "
+        f"{averages_in_words(_cosines(at_layer, tasks), 'cos_mean', has_intervals=True)}.",
         data=rows,
         notes=(*words.sample_notes(run, rows), *([f"Whiskers: {said}."] if said else [])),
     )
+
+
+def _cosines(rows: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
+    """Mean cosines with Student's intervals, which the figure's whiskers over samples are not."""
+    columns = rows[["cos_mean", "cos_std", "n"]].astype(float).fillna({"n": 0}).to_numpy().tolist()
+    found = [mean_interval(mean, std, int(n)) for mean, std, n in columns]
+    ends = {"low": [at.low for at in found], "high": [at.high for at in found]}
+    return with_average(rows.assign(**ends), "cos_mean", tasks, has_intervals=True)
 
 
 _VECTORS = {

@@ -63,8 +63,7 @@ def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
     """The variants that the options name, in the order of the run; all unless they name some, the `base` only if asked.
 
-    The anchor-only control of a calibrated variant always comes along: without it a reader would credit the
-    calibration with what its anchor does.
+    The anchor-only control of a calibrated variant always comes along.
 
     Raises:
         DataError: one that the run has not, or none at all; says which there are.

@@ -10,11 +10,11 @@ import pandas as pd
 from driftlens import variants
 from driftlens.errors import DataError
 from driftlens.projection import Projection, project, stored_projection
+from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace
-from driftlens_reports.wording import number, percent
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SWEEPS
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace
 from driftlens_reports.charts.per_task import AVERAGE
-from driftlens_reports.wording import number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -10,10 +10,9 @@ from typing import Any
 import pandas as pd
 
 from driftlens import variants
+from driftlens.records.reading import number, percent, printable
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.picking import ChartOptions
-from driftlens_reports.columns import printable
-from driftlens_reports.wording import number, percent
 
 LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""

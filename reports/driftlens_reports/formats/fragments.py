@@ -45,12 +45,15 @@ def _fragment(content: ReportContent, table: Table) -> str:
 
 
 def _grid(table: Table) -> grid.Grid:
-    """The first column names the lines; columns of words that say nothing in any row are left out."""
+    """The first column names the lines; halves of intervals go beside their numbers, empty columns of words go."""
+    names = [column.name for column in table.columns]
     first, *others = [
         at
         for at, column in enumerate(table.columns)
-        if at == 0 or column.kind != "text" or any(row[at] for row in table.rows)
+        if not column.name.endswith(" +-")
+        and (at == 0 or column.kind != "text" or any(row[at] for row in table.rows))
     ]
+    halves = {at: names.index(f"{names[at]} +-") for at in others if f"{names[at]} +-" in names}
     wraps = _wraps(table, [first, *others])
     heads = {at: _heading(table.columns[at]) for at in others}
     columns = [
@@ -60,9 +63,11 @@ def _grid(table: Table) -> grid.Grid:
     lines = []
     for row in table.rows:
         cells = {head: grid.Cell(_value(row[at], table.columns[at])) for at, head in heads.items()}
+        for at, half in halves.items():
+            if (spread := row[half]) is not None:
+                cells[heads[at]] = replace(cells[heads[at]], spread=float(_value(spread, table.columns[at])))
         lines.append(grid.Line(str(row[first]), cells, role="reference"))
-    name = table.columns[first].name
-    return grid.Grid(tuple(columns), (grid.Block(tuple(lines)),), first=name, wrap=wraps[first])
+    return grid.Grid(tuple(columns), (grid.Block(tuple(lines)),), first=names[first], wrap=wraps[first])
 
 
 def _wraps(table: Table, shown: Sequence[int]) -> dict[int, float]:
@@ -97,7 +102,7 @@ def _parts(whole: grid.Grid) -> list[grid.Grid]:
 def _digits(table: Table, column: Column) -> int | None:
     """Decimals of a column, the same for all of one unit; None for words and errors, which have their own."""
     if column.kind != "number":
-        return {"count": 0, "share": 1}.get(column.kind)
+        return {"count": 0, "share": 1, "points": 1}.get(column.kind)
     decimals = []
     for at, other in enumerate(table.columns):
         if (other.kind, other.unit) == ("number", column.unit):
@@ -110,8 +115,9 @@ def _digits(table: Table, column: Column) -> int | None:
 
 
 def _heading(column: Column) -> str:
-    """Percentages carry their sign in the heading."""
-    return f"{column.name} (%)" if column.kind == "share" else column.name
+    """Percentages carry their unit in the heading."""
+    unit = {"share": " (%)", "points": " (points)"}.get(column.kind, "")
+    return f"{column.name}{unit}"
 
 
 def _value(cell: Cell, column: Column) -> float | str:
@@ -119,4 +125,4 @@ def _value(cell: Cell, column: Column) -> float | str:
         return "" if column.kind == "text" else math.nan
     if isinstance(cell, str):
         return cell
-    return 100 * float(cell) if column.kind == "share" else float(cell)
+    return 100 * float(cell) if column.kind in ("share", "points") else float(cell)

@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from driftlens.records.reading import written
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
-from driftlens_reports.content import ReportContent, Table, written
+from driftlens_reports.content import ReportContent, Table
 from driftlens_reports.formats.inline import inline_svg
 from driftlens_reports.sections.verdict import signed
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from driftlens_reports.columns import printable
+from driftlens.records.reading import printable
 from driftlens_reports.content import ReportContent
 
 if TYPE_CHECKING:

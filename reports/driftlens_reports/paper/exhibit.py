@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 import pandas as pd
 
 from driftlens.errors import DataError
+from driftlens.records.reading import printable
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
 from driftlens.variants import control_of, part_of
 from driftlens_reports.charts.words import overlap_notes
-from driftlens_reports.columns import printable
 from driftlens_reports.facts import stamps
 from driftlens_reports.paper.style import sheet, venue_of
 

@@ -19,6 +19,7 @@ from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 
 from driftlens.errors import DataError, NumericsError
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_reports.charts.marks import thinned
@@ -37,7 +38,6 @@ from driftlens_reports.paper.exhibit import (
 )
 from driftlens_reports.paper.marks import SYMBOLS
 from driftlens_reports.paper.plate import Plate, legend, short
-from driftlens_reports.wording import number
 
 if TYPE_CHECKING:
     from driftlens.projection import Projection

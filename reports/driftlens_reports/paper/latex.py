@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from driftlens_reports.columns import printable
+from driftlens.records.reading import printable
 from driftlens_reports.paper.exhibit import Gap
 from driftlens_reports.paper.grid import Block, Column, Grid, Line, best_value, gain, shows_gains
 

@@ -13,9 +13,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from driftlens.records.checks import SelfCheck
 from driftlens.records.checks import self_checks as checks_of
 from driftlens.records.run import DriftRun
+from driftlens_reports.facts import check_sentence
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure, origin
 from driftlens_reports.paper.plate import Plate, legend, short
-from driftlens_reports.wording import check_sentence
 
 FLOOR = 1e-16
 """Where an error of exactly zero stands: a logarithmic axis has no place for it."""

@@ -13,19 +13,23 @@ from driftlens.records.run import DriftRun
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn
 from driftlens_reports.charts.words import overlap_notes
-from driftlens_reports.content import Figure, ReportContent, RunInfo, Table
-from driftlens_reports.sections.calibration import calibration_sentences, calibration_tables
+from driftlens_reports.content import Figure, ReportContent, RunInfo, Table, frame_table
 from driftlens_reports.sections.findings import (
     accuracy_table,
+    calibration_sentences,
+    calibration_tables,
     caveat_sentences,
     cosine_sentences,
     decision_sentences,
     origin_sentences,
 )
-from driftlens_reports.sections.glossary import glossary_table
 from driftlens_reports.sections.outline import Outline, section
-from driftlens_reports.sections.setup import environment_tables, setup_sentences, setup_tables
-from driftlens_reports.sections.tabulate import frame_table
+from driftlens_reports.sections.setup import (
+    environment_tables,
+    glossary_table,
+    setup_sentences,
+    setup_tables,
+)
 from driftlens_reports.sections.verdict import checks_parts, verdict_of, verdict_tables
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from driftlens.records import before_after
+from driftlens.records.intervals import mean_over_tasks
+from driftlens.records.outcomes import outcomes
+from driftlens.records.reading import Kind, estimate, is_measured, percent, setting_text
 from driftlens.records.run import DriftRun
-from driftlens.variants import title
+from driftlens.variants import part_of, title
 from driftlens_reports import facts
-from driftlens_reports.content import Figure, Kind, Table
-from driftlens_reports.sections.tabulate import table
-from driftlens_reports.summary import decisions
-from driftlens_reports.wording import number, origin_sentence, percent
+from driftlens_reports.content import Figure, Table, sheet_table, table
+from driftlens_reports.facts import decisions, origin_sentence
 
 _ALWAYS = (
     "Means hide the worst case; the tables name every task.",
@@ -36,18 +38,18 @@ def decision_sentences(run: DriftRun) -> list[str]:
 
 
 def cosine_sentences(run: DriftRun) -> Iterator[str]:
-    """The mean cosine of each variant and the task where it is lowest."""
-    final = [entry for entry in facts.final_drift(run) if facts.is_measured(entry.cosine)]
+    """The mean cosine of each variant over tasks, and the task where it is lowest."""
     for variant in run.variants:
-        own = [entry for entry in final if entry.variant == variant]
+        own = [entry for entry in outcomes(run, [variant]) if is_measured(entry.cosine.value)]
         if own:
             mean, lowest = (
-                sum(entry.cosine for entry in own) / len(own),
-                min(own, key=lambda entry: entry.cosine),
+                mean_over_tasks([entry.cosine for entry in own]),
+                min(own, key=lambda entry: entry.cosine.value),
             )
             yield (
-                f"{title(variant)}: mean cosine {number(mean)} over {len(own)} "
-                f"task{'s' if len(own) > 1 else ''}, lowest on {lowest.task} ({number(lowest.cosine)})."
+                f"{title(variant)}: mean cosine {estimate(mean, 'number', counted=True)} over {len(own)} "
+                f"task{'s' if len(own) > 1 else ''}, lowest on {lowest.task}, "
+                f"{estimate(lowest.cosine, 'number')}."
             )
 
 
@@ -62,7 +64,39 @@ def accuracy_table(run: DriftRun) -> Table:
     }
     rows = [columns[name] if name != "variant" else columns[name].map(title) for name in names]
     note = "Wilson intervals. Each expert is scored on its own task."
-    return table("accuracy", "Accuracy on test samples", kinds, [*zip(*rows, strict=True)], note=note)
+    return table("accuracy", "Accuracy on test samples", kinds, [*zip(*rows, strict=True)], note)
+
+
+def calibration_sentences(run: DriftRun) -> list[str]:
+    """What each calibration was and what it changes; that there is none is said."""
+    found = run.manifest.calibrations
+    if not found and not any(part_of(name) == "calibrated" for name in run.variants):
+        return ["The run has no calibrated variant; `driftlens calibrate RUN --name NAME` adds one."]
+    return [f"{name}: {sentence}" for name in found for sentence in _of_calibration(run, name)]
+
+
+def _of_calibration(run: DriftRun, name: str) -> Iterator[str]:
+    info = run.manifest.calibrations[name]
+    yield (
+        f"{info.method} on {sum(info.samples.values())} samples of {len(info.samples)} tasks, "
+        f"{len(info.layers)} layers calibrated in {info.seconds:.3g} s."
+    )
+    yield from before_after.selection_sentences(run, name)
+    yield from before_after.calibration_sentences(run, name)
+    yield from (f"{notice}." for notice in info.notices)
+
+
+def calibration_tables(run: DriftRun) -> list[Table]:
+    """Settings of every calibration, and its tables."""
+    found = run.manifest.calibrations
+    rows = [
+        (name, key, setting_text(value))
+        for name, info in found.items()
+        for key, value in info.settings.items()
+    ]
+    kinds: dict[str, Kind] = {"calibration": "text", "setting": "text", "value": "text"}
+    sheets = [sheet for name in found for sheet in before_after.calibration_sheets(run, name)]
+    return [table("calibration-settings", "Settings", kinds, rows), *map(sheet_table, sheets)]
 
 
 def caveat_sentences(run: DriftRun, figures: Sequence[Figure]) -> list[str]:

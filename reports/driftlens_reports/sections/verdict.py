@@ -1,36 +1,25 @@
-"""The verdict: how far final features are from the experts', before and after, whose doing that is, and the checks.
+"""The verdict: how far final features are from the experts', before and after, and the checks.
 
 First the numbers, then the sentences that fixed templates make of them, then the tables.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from driftlens.records.before_after import accuracy_change
+from driftlens.records.before_after import change_in_words, mean_sentences
 from driftlens.records.checks import CheckReport, Status, run_self_checks
-from driftlens.records.compare import accuracy_of, drift_changes
-from driftlens.records.intervals import Interval, mean_over_tasks
+from driftlens.records.intervals import Interval
+from driftlens.records.outcomes import MEASURES, TaskMeans, outcomes, task_means
+from driftlens.records.outcomes import Outcome as VariantOutcome
+from driftlens.records.reading import Kind, estimate, is_measured
 from driftlens.records.run import DriftRun
-from driftlens.records.split import Split
 from driftlens.records.tables import plain
 from driftlens.variants import control_of, part_of, title
 from driftlens_reports import facts
-from driftlens_reports.content import Change, Kind, Outcome, Table, Verdict
-from driftlens_reports.sections.tabulate import table
-from driftlens_reports.wording import number, percent, percent_interval, points, points_interval
+from driftlens_reports.content import Change, Estimate, Outcome, Table, Verdict, sheet_table, table
 
-Worse = Literal["higher", "lower"]
-
-_MEASURES: tuple[tuple[str, Kind, Worse], ...] = (
-    ("final drift", "number", "higher"),
-    ("relative drift", "share", "higher"),
-    ("cosine to the expert", "number", "lower"),
-    ("accuracy", "share", "lower"),
-)
 _RELATIONS = {"<=": "≤", ">=": "≥"}
 
 
@@ -53,11 +42,6 @@ class Compared:
         """Those that the run has."""
         return [name for name in (self.before, self.control, self.after) if name is not None]
 
-    @property
-    def judged(self) -> str | None:
-        """The variant that a reader of the verdict would use."""
-        return self.after or self.before
-
 
 def compared_variants(run: DriftRun) -> Compared:
     """Which variants of a run its verdict compares."""
@@ -70,87 +54,30 @@ def compared_variants(run: DriftRun) -> Compared:
     return Compared(before, control if control in run.variants else None, calibrated[-1])
 
 
-def changes(run: DriftRun, compared: Compared) -> Iterator[Change]:
-    """The change of every measure that was taken of all compared variants on at least one task.
-
-    Raises:
-        RunError: a table can't be read.
-    """
-    final = {(entry.task, entry.variant): entry for entry in facts.final_drift(run)}
-    unknown = facts.FinalDrift("", "", math.nan, math.nan, math.nan, 0)
-    readers: Sequence[Callable[[str, str], float]] = (
-        lambda task, variant: final.get((task, variant), unknown).drift,
-        lambda task, variant: final.get((task, variant), unknown).relative,
-        lambda task, variant: final.get((task, variant), unknown).cosine,
-        lambda task, variant: accuracy_of(run, task, variant)[0],
-    )
-    for (measure, kind, worse), read in zip(_MEASURES, readers, strict=True):
-        values = {task: [read(task, variant) for variant in compared.there] for task in run.tasks}
-        whole = {
-            task: row for task, row in values.items() if row and not any(math.isnan(value) for value in row)
-        }
-        if whole:
-            means = [sum(column) / len(whole) for column in zip(*whole.values(), strict=True)]
-            interval = _interval(run, measure, list(whole), compared, final)
-            by_variant = dict(zip(compared.there, means, strict=True))
-            yield _change(measure, kind, worse, len(whole), by_variant, compared, interval)
-
-
-def _interval(
-    run: DriftRun,
-    measure: str,
-    tasks: Sequence[str],
-    compared: Compared,
-    final: Mapping[tuple[str, str], facts.FinalDrift],
-) -> Interval:
-    """The change of a measure's mean over tasks with its interval; NaN ends where its samples are not stored."""
-    if compared.before is None or compared.after is None or measure == "cosine to the expert":
-        return Interval(math.nan)
-    pair = (compared.before, compared.after)
-    if measure == "accuracy":
-        changes = [accuracy_change(run, task, pair) for task in tasks]
-        return mean_over_tasks([Interval(at.change, at.low, at.high) for at in changes])
-    last, found = run.layer_index("final"), []
-    for task in tasks:
-        start = final[task, compared.before]
-        change = drift_changes(run, run, task, pair).get(last)
-        if change is None or not start.drift:
-            return Interval(math.nan)
-        # The expert's norm, by which drift is divided, is taken as known.
-        scale = start.relative / start.drift if measure == "relative drift" else 1.0
-        found.append(change.difference.scaled(scale))
-    return mean_over_tasks(found)
-
-
-def _change(
-    measure: str,
-    kind: Kind,
-    worse: Worse,
-    num_tasks: int,
-    means: dict[str, float],
-    compared: Compared,
-    interval: Interval,
-) -> Change:
+def _change(found: TaskMeans, compared: Compared) -> Change:
+    measure = MEASURES[found.measure]
     before, control, after = (
-        math.nan if name is None else means[name]
+        None if name is None else _estimate(found.means[name])
         for name in (compared.before, compared.control, compared.after)
     )
-    split = Split(before, control, after)
+    change = _estimate(found.change)
     return Change(
-        measure=measure,
-        kind=kind,
-        worse=worse,
-        num_tasks=num_tasks,
-        before=plain(before),
-        control=plain(control),
-        after=plain(after),
-        change=plain(split.change),
-        change_low=plain(interval.low),
-        change_high=plain(interval.high),
-        relative_change=plain(split.change / before) if before else None,
-        rescaling=plain(split.rescaling),
-        calibration=plain(split.calibration),
+        measure=measure.title,
+        kind=measure.kind,
+        worse=measure.worse,
+        num_tasks=len(found.tasks),
+        before=before,
+        control=control,
+        after=after,
+        change=change,
+        relative_change=plain(change.value / before.value) if change and before and before.value else None,
     )
+
+
+def _estimate(found: Interval) -> Estimate | None:
+    if not is_measured(found.value):
+        return None
+    return Estimate(value=found.value, low=plain(found.low), high=plain(found.high), n=found.n)
 
 
 def verdict_of(run: DriftRun) -> Verdict:
@@ -160,24 +87,34 @@ def verdict_of(run: DriftRun) -> Verdict:
         RunError: a table can't be read.
     """
     compared = compared_variants(run)
-    found = tuple(changes(run, compared))
-    worst = _worst(run, compared.judged)
+    means = task_means(run, compared.there)
+    worst = max(
+        (entry for entry in _judged(run, compared) if is_measured(entry.relative.value)),
+        key=lambda entry: entry.relative.value,
+        default=None,
+    )
     outcome = outcome_of(run_self_checks(run))
     return Verdict(
         before=compared.before,
         control=compared.control,
         after=compared.after,
-        changes=found,
+        changes=tuple(_change(entry, compared) for entry in means),
         worst_task=worst.task if worst else None,
-        worst_drift=worst.relative if worst else None,
+        worst_drift=worst.relative.value if worst else None,
         self_checks=outcome,
-        sentences=tuple(verdict_sentences(run, compared, found, worst, outcome)),
+        sentences=tuple(_sentences(run, compared, means, worst, outcome)),
     )
+
+
+def _judged(run: DriftRun, compared: Compared) -> list[VariantOutcome]:
+    """Of the variant that a reader of the verdict would use."""
+    variant = compared.after or compared.before
+    return outcomes(run, [variant]) if variant else []
 
 
 def verdict_tables(run: DriftRun, verdict: Verdict) -> list[Table]:
     """The means of the verdict, and the final drift of every task and variant."""
-    return [_change_table(verdict), _final_table(run)]
+    return [_means_table(verdict), sheet_table(facts.final_sheet(run))]
 
 
 def outcome_of(report: CheckReport) -> Outcome:
@@ -187,26 +124,27 @@ def outcome_of(report: CheckReport) -> Outcome:
     return Outcome(passed=passed, warned=warned, failed=failed, skipped=skipped)
 
 
-def _worst(run: DriftRun, variant: str | None) -> facts.FinalDrift | None:
-    measured = [
-        entry
-        for entry in facts.final_drift(run)
-        if entry.variant == variant and facts.is_measured(entry.relative)
+def _means_table(verdict: Verdict) -> Table:
+    """A row per measure and variant, the anchor alone among them, and one for the change from before to after."""
+    names = (verdict.before, verdict.control, verdict.after)
+    rows = [
+        (change.measure, model, at.value, at.low, at.high, change.num_tasks, at.n)
+        for change in verdict.changes
+        for model, at in (
+            *zip(map(_named, names), (change.before, change.control, change.after), strict=True),
+            ("change", change.change),
+        )
+        if at is not None
     ]
-    return max(measured, key=lambda entry: entry.relative, default=None)
-
-
-def _change_table(verdict: Verdict) -> Table:
-    """One row per measure; differences in the measure's own unit, so percentages of a share are points."""
-    heads = ("before", "anchor only", "after", "change", "by rescaling", "by calibration")
-    rows = [(change.measure, change.num_tasks, *_in_row(change)) for change in verdict.changes]
     return table(
         "verdict",
         "Means over tasks",
-        {"measure": "text", "tasks": "count", **dict.fromkeys(heads, "number")},
+        {
+            **{"measure": "text", "model": "text", "mean": "number", "95 % low": "number"},
+            **{"95 % high": "number", "tasks": "count", "samples": "count"},
+        },
         rows,
-        note="Relative drift and accuracy are fractions. Before: "
-        f"{_named(verdict.before)}. Anchor only: {_named(verdict.control)}. After: {_named(verdict.after)}.",
+        "Relative drift and accuracy are fractions. Intervals are over samples: the tasks are the ones of this run.",
     )
 
 
@@ -214,130 +152,40 @@ def _named(variant: str | None) -> str:
     return "none" if variant is None else title(variant)
 
 
-def _in_row(change: Change) -> tuple[float | None, ...]:
-    return (change.before, change.control, change.after, change.change, change.rescaling, change.calibration)
-
-
-def _final_table(run: DriftRun) -> Table:
-    rows = run.layers(layer="final") if run.manifest.layers else run.layers()
-    to_base = rows.set_index(["task", "variant"])["drift_vs_base"].to_dict()
-    cells = [
-        (
-            entry.task,
-            title(entry.variant),
-            entry.drift,
-            entry.relative,
-            to_base.get((entry.task, entry.variant)),
-            entry.cosine,
-            entry.n,
-        )
-        for entry in facts.final_drift(run)
-    ]
-    return table(
-        "final-drift",
-        "Final feature against each task's expert",
-        {
-            **{"task": "text", "model": "text", "L2 drift": "number", "relative drift": "share"},
-            **{"of base distance": "share", "cosine": "number", "samples": "count"},
-        },
-        cells,
-        note="Means over diagnosis samples. Relative: against the norm of the expert's feature. Of base distance: "
-        "against the distance from base to expert.",
-    )
-
-
-def verdict_sentences(
+def _sentences(
     run: DriftRun,
     compared: Compared,
-    changes: Sequence[Change],
-    worst: facts.FinalDrift | None,
+    means: Sequence[TaskMeans],
+    worst: VariantOutcome | None,
     outcome: Outcome,
 ) -> Iterator[str]:
-    """The verdict in sentences.
-
-    Args:
-        run: the run.
-        compared: the variants.
-        changes: of every measure.
-        worst: the task that is worst after calibration, or without one before; None where nothing is measured.
-        outcome: how the self-checks ended.
-    """
-    if not changes:
+    """The verdict in words; the anchor alone is a row of the tables."""
+    if not means:
         yield "Nothing was measured that a verdict could rest on."
-    for change in changes:
-        yield _change_sentence(change, compared, len(run.tasks))
+    told = [
+        replace(entry, means={name: mean for name, mean in entry.means.items() if name != compared.control})
+        for entry in means
+    ]
+    yield from mean_sentences(told, len(run.tasks))
     if worst is not None:
         among = f" of {len(run.tasks)} tasks" if len(run.tasks) > 1 else ""
         yield (
             f"Worst{among}: {worst.task}, where the final feature of {title(worst.variant)} is "
-            f"{percent(worst.relative)} of the expert's norm away (cosine {number(worst.cosine)})."
+            f"{estimate(worst.relative, 'share', counted=True)} of the expert's norm away, cosine "
+            f"{estimate(worst.cosine, 'number')}."
         )
-    yield from _credit_sentences(run, compared, changes)
+    if compared.after is None:
+        yield "Not calibrated: `driftlens calibrate RUN --name NAME` adds a variant to compare with."
     yield check_sentence(outcome, "self-check")
 
 
-def _change_sentence(change: Change, compared: Compared, num_tasks: int) -> str:
-    write = percent if change.kind == "share" else number
-    of = f"{change.num_tasks} of " if change.num_tasks < num_tasks else ""
-    over = (
-        f"Mean {change.measure} over {of}{num_tasks} tasks" if num_tasks > 1 else change.measure.capitalize()
-    )
-    values = [(compared.before, change.before), (compared.after, change.after)]
-    said = ", ".join(f"{title(name)} {write(value)}" for name, value in values if name and value is not None)
-    if change.change is None:
-        return f"{over}: {said}."
-    return f"{over}: {said} ({signed(change)}{_interval_in_words(change)})."
-
-
-def _interval_in_words(change: Change) -> str:
-    """The 95 % interval of a change, in the unit that `signed` has; empty where it is not known."""
-    if change.change_low is None or change.change_high is None:
-        return ""
-    if change.kind == "share":
-        return f", 95 % interval {points_interval(change.change_low, change.change_high)}"
-    scale = change.before if change.worse == "higher" and change.before else 1.0
-    ends = (change.change_low / scale, change.change_high / scale)
-    return f", 95 % interval {percent_interval(*ends)}"
-
-
 def signed(change: Change) -> str:
-    """A change in words: a share in points, a length relative to before, anything else in its own unit."""
-    assert change.change is not None
-    if change.kind == "share":
-        return f"{100 * change.change:+.1f} points"
-    if change.worse == "higher" and change.relative_change is not None:
-        return f"{100 * change.relative_change:+.1f} %"
-    return f"{change.change:+.4f}"
-
-
-def _credit_sentences(run: DriftRun, compared: Compared, changes: Sequence[Change]) -> Iterator[str]:
-    """How much of each change the anchor alone makes; where no control tells, that is said."""
-    if compared.after is None:
-        yield "Not calibrated: `driftlens calibrate RUN --name NAME` adds a variant to compare with."
-        return
-    if compared.control is None:
-        info = run.manifest.calibrations.get(compared.after.partition(":")[2])
-        yield (
-            "No anchor other than the merged model was used, so none of the change is rescaling."
-            if info is not None and not info.control
-            else "No control shows what the anchor does by itself, so calibration and rescaling can't be told apart."
-        )
-        return
-    for change in changes:
-        if change.measure == "relative drift" or not change.change:
-            continue
-        assert change.rescaling is not None and change.calibration is not None
-        yield (
-            f"Of the change in {change.measure}, rescaling (the anchor alone) makes "
-            f"{_part(change.rescaling, change)} and calibration {_part(change.calibration, change)}."
-        )
-
-
-def _part(value: float, change: Change) -> str:
-    """A part of a change in the measure's own unit: parts that work against each other make no readable shares."""
-    if change.kind == "share":
-        return f"{points(value)} points"
-    return f"{value:+.4g} feature units" if change.measure == "final drift" else f"{value:+.4f}"
+    """A change in words, with its interval."""
+    assert change.change is not None and change.before is not None
+    measure = next(measure for measure in MEASURES.values() if measure.title == change.measure)
+    at = change.change
+    ends = (float("nan") if end is None else end for end in (at.low, at.high))
+    return change_in_words(measure, change.before.value, Interval(at.value, *ends, at.n))
 
 
 def check_sentence(outcome: Outcome, noun: str) -> str:

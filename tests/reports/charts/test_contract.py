@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from driftlens.errors import DataError, DriftLensError
+from driftlens.records.reading import error, number, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
 from driftlens.variants import control_of
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.sections.outline import PRESETS, TITLES
-from driftlens_reports.wording import error, number, percent
 from tests.reports.charts.recording import NUMBER, axis_titles, data_values, leaves, shown_texts
 
 every_chart = pytest.mark.parametrize("name", list(charts))

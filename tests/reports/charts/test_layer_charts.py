@@ -10,12 +10,12 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
+from driftlens.records.reading import error, number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import band, curve
 from driftlens_reports.charts.theme import Look
-from driftlens_reports.wording import error, number, percent
 from tests.reports.charts.recording import NUMBER, data_values, drawn_values, finite
 
 BY_CURVE = {

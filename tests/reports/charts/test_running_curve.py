@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import running_curve
-from driftlens_reports.wording import number
 from tests.reports.charts.recording import axis_titles, drawn_values, leaves
 
 FOUND = {3: 0.75, 2: 0.5}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from driftlens.records.reading import percent
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.wording import percent
 
 SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}
 ONE = ChartOptions(tasks=["mnist"], variants=["merged"])

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from driftlens.records.reading import NO_VALUE
 from driftlens_reports.build import Report
-from driftlens_reports.content import NO_VALUE, Column, Table
+from driftlens_reports.content import Column, Table
 from driftlens_reports.formats import pull_request
 from driftlens_reports.formats.fragments import fragments
 from driftlens_reports.formats.pull_request import MOST_CHARACTERS, escape, markdown, prose

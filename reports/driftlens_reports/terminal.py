@@ -1,0 +1,410 @@
+"""Saved runs and what commands find of them, in plain text for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from driftlens.projection import Projection
+from driftlens.records.before_after import calibration_sentences, calibration_sheets, selection_sentences
+from driftlens.records.checks import CheckReport
+from driftlens.records.compare import Comparison
+from driftlens.records.equality import Equality
+from driftlens.records.intervals import Interval, mean_over_tasks, wilson
+from driftlens.records.listing import RunSummary
+from driftlens.records.outcomes import Outcome, outcomes
+from driftlens.records.reading import (
+    NOT_MEASURED,
+    Sheet,
+    error,
+    estimate,
+    is_measured,
+    number,
+    percent,
+    percent_interval,
+    points,
+    points_interval,
+    printable,
+    size,
+    written,
+)
+from driftlens.records.run import DriftRun
+from driftlens.records.verify import VerifyResult
+from driftlens.variants import calibrated, title
+from driftlens_reports import facts
+from driftlens_reports.facts import check_sentence, origin_sentence
+
+_SHOWN = 5
+"""How many of the differences between two runs are listed."""
+_OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
+_INDICATIVE = "Distances on the plane are indicative only; these numbers come from the features themselves."
+_INTERVAL_NOTE = (
+    "Accuracy is that of test samples. Its interval takes the two answers for independent: where both answered "
+    "the same samples it is too wide."
+)
+_FACTORS = ("lam", "rho", "alpha", "n")
+
+
+def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
+    """Lines with columns as wide as a terminal shows them, wide characters counted as two.
+
+    Args:
+        rows: the cells, as many in every row.
+        num_names: how many columns, from the left, are names and start at the left; the others are numbers.
+    """
+    from rich.cells import cell_len
+
+    clean = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(cell_len(row[column]) for row in clean) for column in range(len(clean[0]))]
+    lines = []
+    for row in clean:
+        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+        names = [cell + gap for cell, gap in zip(row[:num_names], gaps[:num_names], strict=True)]
+        numbers = [gap + cell for cell, gap in zip(row[num_names:], gaps[num_names:], strict=True)]
+        lines.append("  ".join([*names, *numbers]))
+    return lines
+
+
+def summary(run: DriftRun) -> str:
+    """What a run found: final drift, accuracy, where the drift comes from, self-checks.
+
+    Nothing is said that the tables do not hold; a number that is null reads "not measured".
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    final = facts.final_sheet(run)
+    parts = [
+        [f"{run.name} ({run.id})", *facts.stamps(run)],
+        _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
+        _section("Accuracy on test samples", _accuracy_lines(run)),
+        _section("What happened (95 % intervals over samples)", story(run)),
+        _section("Where the final drift comes from", [origin_sentence(task) for task in facts.origins(run)]),
+        _section("Self-checks", [check_sentence(check) for check in facts.self_checks(run)]),
+    ]
+    if run.manifest.notices:
+        parts.append(_section("Notices", run.manifest.notices))
+    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
+
+
+def accuracy_text(run: DriftRun) -> str:
+    """Accuracy of every variant on every task with its interval, one line per task.
+
+    Raises:
+        RunError: the table can't be read.
+    """
+    return "\n".join(_accuracy_lines(run) or [NOT_MEASURED])
+
+
+def listing_text(runs: Sequence[RunSummary]) -> str:
+    """One line per run; below it, why a run can't be read, and what later work left undone."""
+    header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift"]
+    rows = []
+    for run in runs:
+        counts = [str(len(run.tasks)), str(len(run.variants)), size(run.bytes)]
+        rows.append([run.path.name, run.name, run.state, *counts, _largest_drift(run)])
+    problems = [printable(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
+    left = [printable(f"{run.path.name}: {text}") for run in runs for text in run.left]
+    return "\n".join([*aligned([header, *rows], num_names=3), *problems, *left])
+
+
+def verification_text(result: VerifyResult) -> str:
+    """What `verify` found: the verdict first, then the files that differ."""
+    verdict = "unchanged" if result.ok else "not as they were written"
+    found = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
+    files = [printable(f"{how}: {name}") for how, names in found for name in names]
+    return "\n".join([f"{result.checked} files checked: {verdict}", *files])
+
+
+def _section(heading: str, lines: Sequence[str]) -> list[str]:
+    return [heading, *(f"  {line}" for line in lines or [NOT_MEASURED])]
+
+
+def _sheet_lines(sheet: Sheet) -> list[str]:
+    """Title, columns and notes of a table; a column of names starts at the left."""
+    header, *rows = sheet.texts(plus_minus="+-", gap="-")
+    names = [kind for kind in sheet.kinds.values() if kind == "text"]
+    notes = [sheet.notes()] if sheet.notes() else []
+    return [sheet.title, *aligned([header, *rows], num_names=len(names)), *notes]
+
+
+def _accuracy_lines(run: DriftRun) -> list[str]:
+    found = [entry for entry in outcomes(run) if is_measured(entry.accuracy.value)]
+    there = dict.fromkeys(entry.variant for entry in found)
+    variants = [name for name in ("base", "expert", "merged") if name in there]
+    variants += [name for name in there if name not in variants]
+    by_task: dict[str, dict[str, Interval]] = {}
+    for entry in found:
+        by_task.setdefault(entry.task, {})[entry.variant] = entry.accuracy
+    rows = [
+        [
+            task,
+            *(estimate(own.get(name, Interval(math.nan)), "share") for name in variants),
+            str(max(accuracy.n for accuracy in own.values())),
+        ]
+        for task, own in by_task.items()
+    ]
+    return aligned([["task", *variants, "samples"], *rows], num_names=1) if rows else []
+
+
+def _largest_drift(run: RunSummary) -> str:
+    if not run.final_drift:
+        return NOT_MEASURED
+    worst = max(run.final_drift, key=lambda task: run.final_drift[task])
+    return f"{number(run.final_drift[worst])} ({worst})"
+
+
+def story(run: DriftRun) -> list[str]:
+    """Sentences made from the tables by fixed templates; what was not measured is left out.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    variants = [variant for variant in run.variants if variant != "base"]
+    return [sentence for variant in variants for sentence in _of_variant(run, variant)]
+
+
+def _of_variant(run: DriftRun, variant: str) -> Iterator[str]:
+    rows = run.layers(variant=variant)
+    if rows.empty:
+        return
+    found = [entry for entry in outcomes(run, [variant]) if is_measured(entry.relative.value)]
+    if found:
+        yield _who_suffers(run, found, rows[rows["role"] == "head"].set_index("task")["drift_vs_base"])
+    for task in run.tasks:
+        yield from _who_is_to_blame(rows[rows["task"] == task], task, variant)
+    yield from facts.decisions(run.outputs(variant=variant), variant)
+
+
+def _who_suffers(run: DriftRun, found: Sequence[Outcome], to_base: pd.Series[Any]) -> str:
+    worst = max(found, key=lambda entry: entry.relative.value)
+    away = estimate(worst.relative, "number", counted=True)
+    text = (
+        f"{worst.variant}: {worst.task} suffers most; its final feature is {away} of the expert's norm away "
+        f"(cosine {estimate(worst.cosine, 'number')}"
+    )
+    if not pd.isna(to_base[worst.task]):
+        text += f"; {percent(float(to_base[worst.task]))} of the base's distance"
+    mean = mean_over_tasks([entry.relative for entry in found])
+    return f"{text}). Mean over {len(found)} tasks: {estimate(mean, 'number', counted=True)}."
+
+
+def _who_is_to_blame(rows: pd.DataFrame, task: str, variant: str) -> Iterator[str]:
+    if not rows["final_share"].notna().any():
+        return
+    by_layer = rows.set_index("layer")
+    worst = int(by_layer["final_share"].astype(float).idxmax())
+    row = by_layer.loc[worst]
+    share = estimate(facts.share_of(row), "share", counted=True)
+    text = (
+        f"{variant}, {task}: layer {worst} ({row['path']}) accounts for {share} of the final drift. It adds "
+        f"{number(float(row['mismatch_l2_mean']))} itself"
+    )
+    if worst - 1 in by_layer.index:
+        inherited = float(by_layer.loc[worst - 1, "drift_l2_mean"])
+        text += f", and of the {number(inherited)} it inherits it makes {number(float(row['propagation_l2_mean']))}"
+    yield f"{text}.{_second_opinion(row, float(by_layer['remainder_share'].astype(float).iloc[-1]))}"
+
+
+def _second_opinion(row: pd.Series[Any], remainder: float) -> str:
+    """What the derivative-free split says of the same layer, and why it differs, where it does."""
+    carried, swapped = facts.share_of(row), facts.share_of(row, "prefix_share")
+    if not is_measured(swapped.value):
+        return ""
+    reason = (
+        "the gap is nonlinearity of the layers behind"
+        if abs(remainder) < abs(carried.value - swapped.value)
+        else "the gap is within the quadrature's remainder"
+    )
+    if carried.low <= swapped.high and swapped.low <= carried.high:
+        reason = "the intervals of the two overlap"
+    return f" Prefix swaps say {estimate(swapped, 'share')}; {reason} (remainder {percent(remainder)})."
+
+
+def checks_text(report: CheckReport) -> str:
+    """One line per check, what went wrong in words, and a count; that no check could be executed is said."""
+    header = ["", "check", "value", "margin", "rows"]
+    rows = [
+        [result.status, result.title, _value(result.value), _value(result.margin), str(result.n)]
+        for result in report.results
+    ]
+    lines = aligned([header, *rows], num_names=2)
+    lines += [
+        f"{result.status}: {result.title}: {result.reason}" for result in report.results if result.reason
+    ]
+    counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
+    counts += [f"{report.count(status)} {words}" for status, words in _OTHER_ENDS if report.count(status)]
+    if not report.executed:
+        counts.append("no check was executed, so nothing is known")
+    return "\n".join(printable(line) for line in [*lines, ", ".join(counts)])
+
+
+def comparison_text(found: Comparison) -> str:
+    """Final drift, flips and accuracy before and after, task by task."""
+    before, after = (f"{run.name} ({run.id})" for run in (found.before, found.after))
+    parts = [[before] if found.before is found.after else [f"before: {before}", f"after: {after}"]]
+    parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
+    for pair, rows in found.tasks.groupby(["before", "after"], sort=False):
+        parts.append([" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows)])
+    if found.tasks["accuracy_ci_low"].notna().any():
+        parts.append([_INTERVAL_NOTE])
+    if found.notes:
+        parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
+    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
+
+
+def equality_text(found: Equality, tolerance: float) -> str:
+    """Whether two runs are equal: to the last bit, within a tolerance, or where not."""
+    if found.bit_equal:
+        return f"Equal to the last bit: {found.num_values} values in {len(found.tables)} tables."
+    largest = f"the largest difference of a number is {error(found.largest)} of its column ({found.where})"
+    if found.within(tolerance):
+        return printable(f"Equal within {tolerance:g}: {largest}.")
+    lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if found.where else ".")]
+    lines += found.unequal[:_SHOWN]
+    if len(found.unequal) > _SHOWN:
+        lines.append(f"and {len(found.unequal) - _SHOWN} more such differences (--json lists all)")
+    return "\n".join(printable(line) for line in lines)
+
+
+def projections_text(found: Sequence[Projection]) -> str:
+    """How far each layout can be trusted, one line per variant; what a reader must know besides."""
+    where = ["task", "layer", "method", "variant"]
+    header = [*where, "points", "cosine", "L2 drift", "kept neighbours", "trust"]
+    rows = [
+        [
+            *(entry.settings.task, str(entry.settings.layer), entry.method, title(row["variant"])),
+            *(str(row["n_shown"]), number(row["mean_cosine"]), number(row["mean_drift"])),
+            *(percent(row["knn_overlap"]), number(row["trustworthiness"])),
+        ]
+        for entry in found
+        for row in entry.quality.to_dict("records")
+    ]
+    notes = dict.fromkeys(
+        f"{entry.settings.task}, {entry.settings.method}: {text}" for entry in found for text in entry.notes
+    )
+    return "\n".join(
+        [*aligned([header, *rows], num_names=len(where)), *map(printable, [*notes, _INDICATIVE])]
+    )
+
+
+def _task_lines(rows: pd.DataFrame) -> list[str]:
+    features = ["L2 drift", "change", "95 % interval", "samples", "cosine", "change"]
+    header = ["task", *features, "flips", "accuracy", "change", "95 % interval", "samples"]
+    return aligned([header, *(_task_cells(row) for row in rows.to_dict("records"))], num_names=1)
+
+
+def _task_cells(row: dict[Any, Any]) -> list[str]:
+    return [
+        str(row["task"]),
+        _arrow(number(row["drift_before"]), number(row["drift_after"])),
+        "" if math.isnan(row["drift_relative"]) else f"{100 * row['drift_relative']:+.1f} %",
+        percent_interval(row["drift_relative_ci_low"], row["drift_relative_ci_high"]),
+        str(row["drift_n"]),
+        _arrow(number(row["cos_before"]), number(row["cos_after"])),
+        "" if math.isnan(row["cos_change"]) else f"{row['cos_change']:+.4f}",
+        _arrow(percent(row["flips_before"]), percent(row["flips_after"])),
+        _arrow(percent(row["accuracy_before"]), percent(row["accuracy_after"])),
+        points(row["accuracy_change"]),
+        points_interval(row["accuracy_ci_low"], row["accuracy_ci_high"]),
+        str(row["n_test_after"]),
+    ]
+
+
+def _notes(rows: pd.DataFrame) -> list[str]:
+    """Where both answered the same samples: how many each side gained, and whether that may be chance."""
+    return [
+        f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} are "
+        f"gained and {row['lost']} lost: {points(row['paired_change'])} points "
+        f"({points_interval(row['paired_ci_low'], row['paired_ci_high'])}), McNemar p = {row['p_value']:.2g}"
+        for row in rows.to_dict("records")
+        if row["paired_n"]
+    ]
+
+
+def _value(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.4g}"
+
+
+def _arrow(before: str, after: str) -> str:
+    return before if before == after else f"{before} -> {after}"
+
+
+def first_numbers_text(run: DriftRun, name: str) -> str:
+    """One line per task: final drift and accuracy of the merged and of the calibrated model, and nothing else.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    variants = ("merged", calibrated(name))
+    found = {(entry.task, entry.variant): entry for entry in outcomes(run, variants)}
+    rows = [["task", "L2 drift merged", name, "samples", "accuracy merged", name, "samples"]]
+    for task in run.tasks:
+        both = [found[task, variant] for variant in variants]
+        drifts, accuracies = [entry.drift for entry in both], [entry.accuracy for entry in both]
+        cells = [task, *(estimate(drift, "number") for drift in drifts), str(drifts[-1].n)]
+        rows.append([*cells, *(estimate(at, "share") for at in accuracies), str(accuracies[-1].n)])
+    return "\n".join(aligned(rows, num_names=1))
+
+
+def before_after_text(run: DriftRun, name: str) -> str:
+    """The tables of a calibration, what it changes in sentences, and how its settings were chosen.
+
+    Raises:
+        DataError: the run has no finished calibration of that name.
+        RunError: a table can't be read.
+    """
+    tables = ["\n".join(map(printable, _sheet_lines(sheet))) for sheet in calibration_sheets(run, name)]
+    said = [*calibration_sentences(run, name), *selection_sentences(run, name)]
+    return "\n\n".join([*tables, "\n".join(map(printable, said))])
+
+
+def sweep_text(run: DriftRun, name: str) -> str:
+    """The points of one sweep in the order of what is varied, and below them what the numbers are.
+
+    Raises:
+        RunError: the table can't be read.
+    """
+    rows = run.sweeps()
+    rows = rows[rows["sweep"] == name]
+    found = _sweep_points(rows).sort_values(name.split("+"), kind="stable")
+    has_accuracy = bool(found["accuracy"].notna().any())
+    scored = ["accuracy", "95 % interval", "std"] if has_accuracy else []
+    lines = [[*_FACTORS, "L2 drift", "relative", "cosine", *scored, "s"]]
+    for _, point in found.iterrows():
+        settings = [f"{point[factor]:g}" for factor in _FACTORS]
+        features = [number(point[column]) for column in ("drift_l2_mean", "drift_rel", "cos_mean")]
+        ends = f"{written(point['low'], 'share', '')} to {written(point['high'], 'share', '')}"
+        scores = [percent(point["accuracy"]), ends, percent(point["std"])] if has_accuracy else []
+        lines.append([*settings, *features, *scores, number(point["seconds"])])
+    seeds = rows["seed"].nunique()
+    parts = [f"{name}: means of {rows['task'].nunique()} tasks, {seeds} seeds"]
+    if has_accuracy:
+        parts.append(
+            f"interval: over {int(rows.groupby('task')['n_test'].max().sum())} test samples of these tasks"
+        )
+        parts += ["std: between seeds"] if seeds > 1 else []
+    parts.append("a sweep keeps no samples, so its drifts and cosines have no interval")
+    return "\n".join([*aligned(lines, num_names=0), "", "; ".join(parts)])
+
+
+def _sweep_points(rows: pd.DataFrame) -> pd.DataFrame:
+    """Means over tasks, then over seeds; `std` is that of the accuracy over seeds, of a sample.
+
+    `low` and `high` are ends of the 95 % interval of the mean accuracy over tasks. All seeds share their test samples,
+    so that their ends are averaged like their values.
+    """
+    measured = ["drift_l2_mean", "drift_rel", "cos_mean", "accuracy", "seconds"]
+    points_of, means = ["point", *_FACTORS], []
+    for key, own in rows.astype({"n": float}).groupby(["seed", *points_of]):
+        scored = own[["accuracy", "n_test"]].dropna().astype(float).to_numpy()
+        accuracy = Interval(math.nan)
+        if len(scored) == len(own):
+            accuracy = mean_over_tasks([Interval(at, *wilson(round(at * n), int(n))) for at, n in scored])
+        ends = {"low": accuracy.low, "high": accuracy.high}
+        means.append({**dict(zip(["seed", *points_of], key, strict=True)), **own[measured].mean(), **ends})
+    groups = pd.DataFrame(means).groupby(points_of)
+    return groups[[*measured, "low", "high"]].mean().assign(std=groups["accuracy"].std()).reset_index()

@@ -192,6 +192,11 @@ class Slot:
     rows: tuple[int, int] | None = None
     transposed: bool = False
 
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the parameter in the layer's layout, given that of the checkpoint's tensor."""
+        found = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
+        return found[::-1] if self.transposed else found
+
 
 @dataclass(frozen=True)
 class Site:

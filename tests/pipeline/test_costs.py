@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import pytest
 import torch
 
 from driftlens.models.architecture import load_architecture
@@ -18,6 +19,7 @@ from driftlens.pipeline.preflight.costs import (
     operations,
 )
 from driftlens.pipeline.study.study import Settings
+from tests.cases import CASES, family
 from tests.pipeline.checking import check
 from tests.pipeline.world import World, write_images
 
@@ -49,6 +51,16 @@ def test_operations_are_those_counted_by_hand(world: World) -> None:
     assert head.operations == 2 * width * 8
     assert [layer.state_bytes for layer in (stem, *blocks, head)] == [tokens * width * 4] * 4 + [8 * 4]
     assert blocks[0].parameter_bytes == 4 * (4 * width**2 + 2 * width * inner + 9 * width + inner)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_in_a_layers_layout_are_known_from_headers(name: str) -> None:
+    pool = family(CASES[name]).pool
+    headers = pool.source("merged").headers
+    for layer in pool.chain.layers:
+        for part, value in pool.parameters("merged", layer).items():
+            slot = layer.parameters[part]
+            assert slot.shape(headers[slot.key].shape) == tuple(value.shape)
 
 
 def test_more_samples_cost_more_of_everything(world: World, tmp_path: pathlib.Path) -> None:

@@ -166,7 +166,7 @@ def _moment_words(layer: Layer, headers: Mapping[str, TensorHeader]) -> int:
     slots = {
         site.input: layer.parameters[f"{site.name}.weight"] for site in layer.sites if site.kind == "linear"
     }
-    widths = [headers[slot.key].shape[0 if slot.transposed else 1] for slot in slots.values()]
+    widths = [slot.shape(headers[slot.key].shape)[1] for slot in slots.values()]
     return sum(2 * width * width for width in widths)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from driftlens.access import Access
 from driftlens.engine.pool import ModelPool
@@ -117,7 +117,7 @@ def _operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCo
     samples, total = sum(plan.counts.values()), 0
     for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False):
         total += FORWARDS * samples * cost.operations
-        shapes = list(_shapes(plan, pool, layer))
+        shapes = _shapes(plan, pool, layer)
         # The narrowest site is as wide as the features.
         entries, narrowest = cost.state_bytes // pool.dtype.itemsize, min((k for _, k in shapes), default=1)
         tokens = max(1, entries // narrowest) * samples
@@ -133,7 +133,7 @@ def _memory_bytes(plan: CalibrationPlan, pool: ModelPool, work: Workload) -> int
     """Peak bytes of the solving walk: solutions, one layer of each model, its moments, the waiting features."""
     solved, moments, weights = 0, 0, 0
     for layer, cost in zip(pool.chain.layers, work.layers, strict=True):
-        shapes = list(_shapes(plan, pool, layer))
+        shapes = _shapes(plan, pool, layer)
         solved += sum(out * width for out, width in shapes) * pool.dtype.itemsize
         moments = max(moments, sum(width * width + out * width for out, width in shapes) * 8)
         weights = max(weights, cost.parameter_bytes)
@@ -144,12 +144,9 @@ def _memory_bytes(plan: CalibrationPlan, pool: ModelPool, work: Workload) -> int
     return max(2 * solved, solved + 2 * moments + 4 * weights + waiting + active)
 
 
-def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> Iterator[tuple[int, int]]:
+def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> list[tuple[int, ...]]:
     """[out, in] of every linear site of the layer that is solved for."""
-    wanted = plan.sites.get(layer.index, ())
-    for site in layer.sites:
-        if site.kind == "linear" and site.name in wanted:
-            slot = layer.parameters[f"{site.name}.weight"]
-            shape = pool.source("merged").headers[slot.key].shape
-            rows = shape[0] if slot.rows is None else slot.rows[1] - slot.rows[0]
-            yield (shape[1], rows) if slot.transposed else (rows, shape[1])
+    wanted, headers = plan.sites.get(layer.index, ()), pool.source("merged").headers
+    linear = [site.name for site in layer.sites if site.kind == "linear" and site.name in wanted]
+    slots = [layer.parameters[f"{name}.weight"] for name in linear]
+    return [slot.shape(headers[slot.key].shape) for slot in slots]

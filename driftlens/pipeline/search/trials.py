@@ -150,10 +150,11 @@ class Trials(Generic[T]):
     def _lane_bytes(self) -> int:
         """Bytes that one lane holds at most: its solution, and the moments of one layer in float64."""
         pool, solution, moments = self.study.pool, 0, 0
+        headers = pool.source("merged").headers
         for layer in pool.chain.layers:
             shapes = [
-                torch.Size(value.shape)
-                for name, value in pool.parameters("merged", layer).items()
+                torch.Size(slot.shape(headers[slot.key].shape))
+                for name, slot in layer.parameters.items()
                 if name.rpartition(".")[0] in self.sites.get(layer.index, ())
             ]
             solution += sum(shape.numel() for shape in shapes) * pool.dtype.itemsize

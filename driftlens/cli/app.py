@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,9 +105,16 @@ ProgressMode = Annotated[
 class Job:
     """What a command that computes may use, and how it is watched."""
 
-    access: Access = field(default_factory=Access)
-    threads: int | None = None
-    progress: str = "auto"
+    device: Device = None
+    offline: Offline = False
+    trust: Trust = False
+    threads: Threads = None
+    progress: ProgressMode = "auto"
+
+    @property
+    def access(self) -> Access:
+        """Device, network and trust, as the pipeline takes them."""
+        return Access(self.device, self.offline, self.trust)
 
     @contextmanager
     def watched(self) -> Iterator[tuple[ProgressSink, CancelToken]]:
@@ -133,32 +140,32 @@ def limited_threads(number: int | None) -> AbstractContextManager[None]:
     return using_threads(number)
 
 
-def computing(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of all that compute; it takes them together, as `job`."""
+def sharing(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator that gives a command these of `Job`'s options; it takes them together, as `job`."""
 
-    def run(
-        *,
-        device: Device = None,
-        offline: Offline = False,
-        trust: Trust = False,
-        threads: Threads = None,
-        progress: ProgressMode = "auto",
-        **own: Any,
-    ) -> None:
-        command(**own, job=Job(Access(device, offline, trust), threads, progress))
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            job = Job(**{name: given.pop(name) for name in names})
+            command(**given, job=job)
 
-    mine = inspect.signature(command, eval_str=True).parameters.values()
-    common = inspect.signature(run, eval_str=True).parameters.values()
-    taken = [
-        *(each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD),
-        *(each.replace(kind=each.POSITIONAL_OR_KEYWORD) for each in common if each.name != "own"),
-        *(each for each in mine if each.kind is each.KEYWORD_ONLY and each.name != "job"),
-    ]
-    functools.update_wrapper(run, command)
-    # What typer reads: the signature, then annotations by name.
-    vars(run)["__signature__"] = inspect.Signature(taken)
-    run.__annotations__ = {each.name: each.annotation for each in taken}
-    return run
+        mine = inspect.signature(command, eval_str=True).parameters.values()
+        shared = inspect.signature(Job, eval_str=True).parameters
+        taken = [
+            *(each for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD),
+            *(shared[name] for name in names),
+            *(each for each in mine if each.kind is each.KEYWORD_ONLY and each.name != "job"),
+        ]
+        functools.update_wrapper(run, command)
+        # What typer reads: the signature, then annotations by name.
+        vars(run)["__signature__"] = inspect.Signature(taken)
+        run.__annotations__ = {each.name: each.annotation for each in taken}
+        return run
+
+    return decorate
+
+
+computing = sharing(*(option.name for option in fields(Job)))
+"""Decorator for commands that take all of them."""
 
 
 def say(text: str) -> None:

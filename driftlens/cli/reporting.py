@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import Job, JsonFlag, ProgressMode, RunFolder, app, note, parts, say, say_json
+from driftlens.cli.app import Job, JsonFlag, RunFolder, app, note, parts, say, say_json, sharing
 from driftlens.errors import DataError, SpecError
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def _tell(written: Sequence[Exported], out: Path, as_json: bool) -> None:
 
 
 @app.command()
+@sharing("progress")
 def project(
     run: RunFolder,
     task: Annotated[
@@ -167,8 +168,9 @@ def project(
         str, typer.Option(help="all, or expert for a layout that variants added later don't move.")
     ] = "all",
     max_points: Annotated[int, typer.Option(help="Most points of one layout, all variants together.")] = 2000,
-    progress: ProgressMode = "auto",
+    *,
     as_json: JsonFlag = False,
+    job: Job,
 ) -> None:
     """Lay the final features of expert and variants out on a plane, and keep the layout in the run."""
     from driftlens.projection import project as lay_out
@@ -179,7 +181,7 @@ def project(
     opened = open_run(run)
     methods = dict.fromkeys(part.strip() for part in method.split(","))
     found = []
-    with Job(progress=progress).watched() as (sink, cancel):
+    with job.watched() as (sink, cancel):
         for name, chosen in itertools.product(task or opened.tasks, methods):
             note(printable(f"{name}: {chosen}"))
             found.append(

@@ -7,17 +7,11 @@ from typing import Annotated
 
 import typer
 
-from driftlens.access import Access
 from driftlens.cli.app import (
-    Device,
     Job,
     JsonFlag,
     NoAttribution,
-    Offline,
-    ProgressMode,
     RunFolder,
-    Threads,
-    Trust,
     app,
     assignments,
     computing,
@@ -25,6 +19,7 @@ from driftlens.cli.app import (
     note,
     say,
     say_json,
+    sharing,
 )
 from driftlens.cli.looking import show_run
 
@@ -38,13 +33,13 @@ Overrides = Annotated[
 
 
 @app.command()
+@sharing("device", "threads", "progress")
 def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the embedded suite.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
-    device: Device = None,
-    threads: Threads = None,
-    progress: ProgressMode = "auto",
+    *,
+    job: Job,
 ) -> None:
     """Run everything on an embedded suite: a small CLIP and eight experts, trained here, without network.
 
@@ -61,7 +56,6 @@ def demo(
     from driftlens_reports.terminal import before_after_text
 
     refuse_occupied(out, force=force)
-    job = Job(Access(device), threads, progress)
     with job.watched() as (sink, cancel):
         suite = embedded_suite(seed=seed, reporter=Reporter(sink, cancel))
         analyze(
@@ -103,22 +97,21 @@ def init(
 
 
 @app.command()
+@sharing("device", "offline", "trust", "threads")
 def validate(
     spec: SpecFile,
     overrides: Overrides = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also score every expert on its own data.")] = False,
-    device: Device = None,
-    offline: Offline = False,
-    trust: Trust = False,
-    threads: Threads = None,
+    *,
     as_json: JsonFlag = False,
+    job: Job,
 ) -> None:
     """Check a spec, its checkpoints and its data before anything large is read (preflight)."""
     from driftlens.pipeline.preflight.job import preflight
     from driftlens.spec import load_spec
 
-    with limited_threads(threads):
-        found = preflight(load_spec(spec, overrides or ()), deep=deep, access=Access(device, offline, trust))
+    with limited_threads(job.threads):
+        found = preflight(load_spec(spec, overrides or ()), deep=deep, access=job.access)
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
         raise typer.Exit(found.exit_code)
@@ -172,6 +165,7 @@ def explain(run: RunFolder, *, as_json: JsonFlag = False, job: Job) -> None:
 
 
 @app.command()
+@sharing("device", "offline", "trust")
 def merge(
     spec: SpecFile,
     method: Annotated[str, typer.Option(help="A merge method; one that is not there gets the list.")],
@@ -180,9 +174,8 @@ def merge(
         list[str] | None,
         typer.Option("--set", metavar="name=value", help="A parameter of the method; repeatable."),
     ] = None,
-    device: Device = None,
-    offline: Offline = False,
-    trust: Trust = False,
+    *,
+    job: Job,
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base.
 
@@ -191,8 +184,7 @@ def merge(
     from driftlens.pipeline.study.merging import merge_experts
     from driftlens.spec import load_spec
 
-    access = Access(device=device, offline=offline, trust=trust)
-    merge_experts(load_spec(spec), method, assignments(parameters), out, access)
+    merge_experts(load_spec(spec), method, assignments(parameters), out, job.access)
     say(f"wrote {out}")
 
 

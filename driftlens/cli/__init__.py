@@ -54,7 +54,9 @@ def _code(arguments: list[str]) -> int:
         if error.errno == errno.ENOSPC:
             return _report(f"the disk is full: {error}", "Free some space; finished phases are kept.", 4)
         if isinstance(error, BrokenPipeError):
-            return _silent_pipe()
+            # Whoever read our output has left; flushing at exit would raise again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         return _unexpected(error)
     except Exception as error:
         return _unexpected(error)
@@ -82,9 +84,3 @@ def _report(message: str, hint: str, code: int) -> int:
 def _unexpected(error: Exception) -> int:
     hint = "This is a defect of DriftLens. Run it again with --debug and report the traceback."
     return _report(f"{type(error).__name__}: {error}", hint, 1)
-
-
-def _silent_pipe() -> int:
-    # Whoever read our output has left; flushing at exit would raise again.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -110,7 +110,8 @@ def _measure(
 ) -> tuple[float, float]:
     """Mean cosine to the expert and mean distance from it; NaN where no cosine exists, a norm being 0."""
     cosines, drifts = [], []
-    for start, own, wanted in _chunks(array, expert):
+    for start in range(0, len(array), _CHUNK):
+        own, wanted = (rows[start : start + _CHUNK].astype(np.float64) for rows in (array, expert))
         finite = np.isfinite(own).all(axis=1)
         if not finite.all():
             raise NumericsError(
@@ -124,12 +125,6 @@ def _measure(
         drifts.append(np.linalg.norm(own - wanted, axis=1))
     cosine = np.concatenate(cosines)
     return (float(cosine.mean()) if len(cosine) else float("nan")), float(np.concatenate(drifts).mean())
-
-
-def _chunks(array: Stored, expert: Stored) -> Iterator[tuple[int, Array, Array]]:
-    for start in range(0, len(array), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        yield start, array[part].astype(np.float64), expert[part].astype(np.float64)
 
 
 def _directions(array: Stored) -> Array:

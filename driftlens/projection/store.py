@@ -59,18 +59,7 @@ _VERIFY = "Remove the file: the projection is then computed anew. `driftlens ver
 
 @dataclass(frozen=True)
 class Settings:
-    """One projection, with everything resolved against its run.
-
-    Attributes:
-        task: the task.
-        layer: index of the layer.
-        method: how to get to two dimensions.
-        seed: of the method's random numbers.
-        variants: whose features are drawn beside the expert's, in order.
-        fit_on: "all" fits one layout on every row; "expert" on the expert's alone, so that variants added later
-            don't move it.
-        max_points: most points, over expert and variants together.
-    """
+    """What was asked of one projection, as `settings_of` has resolved it against its run: the layer by its index."""
 
     task: str
     layer: int

@@ -50,17 +50,34 @@ class Suite:
 
     Attributes:
         folder: where the files are; `suite.json` says what was measured when they were made.
-        tasks: one expert each, sorted.
         digest: names the recipe and the seed.
     """
 
     folder: pathlib.Path
-    tasks: tuple[str, ...]
     digest: str
 
     def record(self) -> dict[str, Any]:
         """What `suite.json` says: heads, recipe, test accuracies, seconds, size and SHA-256 of every file."""
-        return read_record(self.folder)
+        record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
+        return record
+
+    def is_whole(self) -> bool:
+        """Whether every file is there as it was written.
+
+        Every file is read: it takes well under a second, and a suite with a damaged file would give wrong numbers.
+        """
+        try:
+            record = self.record()
+            return (record["format"], record["digest"]) == (FORMAT, self.digest) and all(
+                sha256_of(self.folder / name) == stated["sha256"] for name, stated in record["files"].items()
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """One expert each, sorted."""
+        return tuple(sorted(self.record()["heads"]))
 
     def spec(self) -> dict[str, Any]:
         """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, zero-shot heads."""
@@ -114,14 +131,15 @@ def embedded_suite(
     recipe, reporter = recipe or Recipe(), reporter or Reporter()
     digest = recipe.digest(seed)
     folder = (cache or platformdirs.user_cache_path("driftlens")) / f"embedded-{digest[:_NAME_LENGTH]}"
-    if rebuild or not is_whole(folder, digest):
+    suite = Suite(folder, digest)
+    if rebuild or not suite.is_whole():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _building(folder, reporter):
             # Asked again: another process may have built it while this one waited.
-            if rebuild or not is_whole(folder, digest):
+            if rebuild or not suite.is_whole():
                 with atomic_folder(folder, replace=True) as partial:
                     _build(partial, recipe, seed, reporter)
-    return Suite(folder, tuple(sorted(read_record(folder)["heads"])), digest)
+    return suite
 
 
 @contextmanager
@@ -149,33 +167,6 @@ def expert_file(task: str) -> str:
 def data_file(task: str) -> str:
     """Where the pictures of a task lie in the folder."""
     return f"data/{task}.npz"
-
-
-def read_record(folder: pathlib.Path) -> dict[str, Any]:
-    """What `suite.json` says.
-
-    Raises:
-        OSError: there is no such file, or it can't be read.
-        ValueError: it holds no JSON object.
-    """
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    if not isinstance(record, dict):
-        raise ValueError(f"{folder / RECORD} holds no JSON object")
-    return record
-
-
-def is_whole(folder: pathlib.Path, digest: str) -> bool:
-    """Whether the folder is the whole suite called `digest`.
-
-    Every file is read: it takes well under a second, and a suite with a damaged file would give wrong numbers.
-    """
-    try:
-        record = read_record(folder)
-        return (record["format"], record["digest"]) == (FORMAT, digest) and all(
-            sha256_of(folder / name) == stated["sha256"] for name, stated in record["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def _build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) -> None:

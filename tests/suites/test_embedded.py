@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from driftlens.errors import Cancelled, SpecError
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.suites import embedded
-from driftlens.suites.embedded import BASE, CONFIG, RECORD, Suite, embedded_suite, is_whole
+from driftlens.suites.embedded import BASE, CONFIG, RECORD, Suite, embedded_suite
 from driftlens.suites.recipe import Recipe, Schedule
 from driftlens.suites.training import accuracy, build_clip, class_embeddings, tokenizer
 from tests.suites.conftest import TINY
@@ -119,13 +119,13 @@ def _flip(path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_noticed(copy: Suite, damage: Damage):
-    assert is_whole(copy.folder, copy.digest)
+    assert copy.is_whole()
     damage(copy.folder)
-    assert not is_whole(copy.folder, copy.digest)
+    assert not copy.is_whole()
 
 
 def test_a_suite_of_another_recipe_is_not_taken_for_this_one(suite: Suite):
-    assert not is_whole(suite.folder, TINY.digest(1))
+    assert not replace(suite, digest=TINY.digest(1)).is_whole()
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_rebuilding_replaces_a_suite_that_is_whole(copy: Suite):
     before = (copy.folder / RECORD).stat().st_ino
     embedded_suite(cache=copy.folder.parent, recipe=TINY, rebuild=True)
     assert (copy.folder / RECORD).stat().st_ino != before
-    assert is_whole(copy.folder, copy.digest)
+    assert copy.is_whole()
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
-from driftlens.models.block_list import BlockList
 from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap
 from driftlens.models.frames import (
     Inputs,
@@ -33,15 +32,15 @@ class Dissection:
 
     Args:
         module: the whole model.
-        found: its blocks.
+        blocks: path -> block, in forward order.
         mask: which tokens count; see `driftlens.models.padding.Mask`.
     """
 
-    def __init__(self, module: nn.Module, found: BlockList, mask: Mask = None) -> None:
+    def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module], mask: Mask = None) -> None:
         self.module = module
         self.mask = mask
-        self.paths = list(found.blocks)
-        self.blocks = list(found.blocks.values())
+        self.paths = list(blocks)
+        self.blocks = list(blocks.values())
 
     def outer_weights(self) -> dict[str, Tensor]:
         """Names and values of the weights outside the blocks."""

@@ -16,8 +16,7 @@ from driftlens.models.chain import LayerChain, State
 from driftlens.models.frames import result
 from driftlens.models.loading import module_source
 from driftlens.models.registry import adapters
-from driftlens.models.sequential import SequentialAdapter
-from driftlens.models.tracing import check_deterministic
+from driftlens.models.sequential import SequentialAdapter, check_deterministic
 from tests.models.stacks import STACKS, WIDTH, Attention, Plain, Residual, Stack, rows
 
 N = 4

@@ -24,9 +24,8 @@ from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, Pool, ScoreMap
 from driftlens.models.frames import raw_inputs
 from driftlens.models.padding import Mask, unmasked_padding
-from driftlens.models.sequential import SequentialAdapter
+from driftlens.models.sequential import SequentialAdapter, check_deterministic
 from driftlens.models.sources import module_source
-from driftlens.models.tracing import check_deterministic
 from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,36 +33,6 @@ class Moments:
     target_energy: Tensor | None
     weight_sum: Tensor
 
-    @classmethod
-    def of(cls, rows: Tensor, targets: Tensor, weights: Tensor | None = None) -> Moments:
-        """Moments of some rows.
-
-        Args:
-            rows: inputs, [T, k].
-            targets: outputs wanted, [T, o].
-            weights: how much each row counts, [T], at least 0 and not all 0; None counts each 1.
-
-        Raises:
-            ShapeError: the numbers of rows differ.
-        """
-        counts = rows.new_ones(len(rows)) if weights is None else weights
-        if rows.dim() != 2 or targets.dim() != 2 or not len(rows) == len(targets) == len(counts):
-            raise ShapeError(
-                "want rows [T, k], targets [T, o] and weights [T], "
-                f"got {list(rows.shape)}, {list(targets.shape)} and {list(counts.shape)}"
-            )
-        total = counts.sum()
-        weighted = rows * (counts / total)[:, None]
-        share = counts / total
-        return cls(
-            gram=weighted.mT @ rows,
-            output_cross=targets.mT @ weighted,
-            mean_in=share @ rows,
-            mean_target=share @ targets,
-            target_energy=share @ targets.square(),
-            weight_sum=total,
-        )
-
     def __add__(self, other: Moments) -> Moments:
         total = self.weight_sum + other.weight_sum
         left, right = self.weight_sum / total, other.weight_sum / total
@@ -70,24 +40,6 @@ class Moments:
         names = [name for name in _AVERAGES if known or name != "target_energy"]
         averages = {name: left * getattr(self, name) + right * getattr(other, name) for name in names}
         return Moments(**{"target_energy": None, **averages}, weight_sum=total)
-
-    def counted(self, weight_sum: float | Tensor) -> Moments:
-        """The same averages, counting `weight_sum` in sums with others; tasks are balanced this way."""
-        return replace(
-            self,
-            weight_sum=torch.as_tensor(
-                weight_sum, dtype=self.weight_sum.dtype, device=self.weight_sum.device
-            ),
-        )
-
-    def outputs(self, start: int, stop: int) -> Moments:
-        """Moments of outputs [start, stop) alone, for sites that read the same rows."""
-        return replace(
-            self,
-            output_cross=self.output_cross[start:stop],
-            mean_target=self.mean_target[start:stop],
-            target_energy=None if self.target_energy is None else self.target_energy[start:stop],
-        )
 
     def misfit(self, weight: Tensor) -> Tensor:
         """weight_sum * E (weight x - y)^2 by output, [o], from the moments alone; `weight` is [o, k]."""

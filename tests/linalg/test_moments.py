@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.errors import ShapeError
 from driftlens.linalg.norm_affine import NormMoments
-from driftlens.linalg.ridge import Moments
+from tests.linalg.rows import moments_of
 
 FIELDS = ("gram", "output_cross", "mean_in", "mean_target", "target_energy", "weight_sum")
 NORM_FIELDS = ("mean", "second", "scale_target", "shift_target", "target_energy", "weight_sum")
@@ -43,11 +42,11 @@ def test_any_split_and_any_order_give_the_same_moments(
     rows: tuple[Tensor, Tensor, Tensor], data: st.DataObject
 ) -> None:
     x, y, w = rows
-    whole = Moments.of(x, y, w)
+    whole = moments_of(x, y, w)
     at = data.draw(st.integers(1, len(x) - 1))
-    assert_equal_moments(Moments.of(x[:at], y[:at], w[:at]) + Moments.of(x[at:], y[at:], w[at:]), whole)
+    assert_equal_moments(moments_of(x[:at], y[:at], w[:at]) + moments_of(x[at:], y[at:], w[at:]), whole)
     order = data.draw(st.permutations(range(len(x))))
-    assert_equal_moments(Moments.of(x[order], y[order], w[order]), whole)
+    assert_equal_moments(moments_of(x[order], y[order], w[order]), whole)
 
 
 @given(rows_and_targets())
@@ -55,7 +54,7 @@ def test_a_gram_matrix_is_symmetric_positive_and_its_trace_the_mean_energy(
     rows: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     x, y, w = rows
-    gram = Moments.of(x, y, w).gram
+    gram = moments_of(x, y, w).gram
     size = float(gram.abs().max())
     assert float((gram - gram.mT).abs().max()) <= 1e-14 * size
     assert float(torch.linalg.eigvalsh(gram)[0]) >= -1e-12 * size
@@ -68,7 +67,7 @@ def test_a_weight_of_two_is_the_row_twice(rows: tuple[Tensor, Tensor, Tensor]) -
     x, y, _ = rows
     weights = torch.ones(len(x), dtype=torch.float64)
     weights[0] = 2
-    assert_equal_moments(Moments.of(x, y, weights), Moments.of(torch.cat([x[:1], x]), torch.cat([y[:1], y])))
+    assert_equal_moments(moments_of(x, y, weights), moments_of(torch.cat([x[:1], x]), torch.cat([y[:1], y])))
 
 
 @given(rows_and_targets())
@@ -76,27 +75,15 @@ def test_the_misfit_of_a_weight_follows_from_the_moments(rows: tuple[Tensor, Ten
     x, y, w = rows
     weight = torch.ones(y.shape[1], x.shape[1], dtype=torch.float64) / (1 + x.abs().max())
     direct = (w[:, None] * (x @ weight.mT - y).square()).sum(dim=0)
-    found = Moments.of(x, y, w).misfit(weight)
+    found = moments_of(x, y, w).misfit(weight)
     torch.testing.assert_close(found, direct, rtol=1e-9, atol=1e-9)
 
 
-def test_counting_a_task_anew_keeps_its_averages_and_outputs_can_be_taken_apart(
-    generator: torch.Generator,
-) -> None:
+def test_a_task_that_counts_more_pulls_the_average_its_way(generator: torch.Generator) -> None:
     x = torch.randn(7, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(7, 4, generator=generator, dtype=torch.float64)
-    moments = Moments.of(x, y).counted(0.25)
-    assert float(moments.weight_sum) == 0.25
-    assert torch.equal(moments.gram, Moments.of(x, y).gram)
-    assert_equal_moments(moments.outputs(1, 3), Moments.of(x, y[:, 1:3]).counted(0.25))
-    # A task that counts three times as much as another pulls the average three quarters of the way.
-    other = Moments.of(2 * x, y).counted(0.75)
-    torch.testing.assert_close((moments + other).mean_in, 0.25 * x.mean(0) + 0.75 * 2 * x.mean(0))
-
-
-def test_rows_and_targets_of_different_numbers_are_refused() -> None:
-    with pytest.raises(ShapeError, match=r"\[3, 2\], \[4, 1\]"):
-        Moments.of(torch.zeros(3, 2), torch.zeros(4, 1))
+    together = moments_of(x, y, weight_sum=0.25) + moments_of(2 * x, y, weight_sum=0.75)
+    torch.testing.assert_close(together.mean_in, 0.25 * x.mean(0) + 0.75 * 2 * x.mean(0))
 
 
 @given(rows_and_targets(), st.data())

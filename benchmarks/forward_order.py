@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from driftlens.calibration.featcal import FeatCal
-from driftlens.calibration.presets import preset as preset_of
+from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.site_selection import select_sites
 from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
@@ -35,7 +34,7 @@ def main() -> None:
     study, _ = reopened(arguments.run, with_calibrations=False)
     print(f"merged: {_measured(study, 'merged')}")
     for preset in arguments.presets:
-        calibrator = FeatCal(**preset_of(preset))
+        calibrator = FeatCal(**PRESETS[preset])
         chosen = select_sites(study.pool.chain, update=calibrator.update)
         schedules: dict[str, list[Mapping[int, Collection[str]]]] = {
             "forward order": [chosen],

@@ -41,7 +41,7 @@ class Run(DriftRun):
             DriftLensError: see the tree in `driftlens.errors`.
         """
         from driftlens.pipeline.calibrate.job import calibrate
-        from driftlens.pipeline.calibrate.request import CalibrationRequest, method_called
+        from driftlens.pipeline.calibrate.plan import CalibrationRequest, method_called
         from driftlens.pipeline.search.automatic import HELD_OUT
 
         asked = {

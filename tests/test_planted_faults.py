@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from driftlens.calibration import linear_solve
+from driftlens.calibration import solves
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift, output, task_vectors
 from driftlens.engine import forward_order, layer_sums, linear_sums, walk
@@ -406,13 +406,13 @@ def norm_of_half_a_matrix(patch: Patch) -> None:
 
 
 def bias_of_the_merged_weight(patch: Patch) -> None:
-    original = linear_solve._bias
+    original = solves._bias
 
     def late(problem, site, outputs, weight, anchor, lam):  # type: ignore[no-untyped-def]
         merged = problem.merged[f"{site.name}.weight"].to(weight)
         return original(problem, site, outputs, merged, anchor, lam)
 
-    patch.setattr(linear_solve, "_bias", late)
+    patch.setattr(solves, "_bias", late)
 
 
 def token_weights_counted_twice(patch: Patch) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Annotated, Literal
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.calibration.linear_solve import solve_linear
-from driftlens.calibration.norm_solve import solve_norm
-from driftlens.calibration.presets import PRESETS
+from driftlens.calibration.solves import solve_linear, solve_norm
 from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate, Wanted
 from driftlens.errors import SpecError
 from driftlens.models.chain import Parameters, Site
@@ -21,11 +20,28 @@ Update = Literal["linear", "bias", "norm"]
 UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")
 
 
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # The paper's text, all CLIP suites; also the defaults of `FeatCal`.
+        "paper-clip": {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "update": ("linear", "bias", "norm")},
+        # The authors' script for eight ViT-B/32 tasks; of the last block only the class token counts fully.
+        "demo-clip": {
+            "lam": 0.05,
+            "rho": 2.2,
+            "alpha": 0.25,
+            "update": ("linear", "bias", "norm"),
+            "last_block_tokens": "cls_emphasis",
+        },
+    }
+)
+"""Name -> parameters of `FeatCal`, of models that can be loaded; what a preset leaves out keeps its default."""
+
+
 @calibrators.register("featcal")
 class FeatCal(ClosedFormBase):
     """Closed-form feature calibration of a merged model (arXiv:2605.13030): its settings and its solves.
 
-    The defaults follow the paper's text for CLIP; `driftlens.calibration.presets` has the others. Arguments are stored
+    The defaults follow the paper's text for CLIP; `PRESETS` has the others. Arguments are stored
     as they are and checked when they are used.
 
     Args:

@@ -92,7 +92,7 @@ def calibrate(
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.pipeline.calibrate.job import calibrate as run_calibration
-    from driftlens.pipeline.calibrate.request import CalibrationRequest
+    from driftlens.pipeline.calibrate.plan import CalibrationRequest
     from driftlens.pipeline.preflight.rehearsal import rehearse
     from driftlens.pipeline.search.automatic import HELD_OUT
 

@@ -48,7 +48,7 @@ def demo(
     """
     from driftlens.pipeline.analyze.job import analyze
     from driftlens.pipeline.calibrate.job import calibrate
-    from driftlens.pipeline.calibrate.request import CalibrationRequest
+    from driftlens.pipeline.calibrate.plan import CalibrationRequest
     from driftlens.progress import Reporter
     from driftlens.records.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite

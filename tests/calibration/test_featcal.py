@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.featcal import FeatCal
-from driftlens.calibration.presets import PRESETS, preset
+from driftlens.calibration.calibrator import calibrators, over_preset
+from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.errors import SpecError
 
 
@@ -78,10 +77,10 @@ def test_presets_are_the_published_settings() -> None:
         "demo-clip": (0.05, 2.2, 0.25),
     }
     for name in PRESETS:
-        FeatCal(**preset(name)).check()
-    assert FeatCal(**preset("paper-clip")).get_params() == FeatCal().get_params()
+        FeatCal(**PRESETS[name]).check()
+    assert FeatCal(**PRESETS["paper-clip"]).get_params() == FeatCal().get_params()
     with pytest.raises(SpecError, match="paper-clipp") as caught:
-        preset("paper-clipp")
+        over_preset("featcal", "paper-clipp", {})
     assert "paper-clip" in caught.value.hint
 
 

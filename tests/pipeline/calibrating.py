@@ -11,7 +11,7 @@ import pandas as pd
 
 from driftlens.errors import Cancelled
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.request import CalibrationRequest
+from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.progress import CancelToken, ProgressEvent
 from driftlens.records.run import DriftRun
 

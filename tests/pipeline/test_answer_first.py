@@ -186,7 +186,7 @@ def test_an_attribution_that_was_cancelled_goes_on(
 KILLED = """
 import os, sys
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.request import CalibrationRequest
+from driftlens.pipeline.calibrate.plan import CalibrationRequest
 calibrate(sys.argv[1], CalibrationRequest(sys.argv[2]), on_measured=lambda run: os._exit(9))
 """
 

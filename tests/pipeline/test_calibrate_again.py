@@ -24,7 +24,7 @@ from driftlens.errors import (
 )
 from driftlens.pipeline.analyze.job import analyze, evaluate
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.request import CalibrationRequest
+from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.pipeline.search.automatic import HELD_OUT
 from driftlens.pipeline.search.trials import Trials
 from driftlens.progress import ProgressEvent

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 import driftlens as dl
 from driftlens.errors import DataError, NumericsError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.calibrate.plan import Choice
-from driftlens.pipeline.calibrate.request import CalibrationRequest, calibrator_of
+from driftlens.pipeline.calibrate.plan import CalibrationRequest, Choice, calibrator_of
 from driftlens.pipeline.preflight.rehearsal import rehearse
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter

@@ -25,8 +25,13 @@ from driftlens.pipeline.analyze.phases import (
     suitable_threads,
 )
 from driftlens.pipeline.calibrate.card import model_card
-from driftlens.pipeline.calibrate.plan import CalibrationPlan, Choice, plan_calibration, untouched_but_moved
-from driftlens.pipeline.calibrate.request import CalibrationRequest
+from driftlens.pipeline.calibrate.plan import (
+    CalibrationPlan,
+    CalibrationRequest,
+    Choice,
+    plan_calibration,
+    untouched_but_moved,
+)
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
 from driftlens.pipeline.calibrate.variants import (
     export_variant,

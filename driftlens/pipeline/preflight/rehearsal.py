@@ -12,8 +12,7 @@ from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
 from driftlens.models.chain import Layer
 from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibration
-from driftlens.pipeline.calibrate.plan import CalibrationPlan, untouched_but_moved
-from driftlens.pipeline.calibrate.request import CalibrationRequest
+from driftlens.pipeline.calibrate.plan import CalibrationPlan, CalibrationRequest, untouched_but_moved
 from driftlens.pipeline.calibrate.variants import require_target
 from driftlens.pipeline.preflight.costs import (
     LIVE_COPIES,

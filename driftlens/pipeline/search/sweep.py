@@ -22,7 +22,7 @@ from driftlens.files import PathLike
 from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows
 from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
-from driftlens.pipeline.calibrate.request import CalibrationRequest
+from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.pipeline.search.trials import Trials, Tried, part_of, with_settings
 from driftlens.pipeline.study.opening import open_data
 from driftlens.pipeline.study.reopening import redrawn, require_same_models, require_same_samples

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.presets import PRESETS
+from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
 from driftlens.diagnostics.attribution import Contributions, JacobianSettings
 from driftlens.engine.walk import decompose, walk
@@ -45,7 +45,7 @@ from typing import Annotated
 import torch
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
-from driftlens.calibration.linear_solve import relative_change
+from driftlens.calibration.solves import relative_change
 from driftlens.engine.problems import LinearProblem, Problem, SiteReport, SiteUpdate
 from driftlens.settings import Bounds
 

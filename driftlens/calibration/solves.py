@@ -1,4 +1,4 @@
-"""FeatCal's solve of linear sites that share a Gram matrix, and what is reported of it."""
+"""FeatCal's solves, of linear sites that share a Gram matrix and of norms, and what is reported of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from driftlens.engine.linear_sums import stacked
-from driftlens.engine.problems import LinearProblem, SiteReport, SiteUpdate
+from driftlens.engine.problems import LinearProblem, NormProblem, SiteReport, SiteUpdate
 from driftlens.linalg.cholesky import Factor
+from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
 from driftlens.linalg.ridge import solve_bias, solve_ridge
 from driftlens.models.chain import Site
 
@@ -120,3 +121,49 @@ def relative_change(new: Tensor, old: Tensor) -> float | None:
     """|new - old|_F / |old|_F, in the dtype of `old`; None where that is zero."""
     size = float(torch.linalg.vector_norm(old))
     return float(torch.linalg.vector_norm(new.to(old) - old)) / size if size else None
+
+
+def solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
+    """New scale and, where the norm has one, shift (Eq. 59).
+
+    Args:
+        problem: the norm and its moments.
+        anchor: by parameter name, in the dtype of the moments; None drops the terms with `lam`.
+        lam: ridge.
+
+    Raises:
+        SingularGramError: a coordinate's equations are singular to working precision.
+    """
+    moments, pull = problem.moments, anchor or {}
+    scale_name, shift_name = f"{problem.site.name}.weight", f"{problem.site.name}.bias"
+    merged = {name: value.to(moments.mean) for name, value in problem.merged.items()}
+    if shift_name in merged:
+        start, pulls = (merged[scale_name], merged[shift_name]), (pull.get(scale_name), pull.get(shift_name))
+        scale, shift = solve_layer_norm(moments, *start, *pulls, lam=lam)
+        parameters = {scale_name: scale, shift_name: shift}
+    else:
+        parameters = {scale_name: solve_rms_norm(moments, pull.get(scale_name), lam=lam)}
+    report = SiteReport(
+        site=problem.site.name,
+        kind=problem.site.kind,
+        lam=lam if anchor is not None else 0.0,
+        objective_before=_objective(problem, merged, anchor, lam),
+        objective_after=_objective(problem, parameters, anchor, lam),
+        weight_change=relative_change(torch.cat([*parameters.values()]), torch.cat([*merged.values()])),
+        task_weight_sum=float(moments.weight_sum),
+    )
+    return SiteUpdate(parameters, report)
+
+
+def _objective(
+    problem: NormProblem,
+    parameters: Mapping[str, Tensor],
+    anchor: Mapping[str, Tensor] | None,
+    lam: float,
+) -> float:
+    """Eq. 57 from the moments alone."""
+    name = problem.site.name
+    total = problem.moments.misfit(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+    for key, value in (anchor or {}).items():
+        total = total + lam * (parameters[key] - value).square().sum()
+    return float(total)

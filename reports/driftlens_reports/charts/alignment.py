@@ -11,7 +11,6 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.marks import Trace
 
 OUTSIDE = "stem and head"
-HEIGHT = 420
 _VALUE = "mean cosine of task vectors"
 
 
@@ -24,20 +23,14 @@ def group_of(run: DriftRun, path: str) -> str:
 def block_of(run: DriftRun, path: str) -> str:
     """Path of the block that holds the module; empty for one in no block."""
     # The trailing dot keeps block 1 from holding what is block 10's.
-    return next(
-        (
-            layer.path
-            for layer in run.manifest.layers
-            if layer.role == "block" and path.startswith(f"{layer.path}.")
-        ),
-        "",
-    )
+    blocks = (layer.path for layer in run.manifest.layers if layer.role == "block")
+    return next((block for block in blocks if path.startswith(f"{block}.")), "")
 
 
 def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.params()
     rows = rows[rows["scope"].isin(["layer", "module"]) & rows["cos"].notna()]
-    return picking.ordered(rows, picking.chosen_tasks(run, options), picking.chosen_variants(run, options))
+    return picking.chosen(run, options, rows)
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
@@ -45,22 +38,6 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     groups = rows.groupby(["variant", by], sort=False)["cos"]
     ends = {"lowest": groups.min(), "highest": groups.max()}
     return pd.DataFrame({_VALUE: groups.mean(), **ends, "cosines": groups.size()}).reset_index()
-
-
-def _by_layer(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    index = {layer.path: layer.index for layer in run.manifest.layers}
-    order = {str(name): at for at, name in enumerate(rows["variant"].unique())}
-    layers = rows[rows["scope"] == "layer"]
-    layers = layers.assign(layer=layers["path"].map(index))
-    return _summary(layers[layers["layer"].notna()].astype({"layer": int}), "layer").sort_values(
-        ["variant", "layer"], key=lambda column: column if column.name == "layer" else column.map(order)
-    )
-
-
-def _by_group(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    modules = rows[rows["scope"] == "module"]
-    groups = {path: group_of(run, path) for path in modules["path"].unique()}
-    return _summary(modules.assign(**{"module group": modules["path"].map(groups)}), "module group")
 
 
 @chart(
@@ -81,19 +58,25 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     from plotly.subplots import make_subplots
 
     params = _params(run, options)
-    layers, groups = _by_layer(run, params), _by_group(run, params)
+    index = {layer.path: layer.index for layer in run.manifest.layers}
+    own, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
+    own = own.assign(layer=own["path"].map(index)).dropna(subset="layer").astype({"layer": int})
+    layers = _summary(picking.chosen(run, options, own), "layer")
+    inside = modules["path"].map({path: group_of(run, path) for path in modules["path"].unique()})
+    groups = _summary(modules.assign(**{"module group": inside}), "module group")
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
     for variant in params["variant"].unique():
         for place, rows, by in ((1, layers, "layer"), (2, groups, "module group")):
             part = rows[rows["variant"] == variant]
             figure.add_trace(_trace(run, part, str(variant), by, dark=options.dark), row=1, col=place)
-    theme.apply_theme(figure, height=HEIGHT, **words.themed(run, "alignment", options))
+    theme.apply_theme(figure, height=420, **words.themed(run, "alignment", options))
     figure.update_layout(scattermode="group", scattergap=0.4)
-    figure.update_xaxes(**panels.layer_axis(run), title_text=panels.layer_title(run), col=1)
-    figure.update_xaxes(type="category", title_text="module (name inside its block)", showgrid=False, col=2)
-    figure.update_yaxes(tickformat=theme.TICK_NUMBER)
-    figure.update_yaxes(title_text="cosine of task vectors (1: same direction)", col=1)
-    figure.update_yaxes(showticklabels=False, col=2)
+    figure.update_layout(
+        xaxis={**panels.layer_axis(run), "title_text": panels.layer_title(run)},
+        xaxis2={"type": "category", "title_text": "module (name inside its block)", "showgrid": False},
+        yaxis={"tickformat": theme.TICK_NUMBER, "title_text": "cosine of task vectors (1: same direction)"},
+        yaxis2={"tickformat": theme.TICK_NUMBER, "showticklabels": False},
+    )
     tasks = words.counted(params["task"].nunique(), "task")
     said = words.by_variant(
         (variant, words.span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} (layer {row['layer']})"))

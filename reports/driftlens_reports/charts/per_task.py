@@ -249,7 +249,7 @@ _VECTORS = {
 def _backbones(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.params()
     rows = rows[rows["scope"] == "backbone"]
-    return picking.ordered(rows, picking.chosen_tasks(run, options), picking.chosen_variants(run, options))
+    return picking.chosen(run, options, rows)
 
 
 @chart(

@@ -78,7 +78,7 @@ def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False)
 
 def layer_rows(run: DriftRun, options: ChartOptions, *, base: bool = False) -> pd.DataFrame:
     """Rows of the layer table of the chosen tasks and variants, in that order, by layer."""
-    return ordered(run.layers(), chosen_tasks(run, options), chosen_variants(run, options, base=base))
+    return chosen(run, options, run.layers(), base=base)
 
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
@@ -113,6 +113,11 @@ def rows_at(
     return ordered(rows, chosen_tasks(run, options), chosen)
 
 
+def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame, *, base: bool = False) -> pd.DataFrame:
+    """The rows of the chosen tasks and variants, in their order, and by layer where there are layers."""
+    return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options, base=base))
+
+
 def layer_name(options: ChartOptions) -> str:
     """How a sentence calls the options' layer: "final feature", "feature leaving layer 3"."""
     return "final feature" if options.layer == "final" else f"feature leaving layer {options.layer}"
@@ -122,7 +127,7 @@ def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.Da
     """Rows of the output table of the chosen tasks and variants, in their order, where all these columns are known."""
     rows = run.outputs()
     known = rows[rows[list(columns)].notna().all(axis=1)]
-    return ordered(known, chosen_tasks(run, options), chosen_variants(run, options))
+    return chosen(run, options, known)
 
 
 def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str]) -> str | None:

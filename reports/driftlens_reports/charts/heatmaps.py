@@ -282,26 +282,15 @@ _NAMES = {
 
 def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """The log of the chosen calibrations, with each objective's ratio; null where there was nothing to lower."""
-    rows = run.calibration()
-    picking.chosen_tasks(
-        run, options
-    )  # a calibration serves all tasks, but a task that is not there is a mistake
-    wanted = [
-        name
-        for name in rows["name"].unique()
-        if calibrated(str(name)) in picking.chosen_variants(run, options)
-    ]
-    rows = rows[rows["name"].isin(wanted)].rename(columns=_NAMES)
-    before = rows["objective before"].astype(float)
-    ratio = rows["objective after"].astype(float) / before.where(before > 0)
+    # A calibration serves all tasks, but a task that is not there is a mistake.
+    picking.chosen_tasks(run, options)
+    chosen, rows = picking.chosen_variants(run, options), run.calibration()
+    rows = rows[rows["name"].astype(str).map(calibrated).isin(chosen)]
+    before = rows["objective_before"].astype(float)
+    ratio = rows["objective_after"].astype(float) / before.where(before > 0)
     sites = rows["site"].astype(str)
     inside = [site[len(block) + 1 :] if (block := block_of(run, site)) else site for site in sites]
     return rows.assign(**{"objective ratio": ratio, "site in block": inside}).reset_index(drop=True)
-
-
-def _solved(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    rows = _rows(run, options)
-    return rows[rows[["objective ratio", "weight change"]].notna().any(axis=1)]
 
 
 @chart(
@@ -311,7 +300,7 @@ def _solved(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=10,
     presets=("standard", "calibration"),
     needs=("calibration", ("objective_before", "weight_change")),
-    rows=_solved,
+    rows=_rows,
     caption="For all calibrated sites, layers across and modules down: the objective after calibration against before, "
     "and the norm of the weight change against that of the weights, one number per site over the calibration samples.",
     hint="A ratio near 1 means that the site could do little; a large weight change with a ratio near 1 is effort "
@@ -320,7 +309,7 @@ def _solved(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 )
 def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
     """One row of panels per measure and calibration."""
-    rows = _rows(run, options)
+    rows = _rows(run, options).rename(columns=_NAMES)
     names, sites = list(rows["name"].unique()), list(rows["site in block"].unique())
     rows = rows.assign(text=[_hover(row) for row in rows.to_dict("records")])
     cells, scales = [], []
@@ -338,7 +327,14 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
         draw_cells(run, cells, scales, y_title="site (name)", **themed),
         alt=f"Calibration log. {_in_words(rows)}.",
         data=rows[kept],
-        notes=(f"{words.counted(len(rows), 'site')} calibrated.", *_sample_notes(run, names)),
+        notes=(
+            f"{words.counted(len(rows), 'site')} calibrated.",
+            *(
+                f"{name}: {words.ranged(info.samples.values(), 'calibration sample')} per task."
+                for name in names
+                if (info := run.manifest.calibrations.get(name)) and info.samples
+            ),
+        ),
     )
 
 
@@ -357,13 +353,3 @@ def _in_words(rows: pd.DataFrame) -> str:
             )
             parts.append(f"{name}: objective after against before from {ends}")
     return words.joined(parts) or "No objective was measured"
-
-
-def _sample_notes(run: DriftRun, names: list[str]) -> list[str]:
-    """How many calibration samples stand behind each calibration, where the run says so."""
-    notes = []
-    for name in names:
-        info = run.manifest.calibrations.get(name)
-        if info is not None and info.samples:
-            notes.append(f"{name}: {words.ranged(info.samples.values(), 'calibration sample')} per task.")
-    return notes

@@ -110,9 +110,14 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     task, found = shown_task(run, options), _projection(run, options)
     assert found is not None  # `missing` says so before
     names = ["expert", *_laid_out(run, options)]
+    drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     rows = found.frame[found.frame["variant"].isin(names)]
-    rows = rows.merge(_drifts(run, options, task), on=["variant", "sample_id"], how="left")
-    rows = _of_classes(rows, options)
+    rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
+    if options.classes is not None:
+        rows = rows[rows["label"].isin(list(options.classes))].reset_index(drop=True)
+        if rows.empty:
+            said = f"no sample shown is of the classes {', '.join(options.classes)}"
+            raise DataError(said, hint="Choose other classes.")
     drawn, thinned = marks.thinned_samples(rows, options, len(names))
     axes = _axis_titles(found)
     legend = _class_legend(drawn["label"], dark=options.dark) if options.colour == "class" else []
@@ -137,29 +142,15 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.set_axes(x=_BARE, y=_BARE)
     grid.figure.update_layout(margin_l=48, yaxis={"scaleanchor": "x"})
     quality = found.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
+    others = quality[quality["variant"].isin(names[1:])]
+    said = words.by_variant(zip(others["variant"], others["mean cosine"].map(number), strict=True))
     return Drawn(
         grid.figure,
         alt=f"{found.method} layout of the {picking.layer_name(options)} on {task}. "
-        f"{_quality_in_words(found.quality, names)}",
+        f"Mean cosine to the expert: {said}.",
         data=drawn.merge(quality, on="variant", how="left"),
         notes=(*thinned, *_notes(run, options, task, found), *lost),
     )
-
-
-def _of_classes(rows: pd.DataFrame, options: ChartOptions) -> pd.DataFrame:
-    if options.classes is None:
-        return rows
-    kept = rows[rows["label"].isin(list(options.classes))].reset_index(drop=True)
-    if kept.empty:
-        raise DataError(
-            f"no sample shown is of the classes {', '.join(options.classes)}", hint="Choose other classes."
-        )
-    return kept
-
-
-def _drifts(run: DriftRun, options: ChartOptions, task: str) -> pd.DataFrame:
-    rows = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
-    return rows.rename(columns={"drift_l2": "drift"})
 
 
 def _axis_titles(found: Projection) -> tuple[str, str]:
@@ -207,32 +198,31 @@ def _draw_ways(
     """Lines from the expert's place of every highlighted sample to the variant's; a note on those that aren't there."""
     chosen = rows[rows["sample_id"].isin(list(options.highlight))]
     starts = chosen[chosen["variant"] == "expert"].set_index("sample_id")
+    ink = theme.palette(options.dark).ink
     for at, variant in enumerate(names):
         ends = chosen[chosen["variant"] == variant]
-        if len(ends):
-            grid.figure.add_trace(_ways(starts, ends, variant, options.dark), **grid.place(at))
+        if ends.empty:
+            continue
+        begin = starts.loc[ends["sample_id"]]
+        places = {
+            letter: [
+                value for pair in zip(begin[letter], ends[letter], strict=True) for value in (*pair, None)
+            ]
+            for letter in "xy"
+        }
+        ways = marks.scatter(
+            x=places["x"][:-1],
+            y=places["y"][:-1],
+            mode="lines+markers",
+            line={"color": ink, "width": 1.5},
+            marker={"symbol": ["circle-open", "circle", "circle"] * len(ends), "color": ink, "size": 7},
+            name=f"{words.shown(variant)}, highlighted",
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        grid.add(at, ways)
     lost = [name for name in options.highlight if name not in set(starts.index)]
     return [f"Not among the samples shown: {', '.join(lost)}."] if lost else []
-
-
-def _ways(starts: pd.DataFrame, ends: pd.DataFrame, variant: str, dark: bool) -> Trace:
-    x: list[float | None] = []
-    y: list[float | None] = []
-    for row in ends.to_dict("records"):
-        start = starts.loc[row["sample_id"]]
-        x += [start["x"], row["x"], None]
-        y += [start["y"], row["y"], None]
-    ink = theme.palette(dark).ink
-    return marks.scatter(
-        x=x[:-1],
-        y=y[:-1],
-        mode="lines+markers",
-        line={"color": ink, "width": 1.5},
-        marker={"symbol": ["circle-open", "circle", "circle"] * len(ends), "color": ink, "size": 7},
-        name=f"{words.shown(variant)}, highlighted",
-        showlegend=False,
-        hoverinfo="skip",
-    )
 
 
 def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -> list[str]:
@@ -247,22 +237,22 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -
         notes.append(
             f"Only samples of the classes {', '.join(options.classes)}; the layout is that of all samples."
         )
-    if options.colour == "class":
-        notes += _class_notes(found.frame["label"])
+    count = found.frame["label"].nunique()
+    if options.colour == "class" and count == 0:
+        notes.append("The samples have no labels, so that classes have no colours.")
+    if options.colour == "class" and count > _MOST_NAMED:
+        classes = words.counted(count, "class", "classes")
+        notes.append(f"{classes}, told apart by colour and symbol; hovering names them.")
     notes += [f"{text}." for text in found.notes]
     return [*notes, _INDICATIVE, *words.overlap_notes(run)]
 
 
 def _class_marks(labels: pd.Series[Any], every: pd.Series[Any], *, dark: bool) -> dict[str, Any]:
     """Colour and symbol of each point by its class, the same in every panel of all points; without one it is quiet."""
-    looks = _looks(every, dark)
-    unknown = (theme.palette(dark).quiet, "circle")
+    looks, unknown = _looks(every, dark), (theme.palette(dark).quiet, "circle")
     pairs = [unknown if pd.isna(name) else looks[name] for name in labels]
-    return {
-        "color": [colour for colour, _ in pairs],
-        "symbol": [symbol for _, symbol in pairs],
-        "opacity": 0.8,
-    }
+    colours, symbols = ([pair[at] for pair in pairs] for at in (0, 1))
+    return {"color": colours, "symbol": symbols, "opacity": 0.8}
 
 
 def _class_legend(every: pd.Series[Any], *, dark: bool) -> list[Trace]:
@@ -279,18 +269,6 @@ def _class_legend(every: pd.Series[Any], *, dark: bool) -> list[Trace]:
             name=words.label(str(name)),
         )
         for name, (colour, symbol) in looks.items()
-    ]
-
-
-def _class_notes(every: pd.Series[Any]) -> list[str]:
-    """What a reader must know of the colours, where the legend can't name the classes."""
-    count = every.nunique()
-    if count == 0:
-        return ["The samples have no labels, so that classes have no colours."]
-    if count <= _MOST_NAMED:
-        return []
-    return [
-        f"{words.counted(count, 'class', 'classes')}, told apart by colour and symbol; hovering names them."
     ]
 
 
@@ -338,13 +316,6 @@ def _write_below(grid: panels.Grid, at: int, x_title: str, quality: pd.DataFrame
         ]
     axis = next(iter(grid.figure.select_xaxes(**grid.place(at))))
     axis.title.text = "<br>".join([x_title, *lines])
-
-
-def _quality_in_words(quality: pd.DataFrame, names: list[str]) -> str:
-    """The mean cosine of every variant shown, as a sentence."""
-    rows = quality[quality["variant"].isin(names) & (quality["variant"] != "expert")]
-    said = words.by_variant(zip(rows["variant"], rows["mean_cosine"].map(number), strict=True))
-    return f"Mean cosine to the expert: {said}."
 
 
 def _short(value: float) -> str:

@@ -26,7 +26,7 @@ _LONE = 0.2
 """Half the width, in layers, of a band with no neighbour."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Curves:
     """What each task's panel shows of the rows of a layer table, or one of its panels.
 
@@ -216,7 +216,7 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
         low, high, said = "", "", "Relative drift is one ratio of sums over the samples; it has no band."
     band = (low, high) if low else None
     title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
-    kind = Curves(column=_DRIFTS[source], title=title, axis=axis, band=band)
+    kind = Curves(_DRIFTS[source], title, axis, band=band)
     figure = draw_curves(run, rows, kind, **words.themed(run, "layer-drift", options))
     alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
     return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[said] if said else [])
@@ -244,7 +244,7 @@ def base_distance(run: DriftRun, options: ChartOptions) -> Drawn:
         panels.value_axis(options, include=[1.0]),
         panels.titled(_DISTANCE, "layers", "drift_vs_base"),
     )
-    kind = Curves(column=_DISTANCE, title=title, axis=axis, line=1.0)
+    kind = Curves(_DISTANCE, title, axis, line=1.0)
     figure = draw_curves(run, rows, kind, **words.themed(run, "base-distance", options))
     alt = "Drift against the distance from base to expert, by layer, with a line at 1. "
     return of_layers(run, figure, rows, _DISTANCE, alt=alt + words.final_sentence(rows, _DISTANCE))
@@ -278,7 +278,7 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     norms = panels.value_axis(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
-        Curves(column=name, name=name, title=panels.titled(what, "layers", source), axis=axis)
+        Curves(name, panels.titled(what, "layers", source), axis, name)
         for (name, (source, what)), axis in zip(_PARTS.items(), axes, strict=True)
     ]
     kinds[2] = replace(kinds[2], line=0.0)
@@ -308,9 +308,9 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     center, spread = rows["amplification"].astype(float), rows["Jacobian error"].astype(float)
     rows = rows.assign(lower=center * (1 - spread), upper=center * (1 + spread))
     kind = Curves(
-        column="amplification",
-        title=panels.titled("amplification", "layers", "amplification"),
-        axis=panels.value_axis(options, zero=False, include=[1.0]),
+        "amplification",
+        panels.titled("amplification", "layers", "amplification"),
+        panels.value_axis(options, zero=False, include=[1.0]),
         band=("lower", "upper"),
         beside=("random gain", "mean gain on random directions"),
         line=1.0,
@@ -350,22 +350,17 @@ def growth(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of two panels per task; each column has one y axis range."""
     rows = picking.layer_rows(run, options).rename(columns=_GROWTH)
     ratios = Curves(
-        column="gain excess",
-        title=panels.titled("gamma, eta", "layers", "gain_excess_mean"),
-        axis=_AROUND_ZERO,
-        name="gamma and eta",
+        "gain excess",
+        panels.titled("gamma, eta", "layers", "gain_excess_mean"),
+        _AROUND_ZERO,
+        "gamma and eta",
         what="gamma",
         beside=("mismatch ratio", "eta"),
         line=0.0,
     )
-    shares = Curves(
-        column="share that grows",
-        title="share of samples (%)",
-        axis={"tickformat": theme.TICK_SHARE, "autorangeoptions": panels.whole(-0.03, 1.03)},
-        name="samples with gamma above eta",
-        what="samples with gamma above eta",
-        number=theme.SHARE,
-    )
+    what = "samples with gamma above eta"
+    axis = {"tickformat": theme.TICK_SHARE, "autorangeoptions": panels.whole(-0.03, 1.03)}
+    shares = Curves("share that grows", "share of samples (%)", axis, what, what, theme.SHARE)
     figure = draw_curves(run, rows, ratios, shares, **words.themed(run, "growth", options))
     alt = "Gain excess, mismatch ratio and the share of samples whose drift must grow, by layer. "
     alt += f"Share: {words.peak_sentence(rows, 'share that grows')}"
@@ -397,9 +392,9 @@ def spectral(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, options).rename(columns=_SPECTRAL)
     rows = rows.assign(error=rows["spectral norm"].astype(float) * rows["residual"].astype(float))
     kind = Curves(
-        column="spectral norm",
-        title=panels.titled("gain", "layers", "spectral_norm_mean"),
-        axis=panels.value_axis(options, include=[1.0]),
+        "spectral norm",
+        panels.titled("gain", "layers", "spectral_norm_mean"),
+        panels.value_axis(options, include=[1.0]),
         error="error",
         beside=("amplification", "amplification"),
         line=1.0,

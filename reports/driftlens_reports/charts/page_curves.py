@@ -36,11 +36,8 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
         RunError: the layer table can't be read.
     """
     rows = _running_rows(run, calibrated(name), found)
-    kind = Curves(
-        column=_MEAN,
-        title=titled("mean L2 drift", "layers", "drift_l2_mean"),
-        axis={"tickformat": TICK_NUMBER, "rangemode": "tozero"},
-    )
+    title = titled("mean L2 drift", "layers", "drift_l2_mean")
+    kind = Curves(_MEAN, title, {"tickformat": TICK_NUMBER, "rangemode": "tozero"})
     # Already its look of later: shades and marks follow from the variants that come before it.
     known = list(dict.fromkeys([*run.variants, *rows["variant"]]))
     key = f"{run.id} running {name}"
@@ -94,22 +91,10 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     samples = ordered(run.samples(task), [task], chosen_variants(run, options))
     rows = _sample_rows(run, samples, task, sample_id)
     measured = [name for name in (_DRIFT, _SHARE) if rows[name].notna().any()]
-    kinds = [
-        Curves(
-            column=_DRIFT,
-            title="L2 drift (feature units)",
-            axis={"tickformat": TICK_NUMBER, "rangemode": "tozero"},
-            name="Drift by layer",
-        ),
-        Curves(
-            column=_SHARE,
-            title="share (ratio)",
-            axis={"tickformat": TICK_NUMBER},
-            name="Share of its final drift",
-            line=0.0,
-        ),
-    ]
-    measured = [kind for kind in kinds if rows[kind.column].notna().any()]
+    values = {"tickformat": TICK_NUMBER}
+    drift = Curves(_DRIFT, "L2 drift (feature units)", {**values, "rangemode": "tozero"}, "Drift by layer")
+    share = Curves(_SHARE, "share (ratio)", values, "Share of its final drift", line=0.0)
+    measured = [kind for kind in (drift, share) if rows[kind.column].notna().any()]
     figure = draw_curves(
         run,
         rows,
@@ -126,7 +111,7 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
         figure,
         alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
         data=rows.drop(columns="n"),
-        notes=_sample_notes(samples, has_shares=kinds[1] in measured),
+        notes=_sample_notes(samples, has_shares=share in measured),
     )
 
 
@@ -169,12 +154,7 @@ def change_curves(found: Comparison, *, dark: bool) -> Drawn:
     rows = found.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
-    kind = Curves(
-        column=_CHANGE,
-        title="change of L2 drift (feature units)",
-        axis={"tickformat": TICK_NUMBER},
-        line=0.0,
-    )
+    kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": TICK_NUMBER}, line=0.0)
     key = f"{found.before.id} {found.after.id} {found.pairs}"
     return Drawn(
         draw_curves(run, rows, kind, dark=dark, key=key),

@@ -207,7 +207,9 @@ def panel_grid(
             axes[_axis("y", at)] = _y_axis(at, columns, y_titles, share_y)
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
-    top = _legend_room(legend) + _TITLE
+    # Of one row where the names are not known.
+    wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend)
+    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTH)) + _TITLE
     settings = {
         **theme,
         **axes,
@@ -218,12 +220,6 @@ def panel_grid(
     }
     lay_out(figure, settings)
     return Grid(figure, columns, len(titles), dark)
-
-
-def _legend_room(names: Sequence[str]) -> int:
-    """Height of a legend of these names; of one row where they are not known."""
-    width = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in names)
-    return 12 + _LEGEND_ROW * max(1, -(-width // _LEGEND_WIDTH))
 
 
 def _y_axis(at: int, columns: int, y_titles: Sequence[str], share_y: bool) -> dict[str, Any]:

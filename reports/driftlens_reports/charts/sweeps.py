@@ -48,9 +48,8 @@ def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
 
 def _swept(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Rows of sweeps of one setting, of the chosen tasks."""
-    picking.chosen_variants(
-        run, options
-    )  # a sweep's points are no variants, but one that is not there is a mistake
+    # A sweep's points are no variants, but one that is not there is a mistake.
+    picking.chosen_variants(run, options)
     rows = run.sweeps()
     return rows[rows["sweep"].isin(list(_SETTINGS)) & rows["task"].isin(picking.chosen_tasks(run, options))]
 
@@ -104,12 +103,15 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     swept = {name: rows.loc[rows["sweep"] == name, name].astype(float) for name in settings}
     _finish(figure, measures, swept)
     data = pd.concat(found, ignore_index=True)
-    return Drawn(
-        figure,
-        alt=f"Sweeps of {', '.join(settings)}; {measures[0].title}, {main_task(data)}: {_in_words(data, measures[0])}.",
-        data=data,
-        notes=tuple(_notes(run, rows)),
-    )
+    first, main = measures[0], main_task(data)
+    means = data[(data["measure"] == first.column) & (data["task"] == main) & data["mean"].notna()]
+    # The lowest and the highest mean of each sweep, with the setting's value there.
+    said = [
+        words.span(own, "mean", lambda row, at=str(name): f"{number(row['mean'])} at {at} {row[at]:g}")
+        for name, own in means.groupby("sweep", sort=False)
+    ]
+    alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {words.joined(said)}."
+    return Drawn(figure, alt, data, tuple(_notes(run, rows)))
 
 
 def _traces(
@@ -189,20 +191,6 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     if others:
         notes.append(f"Sweeps of several settings at once are not drawn: {', '.join(others)}.")
     return notes
-
-
-def _in_words(data: pd.DataFrame, measure: _Measure) -> str:
-    """The lowest and the highest mean of tasks of each sweep, with the setting's value there."""
-    means = data[
-        (data["measure"] == measure.column) & (data["task"] == main_task(data)) & data["mean"].notna()
-    ]
-    parts = []
-    for sweep, rows in means.groupby("sweep", sort=False):
-        name = str(sweep)
-        parts.append(
-            words.span(rows, "mean", lambda row, at=name: f"{number(row['mean'])} at {at} {row[at]:g}")
-        )
-    return words.joined(parts)
 
 
 def over_seeds(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:

@@ -199,7 +199,20 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def theme_layout(dark: bool) -> dict[str, Any]:
     """The theme's layout settings; its axes follow a template."""
     colours = palette(dark)
-    axis = _axis(colours)
+    axis = {
+        "gridcolor": colours.grid,
+        "linecolor": colours.quiet,
+        "zerolinecolor": colours.quiet,
+        "zerolinewidth": 1,
+        "showline": True,
+        "zeroline": False,
+        "ticks": "outside",
+        "ticklen": 4,
+        "tickcolor": colours.quiet,
+        "tickfont": {"size": SMALL, "color": colours.ink},
+        "title": {"font": {"size": SMALL, "color": colours.ink}, "standoff": 8},
+        "automargin": True,
+    }
     return {
         "template": {"layout": {"xaxis": axis, "yaxis": axis}},
         "autosize": True,
@@ -225,21 +238,4 @@ def theme_layout(dark: bool) -> dict[str, Any]:
             "namelength": -1,
         },
         "hovermode": "closest",
-    }
-
-
-def _axis(colours: Palette) -> dict[str, Any]:
-    return {
-        "gridcolor": colours.grid,
-        "linecolor": colours.quiet,
-        "zerolinecolor": colours.quiet,
-        "zerolinewidth": 1,
-        "showline": True,
-        "zeroline": False,
-        "ticks": "outside",
-        "ticklen": 4,
-        "tickcolor": colours.quiet,
-        "tickfont": {"size": SMALL, "color": colours.ink},
-        "title": {"font": {"size": SMALL, "color": colours.ink}, "standoff": 8},
-        "automargin": True,
     }

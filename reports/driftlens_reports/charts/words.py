@@ -96,15 +96,10 @@ def overlap_notes(run: DriftRun) -> list[str]:
     ]
 
 
-def data_key(run: DriftRun, chart: str, options: ChartOptions) -> str:
-    """Names the data a figure shows: zoom stays while only the theme changes, and ends with another choice."""
-    chosen = dataclasses.replace(options, dark=False)
-    return f"{run.id} {chart} {dataclasses.astuple(chosen)}"
-
-
 def themed(run: DriftRun, chart: str, options: ChartOptions) -> dict[str, Any]:
-    """The theme of a figure and `data_key`, as `apply_theme` and `panel_grid` take them."""
-    return {"dark": options.dark, "key": data_key(run, chart, options)}
+    """The theme of a figure, and what names its data: zoom stays while only the theme changes."""
+    chosen = dataclasses.replace(options, dark=False)
+    return {"dark": options.dark, "key": f"{run.id} {chart} {dataclasses.astuple(chosen)}"}
 
 
 def final_sentence(rows: pd.DataFrame, column: str) -> str:

@@ -134,15 +134,7 @@ def _tidy(run: DriftRun, data: pd.DataFrame, quantities: Mapping[str, str]) -> I
 def _chart_figure(
     name: str, title: str, lead: str, rows: Sequence[Sequence[View]], *, paper: str = ""
 ) -> None:
-    """File a figure of charts, row by row; in a narrow column each has a row of its own.
-
-    Args:
-        name: id of the figure.
-        title: what it shows, in a few words.
-        lead: the caption's first sentence.
-        rows: the charts.
-        paper: where the paper has its like.
-    """
+    """File a figure of charts, row by row, in a narrow column one below the other; `lead` begins its caption."""
 
     @figure(name, title=title, paper=paper)
     def draw(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:

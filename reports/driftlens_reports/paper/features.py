@@ -163,14 +163,10 @@ def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One task's features in the plane.
+    """One task's features in the plane: `rows` has variant, sample_id, label, x and y, and the same samples for each.
 
-    Attributes:
-        task: the task.
-        rows: variant, sample_id, label, x, y; the same samples for every variant.
-        method: how the plane was found, in words.
-        notes: what a reader must know of this layout, in sentences.
-        trust: how much of the features' neighbourhoods the plane keeps, by variant; empty with too few samples.
+    `method` says how the plane was found, `notes` what a reader must know of it, and `trust` how much of the features'
+    neighbourhoods it keeps, by variant; empty with too few samples.
     """
 
     task: str

@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -133,11 +132,14 @@ def bar_style(marker: Any) -> dict[str, Any]:
 
 def legend_sample(trace: Any) -> Artist:
     """How a legend shows a trace."""
-    if trace.type == "bar":
-        return Patch(**bar_style(trace.marker))
+    return Patch(**bar_style(trace.marker)) if trace.type == "bar" else Line2D([], [], **_style(trace))
+
+
+def _style(trace: Any) -> dict[str, Any]:
+    """How a trace of lines, points or both is drawn."""
     mode = trace.mode or "lines"
     style = line_style(trace.line) if "lines" in mode else {"linestyle": ""}
-    return Line2D([], [], **style, **(marker_style(trace.marker) if "markers" in mode else {}))
+    return {"marker": "", **style, **(marker_style(trace.marker) if "markers" in mode else {})}
 
 
 def add_scatter(panel: Panel, trace: Any, shift: float) -> None:
@@ -150,14 +152,12 @@ def add_scatter(panel: Panel, trace: Any, shift: float) -> None:
         for part in np.split(np.column_stack([x, y]), np.flatnonzero(np.isnan(x))):
             corners = part[~np.isnan(part).any(axis=1)]
             axes.fill(*corners.T, color=colour(trace.fillcolor), linewidth=0)
-    elif "markers" in mode and any(
-        not isinstance(part, (str, NoneType)) for part in (trace.marker.color, trace.marker.symbol)
+    elif "markers" in mode and not all(
+        isinstance(part, str | None) for part in (trace.marker.color, trace.marker.symbol)
     ):
         _single_points(axes, x, y, trace.marker)
     else:
-        style = line_style(trace.line) if "lines" in mode else {"linestyle": ""}
-        style |= marker_style(trace.marker) if "markers" in mode else {}
-        axes.plot(x, y, alpha=(trace.opacity or 1) * (trace.marker.opacity or 1), **{"marker": "", **style})
+        axes.plot(x, y, alpha=(trace.opacity or 1) * (trace.marker.opacity or 1), **_style(trace))
     if "text" in mode:
         _names(axes, x, y, trace)
 
@@ -179,9 +179,7 @@ def add_bars(panel: Panel, trace: Any, shift: float, width: float, *, is_stacked
     _whiskers(panel.axes, across, *(ends if across == "x" else ends[::-1]), trace[f"error_{across}"])
     if trace.text is not None and trace.textposition == "inside":
         inks = trace.insidetextfont.color
-        inks = (
-            ["#000000"] * len(bars) if inks is None else [inks] * len(bars) if isinstance(inks, str) else inks
-        )
+        inks = np.broadcast_to("#000000" if inks is None else inks, len(bars))
         for bar, text, ink in zip(bars, trace.text, inks, strict=True):
             box = Bbox.from_bounds(bar.get_x(), bar.get_y(), bar.get_width(), bar.get_height())
             _write_inside(panel, box, plain(text), ink)

@@ -62,8 +62,8 @@ def draw_panels(chart: go.Figure, figure: Figure | SubFigure) -> list[Panel]:
     Traces are lines, bands, points, bars and heatmaps; of many panels, the first `MOST_PANELS` are drawn, which a line
     below them says.
     """
-    pairs = _pairs(chart)
-    panels = _empty_panels(chart, figure, pairs[:MOST_PANELS])
+    places = _places(chart)
+    panels = _empty_panels(figure, places[:MOST_PANELS])
     for pair, panel in panels.items():
         _fill(chart, pair, panel)
     for shape in chart.layout.shapes:
@@ -73,7 +73,7 @@ def draw_panels(chart: go.Figure, figure: Figure | SubFigure) -> list[Panel]:
     for panel in panels.values():
         for letter in ("x", "y"):
             _set_axis(panel, letter)
-    _add_words(chart, figure, panels, len(pairs))
+    _add_words(chart, figure, panels, places)
     _add_scales(chart, figure, panels)
     for panel in panels.values():
         _fit_words(panel)
@@ -115,11 +115,11 @@ def height_of(chart: go.Figure, width: float) -> float:
     """In inches: what is written as high as its letters ask for, panels between that and what the width asks for."""
     written = rcParams["font.size"] / 72 / _FONT
     drawn = (width / _WIDTH * written) ** 0.5
-    pairs = _pairs(chart)[:MOST_PANELS]
+    places = _places(chart)[:MOST_PANELS]
     margins, height = chart.layout.margin, chart.layout.height
     inner = height - (margins.t or 0) - (margins.b or 0)
-    panels = inner * sum({_row(chart, pair): np.ptp(_domain(chart, pair[1])) for pair in pairs}.values())
-    left_out = inner * min(_domain(chart, y)[0] for _, y in pairs)
+    panels = inner * sum({place.row: place.height for place in places}.values())
+    left_out = inner * min(place.bottom for place in places)
     return float(drawn * panels + written * (height - panels - left_out))
 
 
@@ -129,57 +129,47 @@ def rough_size(axes: Axes) -> tuple[float, float]:
     return box.width * part.width / axes.figure.dpi, box.height * part.height / axes.figure.dpi
 
 
-def _pairs(chart: go.Figure) -> list[Pair]:
-    """The axes of every panel, in reading order."""
-    names = [name.replace("axis", "") for name in chart.layout.to_plotly_json() if name.startswith("xaxis")]
-    pairs = [(x, _axis(chart, x).anchor or "y") for x in names if _axis(chart, x).visible is not False]
+class _Place:
+    """Where a panel of a chart stands, in parts of the chart; `pair` names its axes."""
+
+    def __init__(self, chart: go.Figure, pair: Pair) -> None:
+        self.pair = pair
+        self.settings = {name[0]: chart.layout[f"{name[0]}axis{name[1:]}"] for name in pair}
+        (left, right), (self.bottom, self.top) = (
+            axis.domain or (0.0, 1.0) for axis in self.settings.values()
+        )
+        self.row, self.column = -round(self.top, 3), round(left, 3)
+        self.width, self.height, self.middle = right - left, self.top - self.bottom, (left + right) / 2
+
+
+def _places(chart: go.Figure) -> list[_Place]:
+    """Where every panel stands, in reading order."""
+    axes = [axis for axis in chart.select_xaxes() if axis.visible is not False]
+    pairs = [(axis.plotly_name.replace("axis", ""), axis.anchor or "y") for axis in axes]
     pairs += [_pair(trace) for trace in chart.data]
-    return sorted(dict.fromkeys(pairs), key=lambda pair: (_row(chart, pair), _column(chart, pair)))
+    places = [_Place(chart, pair) for pair in dict.fromkeys(pairs)]
+    return sorted(places, key=lambda place: (place.row, place.column))
 
 
 def _pair(trace: Any) -> Pair:
     return trace.xaxis or "x", trace.yaxis or "y"
 
 
-def _axis(chart: go.Figure, name: str) -> Any:
-    return chart.layout[f"{name[0]}axis{name[1:]}"]
-
-
-def _domain(chart: go.Figure, name: str) -> tuple[float, float]:
-    """Where an axis begins and ends, in parts of the chart."""
-    return tuple(_axis(chart, name).domain or (0.0, 1.0))
-
-
-def _row(chart: go.Figure, pair: Pair) -> float:
-    return -round(_domain(chart, pair[1])[1], 3)
-
-
-def _column(chart: go.Figure, pair: Pair) -> float:
-    return round(_domain(chart, pair[0])[0], 3)
-
-
-def _empty_panels(chart: go.Figure, figure: Figure | SubFigure, pairs: Sequence[Pair]) -> dict[Pair, Panel]:
+def _empty_panels(figure: Figure | SubFigure, places: Sequence[_Place]) -> dict[Pair, Panel]:
     """Axes where the chart has its own, sharing what the chart's share."""
-    heights = {_row(chart, pair): np.ptp(_domain(chart, pair[1])) for pair in pairs}
-    widths = {_column(chart, pair): np.ptp(_domain(chart, pair[0])) for pair in pairs}
-    columns = sorted(widths)
-    grid = figure.add_gridspec(
-        len(heights),
-        len(columns),
-        height_ratios=list(heights.values()),
-        width_ratios=[widths[c] for c in columns],
-    )
+    heights = {place.row: place.height for place in places}
+    widths = {place.column: place.width for place in sorted(places, key=lambda place: place.column)}
+    ratios = {"height_ratios": list(heights.values()), "width_ratios": list(widths.values())}
+    grid = figure.add_gridspec(len(heights), len(widths), **ratios)
     panels: dict[Pair, Panel] = {}
-    for pair in pairs:
-        axes = figure.add_subplot(
-            grid[list(heights).index(_row(chart, pair)), columns.index(_column(chart, pair))]
-        )
-        for name, share in zip(pair, (axes.sharex, axes.sharey), strict=True):
-            wanted = {name, _axis(chart, name).matches}
+    for place in places:
+        axes = figure.add_subplot(grid[list(heights).index(place.row), list(widths).index(place.column)])
+        for name, share in zip(place.pair, (axes.sharex, axes.sharey), strict=True):
+            wanted = {name, place.settings[name[0]].matches}
             lead = next((panel.axes for other, panel in panels.items() if wanted & set(other)), None)
             if lead is not None:
                 share(lead)
-        panels[pair] = Panel(axes, {name[0]: _axis(chart, name) for name in pair})
+        panels[place.pair] = Panel(axes, place.settings)
     return panels
 
 
@@ -296,31 +286,28 @@ def _set_range(panel: Panel, letter: str) -> None:
 
 
 def _add_words(
-    chart: go.Figure, figure: Figure | SubFigure, panels: Mapping[Pair, Panel], there: int
+    chart: go.Figure, figure: Figure | SubFigure, panels: Mapping[Pair, Panel], places: Sequence[_Place]
 ) -> None:
     """Titles of panels and axes, words in panels, and how many panels are left out."""
     for entry in chart.layout.annotations:
-        panel = _panel_of(panels, entry)
+        panel, said = _panel_of(panels, entry), plain(entry.text)
         if panel is not None:
-            text = panel.axes.text(entry.x, entry.y, plain(entry.text), transform=_transform(panel, entry))
-            text.set(
-                ha=entry.xanchor or "center", va=entry.yanchor or "center", fontsize="small", in_layout=False
-            )
-        for pair, headed in panels.items() if entry.xref == "paper" else ():
-            if np.allclose(
-                (entry.x, entry.y), (np.mean(_domain(chart, pair[0])), _domain(chart, pair[1])[1]), atol=1e-3
-            ):
-                headed.axes.set_title(plain(entry.text))
-    below = {
-        plain(panel.settings["x"].title.text) for panel in panels.values() if panel.settings["x"].title.text
+            text = panel.axes.text(entry.x, entry.y, said, transform=_transform(panel, entry))
+            text.set(ha=entry.xanchor or "center", va=entry.yanchor or "center")
+            text.set(fontsize="small", in_layout=False)
+        for place in places[: len(panels)] if entry.xref == "paper" else ():
+            if np.allclose((entry.x, entry.y), (place.middle, place.top), atol=1e-3):
+                panels[place.pair].axes.set_title(said)
+    names = {
+        pair: [plain(panel.settings[letter].title.text) for letter in "xy"] for pair, panel in panels.items()
     }
+    below = {x for x, _ in names.values() if x}
     is_common = len(below) == 1 and len(panels) > 1
-    for panel in panels.values():
-        panel.axes.set_ylabel(plain(panel.settings["y"].title.text))
-        panel.axes.set_xlabel("" if is_common else plain(panel.settings["x"].title.text))
+    for pair, (x, y) in names.items():
+        panels[pair].axes.set(xlabel="" if is_common else x, ylabel=y)
     lines = list(below) if is_common else []
-    if len(panels) < there:
-        lines.append(f"{len(panels)} of {there} panels are drawn; the JSON report has all numbers.")
+    if len(panels) < len(places):
+        lines.append(f"{len(panels)} of {len(places)} panels are drawn; the JSON report has all numbers.")
     if lines:
         figure.supxlabel("\n".join(lines), fontsize="medium")
 

@@ -99,13 +99,8 @@ def _render(
 ) -> bytes:
     """The page; everything that came with the run is escaped.
 
-    Args:
-        content: what the report says.
-        shown_data: figures whose numbers stand below them.
-        drawings: SVG by name of the figure, harmless already; the page then follows a wish for dark colours.
-        plots: plotly's figures by name of the figure.
-        scripts: JavaScript, in the order in which it runs.
-        policy: the part of the security policy about scripts and what they need; empty without scripts.
+    `shown_data` are figures whose numbers stand below them, `drawings` SVG that is harmless already, and `policy` is
+    what scripts need. A page with drawings follows a wish for dark colours.
     """
     from markupsafe import Markup
 

@@ -213,11 +213,6 @@ def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> list[str]:
     return [printable(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence]
 
 
-def signed(value: float, digits: int) -> str:
-    """A change with its sign, and with a true minus."""
-    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
-
-
 def spaced(count: int) -> str:
     """A count with its thousands set apart: 8 041."""
     return f"{count:,}".replace(",", "\N{NO-BREAK SPACE}")

@@ -55,11 +55,6 @@ class Artifact:
         """Every number it shows, a tidy row each, unrounded."""
         return self.exhibited.data.copy()
 
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """What it can be saved as."""
-        return _possible(self.exhibit, FORMATS)
-
     def save(self, path: PathLike) -> pathlib.Path:
         """Write it to `path`, whole or not at all; the suffix says in which format.
 
@@ -129,13 +124,7 @@ def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifa
 
 @dataclass(frozen=True)
 class Exported:
-    """One exhibit that was written.
-
-    Attributes:
-        name: its id.
-        files: what was written.
-        missing: parts that the runs can't fill; they are framed notes.
-    """
+    """One exhibit that was written: its id, its files, and the parts that the runs can't fill."""
 
     name: str
     files: tuple[pathlib.Path, ...]

@@ -33,7 +33,6 @@ from driftlens_reports.paper.exhibit import (
     figure,
     origin,
     samples,
-    signed,
     spaced,
 )
 from driftlens_reports.paper.marks import SYMBOLS
@@ -103,13 +102,18 @@ def _add_change(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: 
     plate.record("b", run, "change of final drift_l2_mean, percent", share, **key)
     axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the box
     box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
-    words = f"final layer:\n{signed(share, 0)} % ({signed(shift, 2)})"
+    words = f"final layer:\n{_signed(share, 0)} % ({_signed(shift, 2)})"
     text = axes.text(0.04, 0.95, words, va="top", transform=axes.transAxes)
     text.set_bbox({**box, "linewidth": rcParams["axes.linewidth"]})
     return (
         f"At the final layer {number(before)} become {number(after)}, "
-        f"{signed(share, 1)} % ({signed(shift, 2)})."
+        f"{_signed(share, 1)} % ({_signed(shift, 2)})."
     )
+
+
+def _signed(value: float, digits: int) -> str:
+    """A change with its sign, and with a true minus."""
+    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 @figure("scatter-grid", title="Matched features of every task", paper="Figure 6")

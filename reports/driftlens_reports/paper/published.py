@@ -132,12 +132,6 @@ def source() -> str:
     return str(_contents()["source"])
 
 
-def called(kind: Literal["mergers", "tasks"]) -> Mapping[str, str]:
-    """What the paper calls registered merge methods, or in column heads data sets (letters and digits only)."""
-    names: Mapping[str, str] = _contents()[kind]
-    return names
-
-
 @functools.cache
 def published_tables() -> Mapping[str, PublishedTable]:
     """Every table of the paper by its LaTeX label, in the order of the paper."""
@@ -196,10 +190,7 @@ def printed_blocks(
 ) -> Mapping[str, Block]:
     """The paper's blocks by merger, in its order; references stand first, under the empty name.
 
-    Args:
-        table: which table.
-        columns: only these; None is all. An average is left out unless all are shown.
-        model: only rows of this model; None is all.
+    Only these columns and rows of this model, or all of them; an average is left out unless all columns are shown.
     """
     kept = [name for name in table.columns if columns is None or name in columns]
     if set(kept) | {AVERAGE} == set(table.columns):
@@ -255,7 +246,7 @@ def merger(run: DriftRun) -> str:
         RunError: the run's spec can't be read.
     """
     method = str(merge_spec(run).get("method", "merged"))
-    return called("mergers").get(method, method.replace("_", " ").title())
+    return str(_contents()["mergers"].get(method, method.replace("_", " ").title()))
 
 
 def merge_spec(run: DriftRun) -> Mapping[str, Any]:
@@ -281,7 +272,7 @@ def merge_spec(run: DriftRun) -> Mapping[str, Any]:
 def canonical(task: str) -> str:
     """A task's name by which runs and the paper's columns can be matched."""
     plain = re.sub(r"[^a-z0-9]", "", task.lower())
-    return called("tasks").get(plain, plain)
+    return str(_contents()["tasks"].get(plain, plain))
 
 
 def titles_of(run: DriftRun, table: PublishedTable) -> Mapping[str, str]:

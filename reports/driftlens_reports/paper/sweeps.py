@@ -34,10 +34,8 @@ SPREAD = "accuracy (average over tasks), std over seeds"
 
 FACTORS = {"lam": "λ (ridge)", "alpha": "α (expert share of target)", "rho": "ρ (anchor)"}
 _EXAMPLES = {
-    "lam": "0.005,0.05,0.5,5",
-    "alpha": "0,0.15,0.3,0.6,1",
-    "rho": "1,1.5,2,2.5,3",
-    "n": "8,16,32,64,128,256,512",
+    **{"lam": "0.005,0.05,0.5,5", "alpha": "0,0.15,0.3,0.6,1", "rho": "1,1.5,2,2.5,3"},
+    **{"n": "8,16,32,64,128,256,512"},
 }
 
 _LOOKS = (

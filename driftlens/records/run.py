@@ -18,7 +18,7 @@ from driftlens.files import PathLike
 from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.status import Status, read_status
-from driftlens.records.tables import empty, read_table, stored_table
+from driftlens.records.tables import DAMAGED, empty, read_table, stored_table
 from driftlens.variants import calibrated
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class DriftRun:
         try:
             array: NDArray[np.floating[Any]] = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise RunError(f"{path} can't be read: {error}", hint=_VERIFY) from error
+            raise RunError(f"{path} can't be read: {error}", hint=DAMAGED) from error
         return array
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:
@@ -314,6 +314,3 @@ class DriftRun:
         if name not in names:
             there = ", ".join(names) or "none"
             raise DataError(f"the run has no {kind} {name!r}; it has {there}", hint=did_you_mean(name, names))
-
-
-_VERIFY = "`driftlens verify` on the run lists every file that is damaged."

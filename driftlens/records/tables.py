@@ -32,7 +32,7 @@ _NULLABLE = {_FILE_TYPES[kind]: _FRAME_TYPES[kind] for kind in ("str", "int", "b
 _VERSION_KEY = b"driftlens.schema_version"
 _ADDED = b"driftlens.added"
 """Marks columns that a diagnostic added beyond the schema: a reader without that diagnostic knows them by the file."""
-_DAMAGED = "`driftlens verify` on the run lists every file that is damaged."
+DAMAGED = "`driftlens verify` on the run lists every file that is damaged."
 
 
 def empty(table: Table) -> pd.DataFrame:
@@ -241,7 +241,7 @@ def _opened(path: pathlib.Path, look: Callable[[pq.ParquetFile], Any]) -> Any:
         raise RunError(f"{path} is missing", hint="Run the analysis again to write it.") from error
     except (pa.ArrowException, OSError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(f"{path} can't be read: {reason}", hint=_DAMAGED) from error
+        raise RunError(f"{path} can't be read: {reason}", hint=DAMAGED) from error
 
 
 def _read(path: pathlib.Path, table: Table) -> pa.Table:
@@ -262,7 +262,7 @@ def _aligned(stored: pa.Table, table: Table, path: pathlib.Path) -> pa.Table:
             for field in schema
         ]
     except (KeyError, pa.ArrowException) as error:
-        raise RunError(f"{path} is not the table {table.name!r}: {error}", hint=_DAMAGED) from error
+        raise RunError(f"{path} is not the table {table.name!r}: {error}", hint=DAMAGED) from error
     return pa.Table.from_arrays(columns, schema=schema)
 
 

@@ -32,10 +32,6 @@ _NUMBERS = {
 _RELATIONS: Mapping[str, Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
 
 
-def _one_or_several(given: Any) -> Any:
-    return (given,) if isinstance(given, str) else given
-
-
 def _plain_value(given: Any) -> Any:
     if isinstance(given, str) or type(given) is int:
         return given
@@ -58,7 +54,9 @@ class _Entry(Part):
     metric: Text
     table: Literal["layers", "outputs", "accuracy", "params", "calibration"] | None = None
     where: dict[str, _Value] = Field(default_factory=dict)
-    per: Annotated[tuple[Text, ...], BeforeValidator(_one_or_several)] = ()
+    per: Annotated[
+        tuple[Text, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+    ] = ()
     agg: Literal["worst", "mean", "max", "min", "median"] = "worst"
     gte: Number | None = None
     lte: Number | None = None

@@ -59,12 +59,6 @@ def key_map(
     Unknown tensors inside the tower are kept under the name they would have, so that comparing keys reveals
     them.
 
-    Args:
-        headers: the checkpoint's.
-        wanted: the skeleton's keys.
-        layout: the library's names.
-        name: what messages call the checkpoint.
-
     Raises:
         IncompatibleModelsError: see `tower_prefix`.
     """
@@ -86,13 +80,7 @@ def key_map(
 def aligned(
     source: StateSource, wanted: Collection[str], layout: KeyLayout, fallback: StateSource | None = None
 ) -> StateSource:
-    """The tower of a checkpoint under the skeleton's key names.
-
-    Args:
-        source: the checkpoint, under its own key names.
-        wanted: the skeleton's keys.
-        layout: the library's names.
-        fallback: the base, for towers that were saved without their projection.
+    """The tower of a checkpoint under the skeleton's key names; `fallback` is the base, for towers without projection.
 
     Raises:
         IncompatibleModelsError: there is no such tower, or it lacks the projection and so does `fallback`.

@@ -100,10 +100,7 @@ class Architecture:
         return source if self.layout is None else aligned(source, self.keys, self.layout, fallback)
 
     def text_tower(self, base: StateSource) -> TextTower:
-        """The base's text tower.
-
-        Args:
-            base: the base's weights under their own key names.
+        """The text tower of a base, which is given under its own key names.
 
         Raises:
             SpecError: there is none.
@@ -170,10 +167,6 @@ def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> No
 
 def weightless(build: Callable[[], nn.Module], source: str) -> Any:
     """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients.
-
-    Args:
-        build: constructs the library's module from a configuration.
-        source: where the configuration came from, for the message.
 
     Raises:
         IncompatibleModelsError: the library can't build what the configuration describes.

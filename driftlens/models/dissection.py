@@ -13,17 +13,19 @@ from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap
 from driftlens.models.frames import (
     Inputs,
+    Mask,
     features_of,
     frame_at,
     inputs_in,
     mapped,
+    padding_mask,
     raw_inputs,
     result,
     side_inputs,
     tensors_given,
+    without_padding,
 )
 from driftlens.models.interception import bypassed, call, evaluating, observe, run_until
-from driftlens.models.padding import Mask, padding_mask, without_padding
 from driftlens.models.sites import BLOCK_ITSELF, site_kind, tapped
 
 
@@ -33,7 +35,7 @@ class Dissection:
     Args:
         module: the whole model.
         blocks: path -> block, in forward order.
-        mask: which tokens count; see `driftlens.models.padding.Mask`.
+        mask: which tokens count; see `driftlens.models.frames.Mask`.
     """
 
     def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module], mask: Mask = None) -> None:

@@ -25,8 +25,7 @@ from driftlens.models.architecture import (
     read_text_side,
     weightless,
 )
-from driftlens.models.hub import read_config
-from driftlens.models.loading import StateSource
+from driftlens.models.loading import StateSource, read_config
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.registry import adapters, loaders
 from driftlens.models.vit import ClipViT, Names, scrambled
@@ -104,11 +103,7 @@ adapters.register(HfClipViT.name)(HfClipViT())
 
 @loaders.register("hf-clip")
 def load_hf_clip(source: str, offline: bool) -> Architecture:
-    """The architecture of a CLIP, or a CLIP image tower, of transformers.
-
-    Args:
-        source: folder or Hub id.
-        offline: whether only files that were downloaded before may be used.
+    """The architecture of a CLIP, or a CLIP image tower, of transformers; `source` is a folder or Hub id.
 
     Raises:
         SpecError: `source` names nothing, or has no config.json.

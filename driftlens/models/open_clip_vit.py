@@ -21,8 +21,7 @@ from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout
 from driftlens.models.architecture import Architecture, FolderFormat, TextTower, read_text_side, weightless
 from driftlens.models.chain import Slot
-from driftlens.models.hub import read_config, read_json
-from driftlens.models.loading import StateSource
+from driftlens.models.loading import StateSource, read_config, read_json
 from driftlens.models.preprocessing import open_clip_preprocess
 from driftlens.models.registry import adapters, loaders
 from driftlens.models.vit import ClipViT, Names, Pooling, scrambled
@@ -126,11 +125,7 @@ adapters.register(OpenClipViT.name)(OpenClipViT())
 
 @loaders.register("open-clip")
 def load_open_clip(source: str, offline: bool) -> Architecture:
-    """The architecture of an open_clip model.
-
-    Args:
-        source: model name, path of a configuration file, folder, or Hub id (with or without `hf-hub:`).
-        offline: whether only files that were downloaded before may be used.
+    """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not).
 
     Raises:
         SpecError: `source` names nothing.

@@ -14,17 +14,21 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.errors import NumericsError, SpecError
 from driftlens.models.chain import Layer, LayerChain, Site, Slot
 from driftlens.models.dissection import Dissection, fitted, run, same_values, tied_weights
-from driftlens.models.frames import features_of, frame_at, mapped, raw_inputs, result
+from driftlens.models.frames import Mask, features_of, frame_at, mapped, raw_inputs, result
 from driftlens.models.interception import call
-from driftlens.models.padding import Mask
 from driftlens.models.registry import adapters
 from driftlens.models.sites import registered_sites, traced_sites
+
+_WIDTH = 16
+_PATCH = 8
+_HEADS = 2
 
 
 class SequentialAdapter:
@@ -33,7 +37,7 @@ class SequentialAdapter:
     Args:
         blocks: path of the list of blocks; None takes the list with the most children of one class; among equals
             the outermost one.
-        mask: which tokens count; see `driftlens.models.padding.Mask`.
+        mask: which tokens count; see `driftlens.models.frames.Mask`.
     """
 
     name = "sequential"
@@ -106,8 +110,6 @@ class SequentialAdapter:
 
     def tiny(self) -> nn.Module:
         """A small transformer over image patches, for images [n, 3, h, w] with h and w multiples of 8."""
-        from driftlens.models.tiny_stack import TinyStack
-
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return TinyStack().eval()
@@ -244,10 +246,6 @@ class _Watch(TorchFunctionMode):
 def check_deterministic(module: nn.Module, batch: Any) -> None:
     """Refuse a model that answers one batch in two ways, in eval mode, bit for bit.
 
-    Args:
-        module: the model; it is not modified.
-        batch: raw inputs.
-
     Raises:
         NumericsError: the two outputs differ; says by how much.
     """
@@ -261,3 +259,45 @@ def check_deterministic(module: nn.Module, batch: Any) -> None:
         "stochastic depth, noise, or a kernel that is not deterministic.",
         difference=difference,
     )
+
+
+class TinyStack(nn.Module):
+    """Patches and a class token through three pre-norm blocks; the feature is the normed class token.
+
+    Takes images [n, 3, h, w] with h and w multiples of 8; returns [n, 16].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, _WIDTH, _PATCH, stride=_PATCH)
+        self.class_token = nn.Parameter(torch.randn(1, 1, _WIDTH))
+        self.blocks = nn.ModuleList(_TinyBlock() for _ in range(3))
+        self.norm = nn.LayerNorm(_WIDTH)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Features of a batch of images."""
+        patches = self.patches(pixels).flatten(2).mT
+        hidden = torch.cat([self.class_token.expand(len(pixels), -1, -1), patches], dim=1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        features: Tensor = self.norm(hidden[:, 0])
+        return features
+
+
+class _TinyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm_1(hidden)
+        query, key, value = (
+            project(normed).unflatten(-1, (_HEADS, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
+        change: Tensor = self.down(F.gelu(self.up(self.norm_2(hidden))))
+        return hidden + change

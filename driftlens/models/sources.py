@@ -218,12 +218,7 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def module_source(module: nn.Module, name: str) -> StateSource:
-    """The weights of a live module, by the names of its `state_dict()`; references, not copies.
-
-    Args:
-        module: any module; it is not modified, and later changes to its weights in place are seen.
-        name: what messages call it, for example "base".
-    """
+    """The weights of a live module, by the names of its `state_dict()`; later changes of them in place are seen."""
     state = module.state_dict()
     # A module's extra state may be anything; only tensors are weights.
     return TensorsSource(name, {key: value for key, value in state.items() if isinstance(value, Tensor)})
@@ -254,11 +249,7 @@ class Composed:
 
 
 def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
-    """The same tensors under other names; keys that `mapping` leaves out are hidden.
-
-    Args:
-        source: where the tensors are.
-        mapping: new key -> key in `source`, in the order wanted.
+    """The same tensors under other names, new -> old, in the order wanted; keys that `mapping` leaves out are hidden.
 
     Raises:
         CheckpointError: `mapping` names a key that `source` lacks.
@@ -287,10 +278,6 @@ def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> st
     Sharded or not, a file or a live module: the same weights under the same keys have the same digest. One
     tensor is in memory at a time.
 
-    Args:
-        source: the weights.
-        keys: which of them; None means all.
-
     Raises:
         CheckpointError: a key is missing.
     """
@@ -310,11 +297,6 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 def check_finite(name: str, key: str, tensor: Tensor) -> None:
     """Refuse NaN and infinity; tensors of other than floating-point numbers pass.
-
-    Args:
-        name: the file or model, for the message.
-        key: the tensor's key, for the message.
-        tensor: its value.
 
     Raises:
         NumericsError: some entry is NaN or infinite; says how many.

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
 from driftlens.errors import CheckpointError
-from driftlens.models.hub import read_config
+from driftlens.models.loading import read_config
 
 
 class Hub:

@@ -33,7 +33,7 @@ from driftlens.models.chain import (
 )
 from driftlens.models.preprocessing import Preprocess
 from driftlens.models.registry import adapters, loaders
-from driftlens.models.tiny_stack import TinyStack
+from driftlens.models.sequential import TinyStack
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.analyze.live import live_study

@@ -22,8 +22,7 @@ from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, Pool, ScoreMap
-from driftlens.models.frames import raw_inputs
-from driftlens.models.padding import Mask, unmasked_padding
+from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
 from driftlens.models.sequential import SequentialAdapter, check_deterministic
 from driftlens.models.sources import module_source
 from driftlens.pipeline.analyze.phases import all_of, describe, run_phases

@@ -16,7 +16,7 @@ from driftlens.engine.forward_order import calibrate
 from driftlens.engine.problems import SiteReport
 from driftlens.engine.site_selection import select_sites, tied_sites
 from driftlens.models.chain import ParameterKey
-from driftlens.models.padding import Mask
+from driftlens.models.frames import Mask
 from driftlens.models.saving import fused
 from driftlens.pipeline.analyze.diagnosis import check_closure
 from driftlens.pipeline.analyze.live import live_study

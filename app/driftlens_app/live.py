@@ -17,10 +17,9 @@ from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
-from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import dismiss, jobs_beside
 from driftlens_app.jobs.requests import DEMO, demo_request, explain_request
-from driftlens_app.jobs.watching import is_finished_since
+from driftlens_app.jobs.watching import is_finished_since, log_text
 from driftlens_app.pages import path_of
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, require_root

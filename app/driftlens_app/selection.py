@@ -28,15 +28,7 @@ _CHOSEN, _IN_URL = "_selection", "_run_in_url"
 
 @dataclass(frozen=True)
 class Selection:
-    """What the reader chose.
-
-    Attributes:
-        run: the run.
-        task: one task; None is all.
-        variants: some variants; empty is all but the base.
-        layer: index of a layer, or "final".
-        relative: drift against the norm of the expert's features instead of in feature units.
-    """
+    """What the reader chose: without a task all, without variants all but the base; drift in which measure."""
 
     run: DriftRun
     task: str | None

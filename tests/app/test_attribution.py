@@ -11,8 +11,8 @@ import pytest
 
 from driftlens.records.run import open_run
 from driftlens_app.jobs import processes, watch
-from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
+from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, until
 from tests.app.test_calibrate import is_disabled, press
 from tests.app.test_jobs import finish, state, step

@@ -17,8 +17,8 @@ from driftlens.records.run import open_run
 from driftlens.records.schema import SCHEMA_VERSION
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, watch
-from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
+from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, opened_drawers, shown_data, until
 from tests.app.test_jobs import finish, state, step
 from tests.app.test_pages import errors, said

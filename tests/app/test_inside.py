@@ -14,9 +14,9 @@ from driftlens.records.run import open_run
 from driftlens_app import runs, samples, settings
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, start, watch
-from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import Job, job_of, jobs_beside, write_job
 from driftlens_app.jobs.requests import analyze_request, calibrate_request
+from driftlens_app.jobs.watching import log_text
 from driftlens_app.runs import hint_for, listed_runs, opened
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers

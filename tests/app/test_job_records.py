@@ -12,7 +12,7 @@ import pytest
 from driftlens.records.status import Status, write_status
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, watch
-from driftlens_app.jobs import log as log_of_jobs
+from driftlens_app.jobs import watching as log_of_jobs
 from driftlens_app.jobs.record import job_of, write_job
 from tests.app.conftest import Open
 from tests.app.test_pages import errors

@@ -19,9 +19,9 @@ from driftlens.records.lock import RunLock
 from driftlens.records.run import open_run
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, cancel, command_line, processes, start, watch
-from driftlens_app.jobs.log import log_text, running_drift
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
+from driftlens_app.jobs.watching import log_text, running_drift
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 

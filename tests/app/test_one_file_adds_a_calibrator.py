@@ -12,8 +12,8 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens_app import calibration
 from driftlens_app.jobs import command_line
-from driftlens_app.jobs.log import log_text
 from driftlens_app.jobs.record import job_of
+from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, catalogue, until
 from tests.app.test_calibrate import press
 from tests.app.test_jobs import state

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlens.errors import DriftLensError, RunError, RunLockedError, SpecError
-from driftlens_app.jobs.log import told_failure
+from driftlens.records.status import Failure
 from driftlens_app.settings import Settings
 
 COMMAND = (sys.executable, "-m", "driftlens")
@@ -86,3 +86,17 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
         raise kind(failure.message, hint=failure.hint) from None
     assert isinstance(document, dict)
     return document
+
+
+def told_failure(said: str) -> Failure | None:
+    """The error that the command line told, from its parts `error: ...` and `hint: ...`, or None."""
+    lines = said.splitlines()
+    starts = [at for at, line in enumerate(lines) if line.startswith("error: ")]
+    if not starts:
+        return None
+    message, hint = [], []
+    for line in lines[starts[-1] :]:
+        (hint if hint or line.startswith("hint: ") else message).append(line)
+    return Failure(
+        "Error", "\n".join(message).removeprefix("error: "), "\n".join(hint).removeprefix("hint: ")
+    )

@@ -28,12 +28,10 @@ _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
 
 @dataclass(frozen=True)
 class Request:
-    """A job to start.
+    """A job to start, which writes to the run directory `run`.
 
     Attributes:
-        kind: which command it is.
         name: what it makes, in the user's words.
-        run: the run directory that it writes to.
         arguments: of the command line, without the program.
         settings: values of the form behind it, as JSON knows them.
     """

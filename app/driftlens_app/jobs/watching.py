@@ -1,23 +1,27 @@
-"""Where a job stands, from what is on disk."""
+"""Where a job stands and what it told, from what is on disk: the run's status and events, and the job's log."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from driftlens.errors import Cancelled, RunError
 from driftlens.progress import ProgressEvent
-from driftlens.records.layout import STATUS
+from driftlens.records.layout import EVENTS, STATUS
 from driftlens.records.status import Failure, Status, read_status
-from driftlens_app.jobs.log import last_progress, logged_failure
+from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.jobs.processes import exit_code, insist
 from driftlens_app.jobs.record import Job, Kind, job_of, write_job
-from driftlens_app.settings import is_inside
+from driftlens_app.settings import is_file_inside, is_inside
 
 State = Literal["starting", "running", "cancelling", "cancelled", "failed", "stopped", "done"]
 
@@ -26,18 +30,13 @@ SILENT_SECONDS = 30.0
 
 _START_TOLERANCE = 2.0
 _LIVE = ("starting", "running", "cancelling")
+_EVENT = TypeAdapter(ProgressEvent)
+_TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
 
 @dataclass(frozen=True)
 class View:
-    """Where a job stands.
-
-    Attributes:
-        job: the job.
-        state: what it does, or how it ended; "stopped" where its process is gone without having said anything.
-        progress: how far the phase at hand has come; None before the first one.
-        failure: why it failed.
-    """
+    """Where a job stands: "stopped" where its process is gone without having said anything."""
 
     job: Job
     state: State
@@ -101,7 +100,7 @@ def _status(run: Path) -> Status | None:
 def _ended(job: Job, status: Status | None) -> View:
     progress = _progress(job, status)
     says, error = (None, None) if status is None else (status.state, status.error)
-    failure = error or logged_failure(job.log)
+    failure = error or told_failure(log_text(job.log))
     was_killed = job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     if job.code == 0 or (job.code is None and says == "done"):
         return View(job, "done", progress)
@@ -129,3 +128,66 @@ def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
     if status is not None and status.phase:
         return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds)
     return last_progress(job.log)
+
+
+def log_text(log: Path) -> str:
+    """The end of the log without its progress lines, for reading; empty where there is none yet."""
+    return "\n".join(_said(line) for line in _lines(log) if _event_in(line) is None)
+
+
+def last_progress(log: Path) -> ProgressEvent | None:
+    """The newest progress event in the log, or None."""
+    found = [event for line in _lines(log) if (event := _event_in(line)) is not None]
+    try:
+        return _EVENT.validate_python({**found[-1], "metrics": {}}) if found else None
+    except ValueError:
+        return None
+
+
+def running_drift(job: Job) -> dict[int, float]:
+    """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
+    found: dict[int, float] = {}
+    for event in map(_object, _end(job.run / EVENTS, _EVENT_BYTES)[0]):
+        if event is None or str(event.get("time", "")) < job.started:
+            continue  # half a line, left for the next look, or an earlier job's
+        numbers = event.get("metrics", event)
+        layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
+        if isinstance(layer, int | float) and isinstance(drift, int | float):
+            found[int(layer)] = float(drift)
+    return dict(sorted(found.items()))
+
+
+def _lines(log: Path) -> Iterator[str]:
+    """Whole lines from the end of the file, at most as much as a page can show."""
+    if is_file_inside(log):
+        lines, is_whole = _end(log, _TAIL_BYTES)
+        yield from lines if is_whole else lines[1:]
+
+
+def _said(line: str) -> str:
+    """What a line says to a person; beside progress as JSON, remarks are JSON too."""
+    remark = _object(line) if line.startswith('{"event": "log"') else None
+    return line if remark is None else str(remark.get("message", ""))
+
+
+def _event_in(line: str) -> dict[str, Any] | None:
+    return _object(line) if line.startswith('{"event": "progress"') else None
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:  # half a line: the job is writing it
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _end(file: Path, most: int) -> tuple[list[str], bool]:
+    """The lines in the last bytes of a file, and whether that is all of it; none where it can't be read."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(max(0, size - most))
+            return opened.read().decode("utf-8", errors="replace").splitlines(), size <= most
+    except OSError:
+        return [], True

@@ -21,8 +21,8 @@ from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings, calibration_form
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
-from driftlens_app.jobs.log import running_drift
 from driftlens_app.jobs.requests import calibrate_request
+from driftlens_app.jobs.watching import running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.outlook import show_findings, show_outlook
 from driftlens_app.pages import Page, path_of

@@ -18,7 +18,7 @@ from driftlens.records.reading import error, size
 from driftlens.records.run import DriftRun
 from driftlens.records.status import Failure
 from driftlens_app.jobs import command_line
-from driftlens_app.jobs.log import told_failure
+from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.pages import Page
 from driftlens_app.runs import stamp
 from driftlens_app.selection import selection

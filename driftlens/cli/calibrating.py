@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -122,6 +121,11 @@ def calibrate(
         )
         say_json(found.as_dict()) if as_json else say(found.text())
         raise typer.Exit(found.exit_code)
+    from driftlens_reports.terminal import before_after_text, first_numbers_text
+
+    def show_first(measured: DriftRun) -> None:
+        note(first_numbers_text(measured, name))
+
     with job.watched() as (sink, cancel):
         finished = run_calibration(
             run,
@@ -132,31 +136,19 @@ def calibrate(
             choose=HELD_OUT if auto else None,
             attribution=not no_attribution,
             on_first=note,
-            on_measured=None if job.progress == "jsonl" else functools.partial(_show_first, name),
+            on_measured=show_first if job.progress != "jsonl" else None,
             access=job.access,
             on_progress=sink,
             cancel=cancel,
         )
     for text in finished.manifest.calibrations[name].notices:
         note(f"notice: {text}")
-    _show(finished, name, save_weights, as_json=as_json)
-
-
-def _show_first(name: str, run: DriftRun) -> None:
-    from driftlens_reports.terminal import first_numbers_text
-
-    note(first_numbers_text(run, name))
-
-
-def _show(run: DriftRun, name: str, saved: Path | None, *, as_json: bool) -> None:
-    from driftlens_reports.terminal import before_after_text
-
     if as_json:
-        say_json(_document(run, name))
+        say_json(_document(finished, name))
         return
-    say(before_after_text(run, name))
-    if saved is not None:
-        say(f"\nwrote {saved}")
+    say(before_after_text(finished, name))
+    if save_weights is not None:
+        say(f"\nwrote {save_weights}")
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
@@ -245,9 +237,12 @@ def sweep(
             cancel=cancel,
         )
     sweeps = ["+".join(values)] if grid else list(values)
-    say_json(_rows(finished, sweeps)) if as_json else say(
-        "\n\n".join(sweep_text(finished, name) for name in sweeps)
-    )
+    if not as_json:
+        say("\n\n".join(sweep_text(finished, name) for name in sweeps))
+        return
+    rows = finished.sweeps()
+    ordered = rows[rows["sweep"].isin(sweeps)].sort_values(["sweep", "point", "seed", "task"], kind="stable")
+    say_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
 
 
 def _values(given: Sequence[str]) -> dict[str, list[float]]:
@@ -267,9 +262,3 @@ def _values(given: Sequence[str]) -> dict[str, list[float]]:
             ) from None
         found.setdefault(name.strip(), []).extend(numbers)
     return found
-
-
-def _rows(run: DriftRun, sweeps: Sequence[str]) -> dict[str, Any]:
-    rows = run.sweeps()
-    ordered = rows[rows["sweep"].isin(sweeps)].sort_values(["sweep", "point", "seed", "task"], kind="stable")
-    return {"run": run.id, "sweeps": sweeps, "rows": ordered}

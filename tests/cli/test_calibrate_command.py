@@ -148,7 +148,10 @@ def test_ctrl_c_in_the_middle_leaves_nothing_half_and_resumes(
         half.variants == light.variants and not (folder / f"calibrations/{NAME}/weights.safetensors").exists()
     )
     same_rows(half, light)
-    assert run_cli("show", folder).code == 0
+    assert set(half.manifest.files) == set(light.manifest.files)
+    assert run_cli("show", folder).code == 0 and run_cli("verify", folder).code == 0
+    listed = run_cli("ls", folder.parent)
+    assert " done " in listed.out and f"calibration '{NAME}' was cancelled" in listed.out
 
     assert run_cli("calibrate", folder, "--name", NAME, "--resume", *QUIET).code == 0
     straight = copied(light, tmp_path / "straight")

@@ -27,6 +27,11 @@ def folder(light: DriftRun, tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 PHASES = pytest.mark.parametrize("phase", ["calibrate", pytest.param("analyze", marks=pytest.mark.slow)])
+SIGNALS = [
+    # The fast tests ask the same of this signal in test_calibrate_command.py.
+    pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow),
+    pytest.param(signal.SIGKILL, id="kill"),
+]
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def calibrating(folder: pathlib.Path, phase: str) -> Iterator[subprocess.Popen[s
 
 
 @PHASES
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize("sent", SIGNALS)
 def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     folder: pathlib.Path, light: DriftRun, run_cli: Cli, sent: signal.Signals, phase: str
 ) -> None:
@@ -66,23 +71,19 @@ def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     assert checked.code == 0 and f"{len(light.manifest.files) + 1} files checked" in checked.out
     assert ("not listed" in checked.out) == ("--resume" in checked.err), "whose the files are should be said"
 
+    table = folder / "tables/layers.parquet"
+    whole = table.read_bytes()
+    middle = len(whole) // 2
+    table.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    checked = run_cli("verify", folder)
+    assert checked.code == 4 and "changed: tables/layers.parquet" in checked.out
+    table.write_bytes(whole)
+
     assert run_cli("calibrate", folder, "--name", NAME, "--resume", "--progress", "none").code == 0
     assert NAME in open_run(folder).manifest.calibrations
     checked = run_cli("verify", folder)
     assert checked.code == 0 and "not listed" not in checked.out
     assert "--resume" not in run_cli("ls", folder.parent).out
-
-
-def test_a_flipped_byte_is_found_beside_an_unfinished_calibration(folder: pathlib.Path, run_cli: Cli) -> None:
-    with calibrating(folder, "calibrate") as process:
-        process.kill()
-        process.wait()
-    table = folder / "tables/layers.parquet"
-    data = bytearray(table.read_bytes())
-    data[len(data) // 2] ^= 1
-    table.write_bytes(data)
-    found = run_cli("verify", folder)
-    assert found.code == 4 and "changed: tables/layers.parquet" in found.out
 
 
 @PHASES

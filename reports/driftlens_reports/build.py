@@ -14,21 +14,26 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from driftlens.errors import SpecError
+import driftlens
+from driftlens.errors import DataError, SpecError
 from driftlens.files import PathLike, atomic_path
-from driftlens.records.checks import CheckReport, check
+from driftlens.records.checks import CheckReport, check, run_self_checks
 from driftlens.records.contents import attach
+from driftlens.records.listing import current_state
 from driftlens.records.run import DriftRun, open_run
-from driftlens_reports.content import ReportContent
-from driftlens_reports.sections.compose import Composed, compose
-from driftlens_reports.sections.outline import outline
+from driftlens_reports import facts
+from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn
+from driftlens_reports.charts.words import overlap_notes
+from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, Table, frame_table
+from driftlens_reports.sections import findings, setup, verdict
+from driftlens_reports.sections.outline import TITLES, Outline, check_known, outline
 
 Checks: TypeAlias = CheckReport | PathLike | Mapping[str, Any]
 
@@ -74,7 +79,7 @@ class Report:
 
     @functools.cached_property
     def _composed(self) -> Composed:
-        return compose(self.run, self._outline, self._checks)
+        return _compose(self.run, self._outline, self._checks)
 
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
         """The report's files by path relative to its folder, the same bytes at every call.
@@ -83,10 +88,14 @@ class Report:
             SpecError: there is no such format.
             RunError: a table can't be read.
         """
-        writers = [_FORMATS[_known(name)] for name in formats]
-        if not writers:
+        chosen = list(formats)
+        if not chosen:
             raise SpecError("no format is chosen", hint=f"There are {', '.join(_FORMATS)}.")
-        return {name: data for write in writers for name, data in write(self.run, self._composed).items()}
+        for name in chosen:
+            check_known("format", name, _FORMATS)
+        return {
+            file: data for name in chosen for file, data in _FORMATS[name](self.run, self._composed).items()
+        }
 
     def save(self, folder: PathLike, formats: Iterable[str] = ("html", "json", "md")) -> list[pathlib.Path]:
         """Write the report into `folder`, every file whole or not at all, and return their paths.
@@ -124,12 +133,101 @@ def formats() -> tuple[str, ...]:
     return tuple(_FORMATS)
 
 
-def _known(name: str) -> str:
-    if name not in _FORMATS:
-        near = difflib.get_close_matches(name, _FORMATS, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else ""
-        raise SpecError(f"a report has no format {name!r}; there are {', '.join(_FORMATS)}", hint=hint)
-    return name
+@dataclass(frozen=True)
+class Composed:
+    """A report's content, and by name the drawn charts behind those of its figures that are not missing."""
+
+    content: ReportContent
+    drawn: Mapping[str, Drawn]
+
+
+def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None) -> Composed:
+    """The content of a report on `run`, with the results of the user's checks beside the self-checks."""
+    figures: dict[str, list[Figure]] = {}
+    drawn: dict[str, Drawn] = {}
+    for name in outline.sections:
+        made = [_figure(run, chart) for chart in outline.charts_of(name)]
+        figures[name] = [figure for figure, _ in made]
+        drawn |= {figure.name: picture for figure, picture in made if picture is not None}
+    everything = [figure for found in figures.values() for figure in found]
+    judged = verdict.verdict_of(run)
+    # What a section says besides its charts; the others have charts alone.
+    said: Mapping[str, Callable[[], tuple[Iterable[str], Iterable[Table]]]] = {
+        "verdict": lambda: (judged.sentences, verdict.verdict_tables(run, judged)),
+        "setup": lambda: (setup.setup_sentences(run), setup.setup_tables(run)),
+        "origins": lambda: (findings.origin_sentences(run), ()),
+        "cosine": lambda: (findings.cosine_sentences(run), ()),
+        "outputs": lambda: (findings.decision_sentences(run), [findings.accuracy_table(run)]),
+        "calibration": lambda: (findings.calibration_sentences(run), findings.calibration_tables(run)),
+        "checks": lambda: verdict.checks_parts(run_self_checks(run), checks),
+        "caveats": lambda: (findings.caveat_sentences(run, everything), ()),
+        "glossary": lambda: ((), [setup.glossary_table()]),
+        "environment": lambda: ((), setup.environment_tables(run)),
+    }
+    sections = []
+    for name in outline.sections:
+        sentences, tables = said[name]() if name in said else ((), ())
+        shown = tuple(table for table in tables if table.rows)
+        sections.append(
+            Section(
+                name=name,
+                title=TITLES[name],
+                sentences=tuple(sentences),
+                tables=shown,
+                figures=tuple(figures[name]),
+            )
+        )
+    content = ReportContent(
+        driftlens=driftlens.__version__,
+        preset=outline.preset,
+        raw=outline.raw,
+        run=_run_info(run),
+        stamps=(*facts.stamps(run), *overlap_notes(run)),
+        verdict=judged,
+        sections=tuple(sections),
+    )
+    return Composed(content, drawn)
+
+
+def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
+    drawn, lacking = _drawn(run, chart)
+    figure = Figure(
+        name=chart.name,
+        title=chart.title,
+        caption=chart.caption,
+        hint=chart.hint,
+        alt=drawn.alt if drawn else "",
+        notes=drawn.notes if drawn else (),
+        missing=lacking,
+        data=frame_table(f"figure-{chart.name}", chart.title, drawn.data) if drawn else None,
+    )
+    return figure, drawn
+
+
+def _drawn(run: DriftRun, chart: Chart) -> tuple[Drawn | None, str]:
+    """The drawn chart, or why it can't be drawn; a run may also lack the variant that a chart compares with."""
+    options = ChartOptions()
+    try:
+        lacking = chart.missing(run, options)
+        # Not `draw`, which would ask the same question again.
+        return (chart.render(run, options), "") if lacking is None else (None, lacking)
+    except DataError as error:
+        return None, f"{error.message}."
+
+
+def _run_info(run: DriftRun) -> RunInfo:
+    manifest = run.manifest
+    return RunInfo(
+        id=run.id,
+        name=run.name,
+        state=current_state(run),
+        created=manifest.created,
+        synthetic=manifest.synthetic,
+        spec_digest=manifest.spec_digest,
+        schema_version=manifest.schema_version,
+        tasks=run.tasks,
+        variants=run.variants,
+    )
 
 
 def _html(run: DriftRun, made: Composed) -> dict[str, bytes]:

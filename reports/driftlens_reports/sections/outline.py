@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from driftlens.errors import SpecError
 from driftlens_reports.charts.chart import Chart, by_rank, charts
-from driftlens_reports.content import Figure, Section, Table
 
 TITLES = MappingProxyType(
     {
@@ -69,29 +68,17 @@ def outline(preset: str = "standard", sections: Sequence[str] | None = None, *, 
     Raises:
         SpecError: there is no such preset or section.
     """
-    _check("preset", preset, PRESETS)
+    check_known("preset", preset, PRESETS)
     if sections is not None and not sections:
         raise SpecError("no section is chosen", hint=f"There are {', '.join(TITLES)}.")
     for name in sections or ():
-        _check("section", name, TITLES)
+        check_known("section", name, TITLES)
     chosen = PRESETS[preset] if sections is None else sections
     return Outline(preset, tuple(name for name in TITLES if name in chosen), raw)
 
 
-def section(
-    name: str, sentences: Iterable[str] = (), tables: Iterable[Table] = (), figures: Iterable[Figure] = ()
-) -> Section:
-    """The section `name` with its title; tables without rows are left out."""
-    return Section(
-        name=name,
-        title=TITLES[name],
-        sentences=tuple(sentences),
-        tables=tuple(table for table in tables if table.rows),
-        figures=tuple(figures),
-    )
-
-
-def _check(kind: str, name: str, known: Mapping[str, object]) -> None:
+def check_known(kind: str, name: str, known: Mapping[str, object]) -> None:
+    """Raises SpecError with the nearest one where a report has no such section, preset or format."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else ""

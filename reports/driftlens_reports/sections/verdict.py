@@ -6,7 +6,7 @@ First the numbers, then the sentences that fixed templates make of them, then th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from driftlens.records.before_after import change_in_words, mean_sentences
 from driftlens.records.checks import CheckReport, Status, run_self_checks
@@ -23,43 +23,21 @@ from driftlens_reports.content import Change, Estimate, Outcome, Table, Verdict,
 _RELATIONS = {"<=": "≤", ">=": "≥"}
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The variants of the verdict; None for one that the run has not.
-
-    Attributes:
-        before: the merged model, or what takes its place.
-        control: the anchor alone.
-        after: the calibration that was added last.
-    """
-
-    before: str | None
-    control: str | None
-    after: str | None
-
-    @property
-    def there(self) -> list[str]:
-        """Those that the run has."""
-        return [name for name in (self.before, self.control, self.after) if name is not None]
-
-
-def compared_variants(run: DriftRun) -> Compared:
-    """Which variants of a run its verdict compares."""
+def _compared(run: DriftRun) -> tuple[str | None, str | None, str | None]:
+    """The merged model or what takes its place, the anchor alone, and the calibration added last; None where absent."""
     others = [name for name in run.variants if part_of(name) in ("merged", "baseline")]
     before = "merged" if "merged" in others else others[0] if others else None
     calibrated = [name for name in run.variants if part_of(name) == "calibrated"]
     if not calibrated:
-        return Compared(before, None, None)
+        return before, None, None
     control = control_of(calibrated[-1].partition(":")[2])
-    return Compared(before, control if control in run.variants else None, calibrated[-1])
+    return before, control if control in run.variants else None, calibrated[-1]
 
 
-def _change(found: TaskMeans, compared: Compared) -> Change:
+def _change(found: TaskMeans, compared: Sequence[str | None]) -> Change:
     measure = MEASURES[found.measure]
-    before, control, after = (
-        None if name is None else _estimate(found.means[name])
-        for name in (compared.before, compared.control, compared.after)
-    )
+    means = [None if name is None else _estimate(found.means[name]) for name in compared]
+    before, control, after = means
     change = _estimate(found.change)
     return Change(
         measure=measure.title,
@@ -86,30 +64,25 @@ def verdict_of(run: DriftRun) -> Verdict:
     Raises:
         RunError: a table can't be read.
     """
-    compared = compared_variants(run)
-    means = task_means(run, compared.there)
+    before, control, after = compared = _compared(run)
+    means = task_means(run, [name for name in compared if name is not None])
+    judged = after or before
     worst = max(
-        (entry for entry in _judged(run, compared) if is_measured(entry.relative.value)),
+        (entry for entry in outcomes(run, [judged] if judged else []) if is_measured(entry.relative.value)),
         key=lambda entry: entry.relative.value,
         default=None,
     )
     outcome = outcome_of(run_self_checks(run))
     return Verdict(
-        before=compared.before,
-        control=compared.control,
-        after=compared.after,
+        before=before,
+        control=control,
+        after=after,
         changes=tuple(_change(entry, compared) for entry in means),
         worst_task=worst.task if worst else None,
         worst_drift=worst.relative.value if worst else None,
         self_checks=outcome,
         sentences=tuple(_sentences(run, compared, means, worst, outcome)),
     )
-
-
-def _judged(run: DriftRun, compared: Compared) -> list[VariantOutcome]:
-    """Of the variant that a reader of the verdict would use."""
-    variant = compared.after or compared.before
-    return outcomes(run, [variant]) if variant else []
 
 
 def verdict_tables(run: DriftRun, verdict: Verdict) -> list[Table]:
@@ -126,12 +99,12 @@ def outcome_of(report: CheckReport) -> Outcome:
 
 def _means_table(verdict: Verdict) -> Table:
     """A row per measure and variant, the anchor alone among them, and one for the change from before to after."""
-    names = (verdict.before, verdict.control, verdict.after)
+    names = [title(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
     rows = [
         (change.measure, model, at.value, at.low, at.high, change.num_tasks, at.n)
         for change in verdict.changes
         for model, at in (
-            *zip(map(_named, names), (change.before, change.control, change.after), strict=True),
+            *zip(names, (change.before, change.control, change.after), strict=True),
             ("change", change.change),
         )
         if at is not None
@@ -148,13 +121,9 @@ def _means_table(verdict: Verdict) -> Table:
     )
 
 
-def _named(variant: str | None) -> str:
-    return "none" if variant is None else title(variant)
-
-
 def _sentences(
     run: DriftRun,
-    compared: Compared,
+    compared: Sequence[str | None],
     means: Sequence[TaskMeans],
     worst: VariantOutcome | None,
     outcome: Outcome,
@@ -162,8 +131,10 @@ def _sentences(
     """The verdict in words; the anchor alone is a row of the tables."""
     if not means:
         yield "Nothing was measured that a verdict could rest on."
+    before, control, after = compared
+    hidden = {control} - {before}
     told = [
-        replace(entry, means={name: mean for name, mean in entry.means.items() if name != compared.control})
+        replace(entry, means={name: mean for name, mean in entry.means.items() if name not in hidden})
         for entry in means
     ]
     yield from mean_sentences(told, len(run.tasks))
@@ -174,7 +145,7 @@ def _sentences(
             f"{estimate(worst.relative, 'share', counted=True)} of the expert's norm away, cosine "
             f"{estimate(worst.cosine, 'number')}."
         )
-    if compared.after is None:
+    if after is None:
         yield "Not calibrated: `driftlens calibrate RUN --name NAME` adds a variant to compare with."
     yield check_sentence(outcome, "self-check")
 

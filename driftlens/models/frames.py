@@ -165,12 +165,6 @@ def side_inputs(
 ) -> SideInputs:
     """Frames and raw inputs as side inputs: every tensor once, under a readable name.
 
-    Args:
-        paths: of the blocks.
-        frames: how each of them was called.
-        inputs: the batch.
-        mask: where tokens count, [n, t].
-
     Raises:
         SpecError: a block is given something that carries state, such as a key-value cache.
     """
@@ -325,9 +319,7 @@ def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
 def unmasked_padding(inputs: Inputs, pad_token: int | None) -> str | None:
     """What to tell the user of a batch without mask whose samples end or start like padded ones; None if they don't.
 
-    Args:
-        inputs: the batch.
-        pad_token: what the model pads with; None takes runs of three equal tokens for padding.
+    Where the model pads with no known token, runs of three equal tokens are taken for padding.
     """
     for name, tokens in inputs.values.items():
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():

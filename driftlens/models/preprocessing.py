@@ -41,10 +41,7 @@ class Preprocess:
 def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
     """Preprocessing by a `preprocessor_config.json`, with PIL even where torchvision would be preferred.
 
-    Args:
-        config: the file's content; None where there is no file, which gives CLIP's defaults and a notice.
-        image_size: height and width that the tower takes.
-        source: the model, for messages.
+    Without that file (None) CLIP's defaults are taken, with a notice.
 
     Raises:
         IncompatibleModelsError: the file belongs to another model family, or gives pixels of another size.
@@ -75,10 +72,7 @@ def open_clip_preprocess(
 ) -> Preprocess:
     """Preprocessing by the `preprocess_cfg` of an open_clip configuration.
 
-    Args:
-        config: that section; None where there is none, which gives CLIP's defaults and a notice.
-        image_size: height and width that the tower takes.
-        source: the model, for messages.
+    Without that section (None) CLIP's defaults are taken, with a notice.
 
     Raises:
         IncompatibleModelsError: the section has unusable values, or gives pixels of another size.

@@ -55,7 +55,9 @@ def _bounded(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Four panels of points with the same logarithmic axes."""
-    rows = _with_use(_rows(run, options))
+    rows = _rows(run, options)
+    share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
+    rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
     drawn, thinned = marks.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
     grid = panels.panel_grid(
         [title for _, title in _ESTIMATES.values()],
@@ -85,19 +87,16 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}}
     grid.figure.update_xaxes(**axis)
     grid.figure.update_yaxes(**axis)
+    lost = sum(int((~_drawable(drawn, estimate)).sum()) for estimate in _ESTIMATES)
+    said = "without a place on logarithmic axes: no drift, or no finite bound."
+    left_out = [f"{words.counted(lost, 'point')} {said}"] if lost else []
     counts, *overlaps = words.table_notes(run, rows, over_tasks=False)
     return Drawn(
         grid.figure,
         alt=_used_in_words(rows),
         data=drawn,
-        notes=(*thinned, counts, *_left_out(drawn), *overlaps),
+        notes=(*thinned, counts, *left_out, *overlaps),
     )
-
-
-def _with_use(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the share of the certified bound that the variant's samples use, in the median."""
-    share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
-    return rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
 
 
 def _reach(rows: pd.DataFrame) -> tuple[float, float]:
@@ -110,15 +109,6 @@ def _reach(rows: pd.DataFrame) -> tuple[float, float]:
 def _drawable(rows: pd.DataFrame, estimate: str) -> pd.Series[bool]:
     """Whether a sample has a place on logarithmic axes."""
     return (rows[estimate] > 0) & np.isfinite(rows[estimate]) & (rows[_ACTUAL] > 0)
-
-
-def _left_out(rows: pd.DataFrame) -> list[str]:
-    count = sum(int((~_drawable(rows, estimate)).sum()) for estimate in _ESTIMATES)
-    if not count:
-        return []
-    return [
-        f"{words.counted(count, 'point')} without a place on logarithmic axes: no drift, or no finite bound."
-    ]
 
 
 def _used_in_words(rows: pd.DataFrame) -> str:

@@ -14,7 +14,6 @@ from driftlens.records.run import DriftRun
 from driftlens.variants import part_of
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace
 
 NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
 HEIGHT = 460
@@ -212,7 +211,29 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     # Its points carry the names of tasks.
     labelled = ([name for name in names if part_of(name) == "calibrated"] or names)[-1]
     for variant, part in rows.groupby("variant", sort=False):
-        figure.add_trace(_trace(run, part, str(variant), labelled, dark=options.dark))
+        style = theme.look(run.variants, str(variant), dark=options.dark)
+        across, up = (
+            marks.whiskers(
+                part[name], part[f"{name} low"], part[f"{name} high"], style.colour, thickness=1, width=0
+            )
+            for name in (_COSINE, _ACCURACY)
+        )
+        # A name goes on the other side than that of the next higher point, which may be close.
+        places = part[_ACCURACY].rank(method="first").astype(int)
+        cloud = marks.scatter(
+            x=part[_COSINE].tolist(),
+            y=part[_ACCURACY].tolist(),
+            error_x=across,
+            error_y=up,
+            mode="markers+text" if variant == labelled else "markers",
+            text=[words.label(str(task)) for task in part["task"]],
+            textposition=["bottom right" if place % 2 else "top left" for place in places],
+            textfont=marks.ink(dark=options.dark),
+            name=words.shown(str(variant)),
+            marker={"color": style.colour, "symbol": style.symbol, "size": 9},
+            hovertemplate="%{text}<br>cosine %{x:+.3f}, accuracy %{y:+.1f} points",
+        )
+        figure.add_trace(cloud)
     theme.apply_theme(figure, height=HEIGHT, **words.themed(run, "gains", options))
     line = {"color": theme.palette(options.dark).quiet, "width": 1}
     figure.add_hline(0, line=line, layer="below")
@@ -234,29 +255,4 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             "counts alone (wider than it need be, as both answered the same samples).",
             *words.overlap_notes(run),
         ),
-    )
-
-
-def _trace(run: DriftRun, rows: pd.DataFrame, variant: str, labelled: str, *, dark: bool) -> Trace:
-    style = theme.look(run.variants, variant, dark=dark)
-    across, up = (
-        marks.whiskers(
-            rows[name], rows[f"{name} low"], rows[f"{name} high"], style.colour, thickness=1, width=0
-        )
-        for name in (_COSINE, _ACCURACY)
-    )
-    # A name goes on the other side than that of the next higher point, which may be close.
-    places = rows[_ACCURACY].rank(method="first").astype(int)
-    return marks.scatter(
-        x=rows[_COSINE].tolist(),
-        y=rows[_ACCURACY].tolist(),
-        error_x=across,
-        error_y=up,
-        mode="markers+text" if variant == labelled else "markers",
-        text=[words.label(str(task)) for task in rows["task"]],
-        textposition=["bottom right" if place % 2 else "top left" for place in places],
-        textfont=marks.ink(dark=dark),
-        name=words.shown(variant),
-        marker={"color": style.colour, "symbol": style.symbol, "size": 9},
-        hovertemplate="%{text}<br>cosine %{x:+.3f}, accuracy %{y:+.1f} points",
     )

@@ -56,19 +56,16 @@ def _running_rows(run: DriftRun, variant: str, found: Mapping[int, float]) -> pd
     measured = run.layers()
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(found, dtype=float).sort_index()}
-    rows = pd.concat(
-        [
-            pd.DataFrame({"variant": name, "layer": line.index, _MEAN: line.array})
-            for name, line in lines.items()
-        ],
-        ignore_index=True,
-    )
-    places = {entry.index: entry for entry in run.manifest.layers}
-    return rows.assign(
-        task="mean over tasks",
-        role=[places[layer].role if layer in places else "layer" for layer in rows["layer"]],
-        path=[places[layer].path if layer in places else "" for layer in rows["layer"]],
-    )
+    rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
+    rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
+    return rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
+
+
+def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with each layer's role and path."""
+    columns = {"layer": "index", "role": "role", "path": "path"}
+    layers = {name: [getattr(entry, of) for entry in run.manifest.layers] for name, of in columns.items()}
+    return rows.merge(pd.DataFrame(layers), on="layer", how="left")
 
 
 def _progress_in_words(rows: pd.DataFrame, run: DriftRun, found: Mapping[int, float]) -> str:
@@ -121,13 +118,7 @@ def _sample_rows(run: DriftRun, samples: pd.DataFrame, task: str, sample_id: str
         raise DataError(
             f"task {task!r} has no diagnosis sample {sample_id!r}", hint="Choose one of the table."
         )
-    layers = pd.DataFrame(
-        [(entry.index, entry.role, entry.path) for entry in run.manifest.layers],
-        columns=["layer", "role", "path"],
-    )
-    rows = rows.merge(layers, on="layer", how="left").rename(
-        columns={"drift_l2": _DRIFT, "final_share": _SHARE}
-    )
+    rows = _placed(run, rows).rename(columns={"drift_l2": _DRIFT, "final_share": _SHARE})
     return rows[["task", "variant", "layer", "role", "path", _DRIFT, _SHARE]].assign(n=1)
 
 

@@ -70,8 +70,9 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             part = rows[rows["variant"] == variant]
             figure.add_trace(_trace(run, part, str(variant), by, dark=options.dark), row=1, col=place)
     theme.apply_theme(figure, height=420, **words.themed(run, "alignment", options))
-    figure.update_layout(scattermode="group", scattergap=0.4)
     figure.update_layout(
+        scattermode="group",
+        scattergap=0.4,
         xaxis={**panels.layer_axis(run), "title_text": panels.layer_title(run)},
         xaxis2={"type": "category", "title_text": "module (name inside its block)", "showgrid": False},
         yaxis={"tickformat": theme.TICK_NUMBER, "title_text": "cosine of task vectors (1: same direction)"},

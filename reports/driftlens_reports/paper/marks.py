@@ -15,14 +15,12 @@ from matplotlib import rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
-
-from driftlens_reports.charts.theme import readable
 
 GUIDE = "_guide"
 """Label of lines that stand for no measurement: zero lines, diagonals, defaults."""
@@ -197,12 +195,6 @@ def add_cells(panel: Panel, trace: Any, shades: ScalarMappable) -> None:
         edgecolors="white",
         linewidth=rcParams["axes.linewidth"],
     )
-    template = re.search(r"%\{z:(.*?)\}", trace.texttemplate or "")
-    for (down, across), value in np.ndenumerate(values) if template else ():
-        if not math.isnan(value):
-            box = Bbox.from_bounds(x[across] - 0.5, y[down] - 0.5, 1, 1)
-            ink = readable(to_hex(shades.to_rgba(value)))
-            _write_inside(panel, box, number(value, template[1]), ink)
 
 
 def shades_of(scale: Any) -> ScalarMappable:

@@ -85,7 +85,6 @@ def live_samples(
         DataError: the first batch differs when it is drawn again (a random augmentation), batches that don't fit
             together, labels that are no whole numbers, or no samples at all.
     """
-
     where = f"data[{task!r}]"
     found = _opened(source, batch_size, where)
     positions, notices = None, list(found.notices)

@@ -32,7 +32,8 @@ shows, charts say themselves: `show_parts` asks their registry.
 | | `plain`: a name from a run or spec, safe inside Markdown |
 | | `shown_errors`: what happened and what to do, in place |
 | `runs` | the runs under the allowed root, by id, cached |
-| `inside` | whether a path stays under that root once links are followed: asked before a name from a run is used |
+| `settings` | that root, whether jobs may be started, and whether a path stays under the root once links are followed |
 | `jobs` | start, watch and cancel the command line; what it does is on disk |
-| `live` | a job while it runs, redrawn by itself |
+| `live` | a job on a page: offered, redrawn by itself while it runs, and how it ended |
+| `calibration` | the form of a calibration, made of the settings that calibrators declare |
 """

@@ -8,21 +8,16 @@ annotations (see `driftlens.settings`). Spec, command line, dashboard and model 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
-from driftlens.engine.linear_sums import WeightedFold
 from driftlens.engine.pool import Attachment
-from driftlens.engine.problems import LinearFold, Problem, SiteUpdate, Wanted
-from driftlens.engine.training import BoundaryFeatures, OnEpoch
+from driftlens.engine.problems import ClosedForm
+from driftlens.engine.training import Trainer
 from driftlens.errors import SpecError, did_you_mean
-from driftlens.linalg.gram import GramPool
-from driftlens.linalg.norm_affine import NormMoments
-from driftlens.models.chain import Site
 from driftlens.registry import Registry
 from driftlens.settings import settings_of
 
@@ -79,54 +74,17 @@ class Calibrator:
             setting.read(getattr(self, setting.name))
 
 
-class ClosedFormBase(Calibrator, ABC):
-    """Defaults of `driftlens.engine.problems.ClosedForm`: the experts' own outputs wanted, every task counting alike.
-
-    A subclass adds `solve`.
-    """
+class ClosedFormBase(Calibrator, ClosedForm):
+    """A calibrator that solves from moments; a subclass adds `solve`."""
 
     update: Sequence[str] = ("linear", "bias", "norm")
-    solve_dtype: str = "float64"
-
-    @property
-    def moments_key(self) -> Hashable:
-        """Calibrators of one class share moments where all their settings are equal."""
-        return type(self), repr(self)
-
-    def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
-        """The expert's own outputs, tokens counting as the adapter says."""
-        return Wanted(1.0, site.token_weights)
-
-    def task_weight(self, gram_norm: Tensor) -> Tensor:
-        """How much a task counts whose Gram matrix has this Frobenius norm."""
-        return torch.ones_like(gram_norm)
-
-    def fold(self, grams: GramPool) -> LinearFold:
-        """Tasks summed up, each counting its task weight."""
-        return WeightedFold(grams, self.task_weight)
-
-    def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
-        """Tasks summed up, each counting 1."""
-        return task if total is None else total + task
-
-    @abstractmethod
-    def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
-        """See `ClosedForm`."""
 
 
-class Trained(Calibrator, ABC):
+class Trained(Calibrator, Trainer):
     """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
 
     A subclass adds `train` and `attachment`.
     """
-
-    def boundaries(self, num_layers: int) -> Sequence[int]:
-        """Where something is attached; boundary l is what leaves layer l."""
-        return (num_layers,)
-
-    @abstractmethod
-    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> Attachment:
-        """See `driftlens.engine.training.Trainer`."""
 
     @classmethod
     @abstractmethod

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from driftlens.engine.problems import LinearFold, LinearProblem, Wanted
-from driftlens.linalg.gram import GramPool, GramSum, add_scaled
-from driftlens.linalg.output_cross import OutputCross, output_cross
-from driftlens.linalg.ridge import Moments
+from driftlens.engine.problems import LinearFold, LinearProblem, TaskMoments, Wanted
+from driftlens.linalg.gram import GramPool, GramSum
+from driftlens.linalg.output_cross import output_cross
 from driftlens.models.chain import Parameters, Site
 
 
@@ -110,93 +109,3 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     weights = (parameters[f"{site.name}.weight"] for site in sites)
     biases = (parameters.get(f"{site.name}.bias") for site in sites)
     return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
-
-
-class TaskMoments:
-    """Sums over the rows of one task: the unit that calibrators fold.
-
-    Attributes:
-        gram: of what the merged model feeds the sites, [k, k].
-        cross: of the wanted outputs with these inputs.
-        shape: [O, k] of the stacked weights.
-        rows: sum of the inputs, [k].
-        weight_sum: how much all rows count together.
-        biases: the expert's, by site.
-    """
-
-    def __init__(self, gram: GramSum, cross: OutputCross, shape: Sequence[int]) -> None:
-        self.gram = gram
-        self.cross = cross
-        self.shape = shape
-        self.rows = torch.zeros(shape[1], dtype=gram.dtype, device=gram.device)
-        self.weight_sum = self.rows.new_zeros(())
-        self.biases: dict[str, Tensor] = {}
-
-    def add(
-        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
-    ) -> None:
-        """Add rows, arguments as for `LinearSums.add`."""
-        self.cross.add(rows, expert_rows, expert_outputs, weights)
-        if weights is None:
-            self.weight_sum += len(rows)
-            self.rows += rows.sum(dim=0)
-        else:
-            self.weight_sum += weights.sum()
-            self.rows += weights @ rows
-            # With both factors of the product scaled by the root, each row counts its weight.
-            rows = rows * weights.sqrt()[:, None]
-        self.gram.add_rows(rows)
-
-
-class WeightedFold:
-    """Sums over tasks, each divided by its rows' weight and multiplied by its task weight.
-
-    Args:
-        grams: where the sum of Gram matrices comes from.
-        task_weight: how much a task counts, from the Frobenius norm of its mean Gram matrix.
-    """
-
-    def __init__(self, grams: GramPool, task_weight: Callable[[Tensor], Tensor]) -> None:
-        self._grams = grams
-        self._task_weight = task_weight
-        self._gram: GramSum | None = None
-        self._energy: Tensor | None = None
-        self._bias: dict[str, Tensor] = {}
-
-    def add(self, task: TaskMoments) -> None:
-        """Take in one task."""
-        if self._gram is None:
-            self._gram = self._grams.lend(task.gram.k, task.gram.dtype, task.gram.device)
-            outputs, k = task.shape
-            self._cross = task.rows.new_zeros(outputs, k)
-            self._rows, self._targets = task.rows.new_zeros(k), task.rows.new_zeros(outputs)
-            self._weight = task.rows.new_zeros(())
-        omega = self._task_weight(task.gram.norm() / task.weight_sum)
-        scale = float(omega / task.weight_sum)
-        found = task.cross.sums(task.gram)
-        self._gram.add(task.gram, scale)
-        add_scaled(self._cross, found.cross, scale)
-        if found.energy is not None:
-            energy = scale * found.energy.to(self._rows.dtype)
-            self._energy = energy if self._energy is None else self._energy + energy
-        self._rows += scale * task.rows
-        self._targets += scale * found.target
-        self._weight += omega
-        for name, bias in task.biases.items():
-            self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows.dtype)
-
-    def moments(self) -> Moments:
-        """Of all tasks together, divided by the sum of their task weights."""
-        assert self._gram is not None
-        return Moments(
-            gram=self._gram.full().div_(self._weight),
-            output_cross=self._cross.div_(self._weight),
-            mean_in=self._rows / self._weight,
-            mean_target=self._targets / self._weight,
-            target_energy=None if self._energy is None else self._energy / self._weight,
-            weight_sum=self._weight,
-        )
-
-    def mean_bias(self) -> dict[str, Tensor]:
-        """The experts' biases by site, each counting its task weight."""
-        return {name: bias / self._weight for name, bias in self._bias.items()}

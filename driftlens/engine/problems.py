@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from driftlens.linalg.gram import GramPool
+from driftlens.linalg.gram import GramPool, GramSum, add_scaled
 from driftlens.linalg.norm_affine import NormMoments
+from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments
 from driftlens.models.chain import Parameters, Site, SiteKind
-
-if TYPE_CHECKING:
-    from driftlens.engine.linear_sums import TaskMoments
 
 
 @dataclass(frozen=True)
@@ -119,45 +119,140 @@ class LinearFold(Protocol):
         ...
 
 
-class ClosedForm(Protocol):
+class TaskMoments:
+    """Sums over the rows of one task: the unit that calibrators fold.
+
+    Attributes:
+        gram: of what the merged model feeds the sites, [k, k].
+        cross: of the wanted outputs with these inputs.
+        shape: [O, k] of the stacked weights.
+        rows: sum of the inputs, [k].
+        weight_sum: how much all rows count together.
+        biases: the expert's, by site.
+    """
+
+    def __init__(self, gram: GramSum, cross: OutputCross, shape: Sequence[int]) -> None:
+        self.gram = gram
+        self.cross = cross
+        self.shape = shape
+        self.rows = torch.zeros(shape[1], dtype=gram.dtype, device=gram.device)
+        self.weight_sum = self.rows.new_zeros(())
+        self.biases: dict[str, Tensor] = {}
+
+    def add(
+        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+    ) -> None:
+        """Add rows, arguments as for `LinearSums.add`."""
+        self.cross.add(rows, expert_rows, expert_outputs, weights)
+        if weights is None:
+            self.weight_sum += len(rows)
+            self.rows += rows.sum(dim=0)
+        else:
+            self.weight_sum += weights.sum()
+            self.rows += weights @ rows
+            # With both factors of the product scaled by the root, each row counts its weight.
+            rows = rows * weights.sqrt()[:, None]
+        self.gram.add_rows(rows)
+
+
+class WeightedFold:
+    """Sums over tasks, each divided by its rows' weight and multiplied by its task weight.
+
+    Args:
+        grams: where the sum of Gram matrices comes from.
+        task_weight: how much a task counts, from the Frobenius norm of its mean Gram matrix.
+    """
+
+    def __init__(self, grams: GramPool, task_weight: Callable[[Tensor], Tensor]) -> None:
+        self._grams = grams
+        self._task_weight = task_weight
+        self._gram: GramSum | None = None
+        self._energy: Tensor | None = None
+        self._bias: dict[str, Tensor] = {}
+
+    def add(self, task: TaskMoments) -> None:
+        """Take in one task."""
+        if self._gram is None:
+            self._gram = self._grams.lend(task.gram.k, task.gram.dtype, task.gram.device)
+            outputs, k = task.shape
+            self._cross = task.rows.new_zeros(outputs, k)
+            self._rows, self._targets = task.rows.new_zeros(k), task.rows.new_zeros(outputs)
+            self._weight = task.rows.new_zeros(())
+        omega = self._task_weight(task.gram.norm() / task.weight_sum)
+        scale = float(omega / task.weight_sum)
+        found = task.cross.sums(task.gram)
+        self._gram.add(task.gram, scale)
+        add_scaled(self._cross, found.cross, scale)
+        if found.energy is not None:
+            energy = scale * found.energy.to(self._rows.dtype)
+            self._energy = energy if self._energy is None else self._energy + energy
+        self._rows += scale * task.rows
+        self._targets += scale * found.target
+        self._weight += omega
+        for name, bias in task.biases.items():
+            self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows.dtype)
+
+    def moments(self) -> Moments:
+        """Of all tasks together, divided by the sum of their task weights."""
+        assert self._gram is not None
+        return Moments(
+            gram=self._gram.full().div_(self._weight),
+            output_cross=self._cross.div_(self._weight),
+            mean_in=self._rows / self._weight,
+            mean_target=self._targets / self._weight,
+            target_energy=None if self._energy is None else self._energy / self._weight,
+            weight_sum=self._weight,
+        )
+
+    def mean_bias(self) -> dict[str, Tensor]:
+        """The experts' biases by site, each counting its task weight."""
+        return {name: bias / self._weight for name, bias in self._bias.items()}
+
+
+class ClosedForm(ABC):
     """A calibrator that solves from moments: it says which it wants, folds those of the tasks, and solves.
 
-    It never holds a model. One file in `driftlens.calibration` each; `driftlens.calibration.calibrator.ClosedFormBase`
-    has defaults for all but `solve`.
+    It never holds a model. What is here wants the experts' own outputs and counts every task alike; a subclass adds
+    `solve`.
 
     Attributes:
         solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
         update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
     """
 
-    solve_dtype: str
-    update: Sequence[str]
+    solve_dtype: str = "float64"
+    update: Sequence[str] = ("linear", "bias", "norm")
 
     @property
     def moments_key(self) -> Hashable:
-        """Equal for calibrators that want the same moments and fold them alike."""
-        ...
+        """Equal for calibrators that want the same moments and fold them alike: those with equal settings."""
+        return type(self), repr(self)
 
+    @abstractmethod
     def check(self, *, has_base: bool) -> None:
         """Refuse settings that make no sense.
 
         Raises:
             SpecError: names the setting and what was expected.
         """
-        ...
 
     def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
-        """Which moments of a site are wanted."""
-        ...
+        """Which moments of a site are wanted; tokens count as the adapter says."""
+        return Wanted(1.0, site.token_weights)
+
+    def task_weight(self, gram_norm: Tensor) -> Tensor:
+        """How much a task counts whose Gram matrix has this Frobenius norm."""
+        return torch.ones_like(gram_norm)
 
     def fold(self, grams: GramPool) -> LinearFold:
         """An empty fold of tasks for one group of linear sites; Gram matrices come from `grams`."""
-        ...
+        return WeightedFold(grams, self.task_weight)
 
     def fold_norm(self, total: NormMoments | None, task: NormMoments) -> NormMoments:
-        """A norm's moments of one more task folded into those of the tasks before."""
-        ...
+        """A norm's moments of one more task folded into those of the tasks before, each counting 1."""
+        return task if total is None else total + task
 
+    @abstractmethod
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
         """New parameters of the problem's sites; nothing that is handed in is modified.
 
@@ -167,7 +262,6 @@ class ClosedForm(Protocol):
             NumericsError: the moments hold NaN or infinite entries.
             SingularGramError: a system can't be solved as asked.
         """
-        ...
 
 
 @dataclass(frozen=True)

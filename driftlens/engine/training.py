@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,13 +41,14 @@ class BoundaryFeatures:
     expert: Tensor
 
 
-class Trainer(Protocol):
+class Trainer(ABC):
     """What learns the attachments."""
 
     def boundaries(self, num_layers: int) -> Sequence[int]:
         """Where something is attached; boundary l is what leaves layer l."""
-        ...
+        return (num_layers,)
 
+    @abstractmethod
     def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> Attachment:
         """The map for one task and boundary.
 
@@ -56,7 +57,6 @@ class Trainer(Protocol):
             generator: for whatever is drawn at random.
             on_epoch: to be told of each epoch.
         """
-        ...
 
 
 def train_attachments(

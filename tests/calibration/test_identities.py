@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -81,7 +82,14 @@ def test_reported_objectives_are_those_of_the_moments() -> None:
     anchor, new = spy.anchor_of(problem.merged, problem.base), solved(spy, problem)
     for at, site in enumerate(problem.sites):
         report = reports[f"vision_model.encoder.layers.0.{site.name}"]
-        moments = problem.moments.outputs(32 * at, 32 * at + 32)
+        rows, stacked = slice(32 * at, 32 * at + 32), problem.moments
+        assert stacked.target_energy is not None
+        moments = dataclasses.replace(
+            stacked,
+            output_cross=stacked.output_cross[rows],
+            mean_target=stacked.mean_target[rows],
+            target_energy=stacked.target_energy[rows],
+        )
         key = f"{site.name}.weight"
         for value, shown in (
             (problem.merged[key], report.objective_before),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Callable
 
 from driftlens.records.run import open_run
@@ -25,7 +26,8 @@ def test_attribution_is_left_out_and_added_later(
         open_run(out).layers(variant=variant, layer="final")["drift_l2_mean"].iloc[0]
         for variant in ("merged", "calibrated:featcal")
     ]
-    assert first.split()[1:3] == [f"{drift:#.4g}" for drift in drifts]
+    told = [number for number, _ in re.findall(r"([\d.]+) (\([^)]*\))", first)][:2]
+    assert told == [f"{drift:#.4g}" for drift in drifts], first
     assert open_run(out).layers()["final_share"].isna().all()
     shown = run_cli("explain", out, "--json", "--progress", "none")
     assert shown.code == 0 and json.loads(shown.out)

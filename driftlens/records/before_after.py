@@ -131,29 +131,40 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
         RunError: a table can't be read.
     """
     found = accuracy_changes(run, name)
-    sheets = (_outcomes(run, name), _drifts(run, name), _accuracies(name, found), _answers(name, found))
-    return [sheet for sheet in (*sheets, _moves(run, name)) if sheet.rows]
+    rows = before_after(run, name)
+    sheets = (
+        *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
+        *(_accuracies(name, found), _answers(name, found), _moves(run, name)),
+    )
+    return [sheet for sheet in sheets if sheet.rows]
 
 
-def _outcomes(run: DriftRun, name: str) -> Sheet:
-    rows = before_after(run, name).drop(columns="variant")
+def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Sheet:
+    kept = rows[rows["variant"] != "expert"].drop(columns=["variant", "accuracy", "low", "high", "n"])
     return Sheet(
         f"before-after-{name}",
-        f"{title(calibrated(name))}: every model on every task",
+        f"{title(calibrated(name))}: final feature of every model on every task",
         {
             **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
-            **{
-                "relative drift": "share",
-                "relative drift +-": "share",
-                "cosine": "number",
-                "cosine +-": "number",
-            },
-            **{"accuracy": "share", "95 % low": "share", "95 % high": "share", "test samples": "count"},
+            **{"relative drift": "share", "relative drift +-": "share"},
+            **{"cosine": "number", "cosine +-": "number"},
         },
-        [[*row[:-1], row[-1] or None] for row in rows.to_numpy(dtype=object).tolist()],
-        f"Drift, relative drift and cosine are means over {_counted(run)} with half their 95 % interval (Student's t; "
-        "the expert's norm is taken as known). The interval of accuracy is Wilson's. The expert has an accuracy only: "
-        "its own drift is zero by definition.",
+        kept.to_numpy(dtype=object).tolist(),
+        f"Means over {_counted(run)} with half their 95 % interval (Student's t; the expert's norm is taken as known).",
+    )
+
+
+def _scores(rows: pd.DataFrame, name: str) -> Sheet:
+    kept = rows[rows["accuracy"].notna()][["task", "model", "accuracy", "low", "high", "n"]]
+    return Sheet(
+        f"accuracies-{name}",
+        f"{title(calibrated(name))}: accuracy of every model on every task",
+        {
+            **{"task": "text", "model": "text", "accuracy": "share", "95 % low": "share"},
+            **{"95 % high": "share", "test samples": "count"},
+        },
+        kept.to_numpy(dtype=object).tolist(),
+        "On test samples, with Wilson's interval. Each expert is scored on its own task.",
     )
 
 
@@ -302,7 +313,7 @@ def _tasks_sentence(found: Sequence[AccuracyChange]) -> list[str]:
     """On which tasks accuracy certainly rises or falls: a mean would hide those that lose."""
     measured = [entry for entry in found if entry.n]
     if not measured:
-        return []
+        return ["Accuracy was not measured."]
     sides = [[at for at in measured if at.low > 0], [at for at in measured if at.high < 0]]
     rises, falls = (
         ", ".join(

@@ -236,7 +236,7 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
             else:
                 assert shown[head].tolist() == texts, head
         assert sheet.notes() in said(app)
-    assert len(sheets) == 5 and "featcal, anchor only" in said(app) and "escaling" not in said(app)
+    assert len(sheets) == 6 and "featcal, anchor only" in said(app) and "escaling" not in said(app)
     assert app.get("plotly_chart")
     links = [link.proto.label for link in app.get("page_link")]
     assert links == ["Features", "Report & export"]

@@ -105,9 +105,9 @@ def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: 
     write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
     with serving(tmp_path / "runs", tmp_path / "log") as address:
         page.goto(f"{address}/calibrate")
-        expect(page.get_by_test_id("stDataFrame")).to_have_count(5, timeout=60_000)
+        expect(page.get_by_test_id("stDataFrame")).to_have_count(6, timeout=60_000)
         settled(page)
         fitting = (
             "[...document.querySelectorAll('.dvn-scroller')].filter(it => it.scrollWidth <= it.clientWidth)"
         )
-        page.wait_for_function(f"{fitting}.length === 5")
+        page.wait_for_function(f"{fitting}.length === 6")

@@ -39,13 +39,13 @@ def test_the_table_shows_before_control_after_and_expert(
     run = open_run(folder)
     for task in TASKS:
         start = next(at for at, line in enumerate(lines) if line[:1] == [task])
-        block = lines[start : start + 4]
+        block = lines[start : start + 3]
         assert all(line[0] == task for line in block)
         assert " ".join(block[1][1:]).startswith("featcal, anchor only")
         drifts = [block[0][2], block[1][4], block[2][2]]
         variants = ("merged", CONTROL, VARIANT)
         assert drifts == [f"{run.value('drift_l2_mean', task=task, variant=name):#.4g}" for name in variants]
-        assert block[3][1] == "expert"
+        assert any(line[:2] == [task, "expert"] for line in lines)
     assert "featcal, anchor only" in result.out and "From merged to featcal: " in result.out
     assert "rescaling" not in result.out
     assert f"wrote {target}" in result.out

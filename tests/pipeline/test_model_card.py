@@ -57,6 +57,11 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
                 f"{final['drift_l2_mean']:#.4g} \u00b1 {error:#.2g}",
                 f"{100 * final['drift_rel']:.1f} % \u00b1 {100 * error * scale:.1f} %",
                 f"{final['cos_mean']:#.4g} \u00b1 {cosine_error:#.2g}",
+            ]
+            assert f"| {' | '.join(cells)} |" in card
+            cells = [
+                task,
+                title,
                 f"{100 * row['value']:.1f} %",
                 f"{100 * row['ci_low']:.1f} to {100 * row['ci_high']:.1f} %",
                 f"{row['n']}",

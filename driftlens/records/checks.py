@@ -105,6 +105,11 @@ class CheckResult:
     ci_high: float = math.nan
 
     @property
+    def claim(self) -> str:
+        """The name without the metric before it: of a self-check, what is exact in theory."""
+        return self.name.removeprefix(f"{self.metric}: ")
+
+    @property
     def title(self) -> str:
         """The check's name, with its group."""
         group = ", ".join(f"{key} {value}" for key, value in self.group.items())
@@ -161,17 +166,8 @@ def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None =
     checks = None if tests is None else load_checks(tests)
     opened = run if isinstance(run, DriftRun) else open_run(run)
     if checks is None:
-        return run_self_checks(opened)
+        return self_checks(opened)
     return CheckReport(opened, tuple(result for check in checks for result in _judge(opened, check)))
-
-
-def run_self_checks(run: DriftRun) -> CheckReport:
-    """The verdicts of what every run checks about itself.
-
-    Raises:
-        RunError: a table can't be read.
-    """
-    return CheckReport(run, tuple(check.result for check in self_checks(run)))
 
 
 def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
@@ -343,85 +339,55 @@ def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
     return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
 
 
-@dataclass(frozen=True)
-class SelfCheck:
-    """The largest error of one exact claim over all rows; NaN when it was not measured.
-
-    Attributes:
-        name: short name.
-        claim: what is exact in theory.
-        largest: the largest error found.
-        limit: up to which the claim counts as holding; beyond what rounding and quadrature explain, it does not.
-        where: the row with the largest error.
-        n: rows behind it.
-    """
-
-    name: str
-    claim: str
-    largest: float
-    limit: float
-    where: str
-    n: int = 0
-
-    @property
-    def holds(self) -> bool:
-        """Whether the claim was checked and holds."""
-        return self.largest <= self.limit  # false for NaN
-
-    @property
-    def result(self) -> CheckResult:
-        """The same as the result of a check."""
-        reason = "" if self.holds else "not measured"
-        if self.n and not self.holds:
-            reason = f"{self.largest:.2g} at {self.where}, wanted <= {self.limit:g}"
-        return CheckResult(
-            name=f"{self.name}: {self.claim}",
-            metric=self.name,
-            group={},
-            status="pass" if self.holds else "fail" if self.n else "skip",
-            value=self.largest,
-            relation="<=",
-            threshold=self.limit,
-            margin=self.limit - self.largest,
-            n=self.n,
-            where=self.where,
-            reason=reason,
-        )
-
-
 # Shares by prefix swaps are not among them: they telescope to the very drift that they are divided by.
-_CLAIMS = (
-    ("closure", "drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
-    ("Jacobian", "propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
-    ("contributions", "shares of the final drift sum to 1", "layers", "remainder_share", 1e-2),
-    ("softmax", "its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
-    ("cross-entropy", "its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
-)
-"""Name, claim, table and column of its error, and up to which error it counts as holding."""
+_CLAIMS = {
+    "closure": ("drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
+    "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
+    "contributions": ("shares of the final drift sum to 1", "layers", "remainder_share", 1e-2),
+    "softmax": ("its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
+    "cross-entropy": ("its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
+}
+"""What is exact in theory, by name: table and column of its error, and up to which error it counts as holding."""
 
 
-def self_checks(run: DriftRun) -> list[SelfCheck]:
-    """The largest error of each claim that a run checks about itself.
+def self_checks(run: DriftRun) -> CheckReport:
+    """The largest error of each claim that a run checks about itself; `metric` is the claim's short name.
 
     Raises:
         RunError: a table can't be read.
     """
     tables = {"layers": run.layers(), "outputs": run.outputs()}
-    return [
+    results = (
         _self_check(tables[table], column, name, claim, limit)
-        for name, claim, table, column, limit in _CLAIMS
-    ]
+        for name, (claim, table, column, limit) in _CLAIMS.items()
+    )
+    return CheckReport(run, tuple(results))
 
 
-def _self_check(rows: pd.DataFrame, column: str, name: str, claim: str, limit: float) -> SelfCheck:
+def _self_check(rows: pd.DataFrame, column: str, name: str, claim: str, limit: float) -> CheckResult:
     measured = rows[rows[column].notna()]
     errors = measured[column].abs().to_numpy(dtype=float)
-    if not len(errors):
-        return SelfCheck(name, claim, math.nan, limit, "")
-    worst = measured.iloc[int(errors.argmax())]
-    place = f"layer {worst['layer']}" if "layer" in rows else f"sample {worst['sample_id']}"
-    where = f"task {worst['task']}, {worst['variant']}, {place}"
-    return SelfCheck(name, claim, float(errors.max()), limit, where, len(errors))
+    status: Status = "skip"
+    largest, where, reason = math.nan, "", "not measured"
+    if len(errors):
+        worst, largest = measured.iloc[int(errors.argmax())], float(errors.max())
+        place = f"layer {worst['layer']}" if "layer" in rows else f"sample {worst['sample_id']}"
+        where = f"task {worst['task']}, {worst['variant']}, {place}"
+        status = "pass" if largest <= limit else "fail"
+        reason = "" if status == "pass" else f"{largest:.2g} at {where}, wanted <= {limit:g}"
+    return CheckResult(
+        f"{name}: {claim}",
+        name,
+        {},
+        status,
+        largest,
+        "<=",
+        limit,
+        limit - largest,
+        len(errors),
+        where,
+        reason,
+    )
 
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

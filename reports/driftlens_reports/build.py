@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import driftlens
 from driftlens.errors import DataError, SpecError
 from driftlens.files import PathLike, atomic_path
-from driftlens.records.checks import CheckReport, check, run_self_checks
+from driftlens.records.checks import CheckReport, check, self_checks
 from driftlens.records.contents import attach
 from driftlens.records.listing import current_state
 from driftlens.records.run import DriftRun, open_run
@@ -159,7 +159,7 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None)
         "cosine": lambda: (findings.cosine_sentences(run), ()),
         "outputs": lambda: (findings.decision_sentences(run), [findings.accuracy_table(run)]),
         "calibration": lambda: (findings.calibration_sentences(run), findings.calibration_tables(run)),
-        "checks": lambda: verdict.checks_parts(run_self_checks(run), checks),
+        "checks": lambda: verdict.checks_parts(self_checks(run), checks),
         "caveats": lambda: (findings.caveat_sentences(run, everything), ()),
         "glossary": lambda: ((), [setup.glossary_table()]),
         "environment": lambda: ((), setup.environment_tables(run)),

@@ -9,8 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.records.checks import SelfCheck as SelfCheck  # facts like the others
-from driftlens.records.checks import self_checks as self_checks
+from driftlens.records.checks import CheckResult
 from driftlens.records.intervals import Interval, wilson
 from driftlens.records.listing import damage_of_status, last_work
 from driftlens.records.outcomes import outcomes
@@ -139,12 +138,12 @@ def origin_sentence(origins: Origins) -> str:
     return f"{origins.task}: {what}: {', '.join(layers)}{f'; n = {n}' if n else ''}"
 
 
-def check_sentence(check: SelfCheck) -> str:
+def check_sentence(check: CheckResult) -> str:
     """How large one self-check's error gets, and where."""
-    if not is_measured(check.largest):
-        return f"{check.name} ({check.claim}): {NOT_MEASURED}"
-    verdict = "holds" if check.holds else f"DOES NOT HOLD (limit {error(check.limit)})"
-    return f"{check.name} ({check.claim}): {verdict}, error at most {error(check.largest)} ({check.where})"
+    if not is_measured(check.value):
+        return f"{check.metric} ({check.claim}): {NOT_MEASURED}"
+    verdict = "holds" if check.status == "pass" else f"DOES NOT HOLD (limit {error(check.threshold)})"
+    return f"{check.metric} ({check.claim}): {verdict}, error at most {error(check.value)} ({check.where})"
 
 
 def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from driftlens.projection import Projection
 from driftlens.records.before_after import calibration_sentences, calibration_sheets, selection_sentences
-from driftlens.records.checks import CheckReport
+from driftlens.records.checks import CheckReport, self_checks
 from driftlens.records.compare import Comparison
 from driftlens.records.equality import Equality
 from driftlens.records.intervals import Interval, mean_over_tasks, wilson
@@ -83,7 +83,7 @@ def summary(run: DriftRun) -> str:
         _section("Accuracy on test samples", _accuracy_lines(run)),
         _section("What happened (95 % intervals over samples)", story(run)),
         _section("Where the final drift comes from", [origin_sentence(task) for task in facts.origins(run)]),
-        _section("Self-checks", [check_sentence(check) for check in facts.self_checks(run)]),
+        _section("Self-checks", [check_sentence(check) for check in self_checks(run).results]),
     ]
     if run.manifest.notices:
         parts.append(_section("Notices", run.manifest.notices))

@@ -218,9 +218,9 @@ def test_a_single_file_is_handed_out_as_it_is() -> None:
 def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Path) -> None:
     app = open_app(root, "report")
     app.radio(key="export").set_value("Checks").run()
-    from driftlens.records.checks import run_self_checks
+    from driftlens.records.checks import self_checks
 
-    report = run_self_checks(open_run(root / "full"))
+    report = self_checks(open_run(root / "full"))
     (rows,) = shown_data(app)
     assert rows["result"].tolist() == [result.status for result in report.results]
     assert not errors(app)

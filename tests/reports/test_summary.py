@@ -8,10 +8,11 @@ import re
 from rich.cells import cell_len
 from scipy import stats
 
+from driftlens.records.checks import CheckResult
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.run import DriftRun
 from driftlens.records.verify import VerifyResult
-from driftlens_reports.facts import SelfCheck, check_sentence
+from driftlens_reports.facts import check_sentence
 from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text
 
 
@@ -69,9 +70,13 @@ def test_self_checks_show_their_largest_error(run: DriftRun) -> None:
 
 
 def test_a_claim_that_fails_is_said_to_fail() -> None:
-    failing = SelfCheck("closure", "drift equals", largest=0.3, limit=1e-4, where="task a, merged, layer 2")
+    place = "task a, merged, layer 2"
+    failing = CheckResult(
+        "closure: drift equals", "closure", {}, "fail", 0.3, "<=", 1e-4, 1e-4 - 0.3, n=1, where=place
+    )
     assert "DOES NOT HOLD (limit 1.0e-04), error at most 3.0e-01" in check_sentence(failing)
-    assert not dataclasses.replace(failing, largest=math.nan).holds
+    unknown = dataclasses.replace(failing, status="skip", value=math.nan)
+    assert check_sentence(unknown) == "closure (drift equals): not measured"
 
 
 def test_a_synthetic_run_says_so_before_any_number(run: DriftRun, bare: DriftRun) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from driftlens.records.checks import self_checks
 from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import error, is_measured, number, percent, size
 from driftlens.records.run import DriftRun
@@ -37,7 +38,7 @@ def show() -> None:
     with shown_errors():
         _origins(chosen)
     with shown_errors():
-        _self_checks(chosen.run)
+        _list_self_checks(chosen.run)
     _provenance(chosen.run)
 
 
@@ -89,11 +90,14 @@ def _show_cards(chosen: Selection) -> None:
         difference=lambda share: f"{100 * share:.1f} points",
         help="Share of diagnosis samples whose predicted class differs from the expert's.",
     )
-    check = facts.self_checks(run)[0]
+    check = self_checks(run).results[0]
     with places[3].container(border=True, height="stretch"):
-        st.metric("Closure error", error(check.largest), help=f"Self-check: {check.claim}.")
-        verdict = None if is_measured(check.largest) else "not checked"
-        st.caption(verdict or ("holds" if check.holds else f"does not hold: above {error(check.limit)}"))
+        st.metric("Closure error", error(check.value), help=f"Self-check: {check.claim}.")
+        verdict = None if is_measured(check.value) else "not checked"
+        st.caption(
+            verdict
+            or ("holds" if check.status == "pass" else f"does not hold: above {error(check.threshold)}")
+        )
     if not any(part_of(name) == "calibrated" for name in run.variants):
         st.page_link(
             path_of("calibrate"), label="Not calibrated yet: calibrate this run", icon=":material/tune:"
@@ -167,10 +171,10 @@ def _origins(chosen: Selection) -> None:
     st.markdown("\n".join(f"- {plain(origin_sentence(entry))}" for entry in found))
 
 
-def _self_checks(run: DriftRun) -> None:
+def _list_self_checks(run: DriftRun) -> None:
     st.subheader("Self-checks", anchor=False, help="Claims that are exact in theory, tested on this run.")
-    for check in facts.self_checks(run):
-        icon = "remove" if not is_measured(check.largest) else "check" if check.holds else "warning"
+    for check in self_checks(run).results:
+        icon = "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
         st.markdown(f":material/{icon}: {plain(check_sentence(check))}")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from driftlens.records.checks import run_self_checks
+from driftlens.records.checks import self_checks
 from driftlens.records.reading import error, size
 from driftlens.records.run import DriftRun
 from driftlens.records.status import Failure
@@ -219,7 +219,7 @@ def _checks(run: DriftRun) -> None:
         "Claims that are exact in theory, tested on this run. `driftlens check RUN --tests FILE` holds it against "
         "bounds of your own."
     )
-    results = run_self_checks(run).results
+    results = self_checks(run).results
     rows = pd.DataFrame(
         {
             "result": [result.status for result in results],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.records.checks import SelfCheck, self_checks
+from driftlens.records.checks import CheckResult, self_checks
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated, title
@@ -96,9 +96,9 @@ def closure(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     blocks, missing = [], []
     for run in runs:
         several = len(runs) > 1
-        checks = self_checks(run)
+        checks = self_checks(run).results
         blocks.append(Block(tuple(_check_line(run, check) for check in checks), run.name if several else ""))
-        absent = [check.name for check in checks if not check.where]
+        absent = [check.metric for check in checks if not check.where]
         if absent:
             how = f"not measured: {', '.join(absent)}; `metrics` in the spec turns them on"
             missing.append(Gap(f"Self-checks, {run.name}" if several else "Self-checks", how))
@@ -111,15 +111,15 @@ def closure(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     )
 
 
-def _check_line(run: DriftRun, check: SelfCheck) -> Line:
+def _check_line(run: DriftRun, check: CheckResult) -> Line:
     cells = {
         "Claim": Cell(check.claim),
-        "Largest error": Cell(check.largest),
-        "Limit": Cell(check.limit),
-        "Holds": Cell(("yes" if check.holds else "NO") if check.where else "not measured"),
+        "Largest error": Cell(check.value),
+        "Limit": Cell(check.threshold),
+        "Holds": Cell(("yes" if check.status == "pass" else "NO") if check.where else "not measured"),
         "Where": Cell(check.where or "--"),
     }
-    return Line(check.name, cells, "reference", "measured", run.id)
+    return Line(check.metric, cells, "reference", "measured", run.id)
 
 
 @table("hyper", title="Settings per run")

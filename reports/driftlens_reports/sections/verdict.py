@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from driftlens.records.before_after import change_in_words, mean_sentences
-from driftlens.records.checks import CheckReport, Status, run_self_checks
+from driftlens.records.checks import CheckReport, Status, self_checks
 from driftlens.records.intervals import Interval
 from driftlens.records.outcomes import MEASURES, TaskMeans, outcomes, task_means
 from driftlens.records.outcomes import Outcome as VariantOutcome
@@ -72,7 +72,7 @@ def verdict_of(run: DriftRun) -> Verdict:
         key=lambda entry: entry.relative.value,
         default=None,
     )
-    outcome = outcome_of(run_self_checks(run))
+    outcome = outcome_of(self_checks(run))
     return Verdict(
         before=before,
         control=control,

@@ -9,9 +9,9 @@ import statistics
 import pandas as pd
 import pytest
 
+from driftlens.records.checks import self_checks
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens_reports.facts import self_checks
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.paper.grid import AVERAGE
 from driftlens_reports.paper.published import published_tables
@@ -252,11 +252,11 @@ def test_drift_is_the_layer_tables(run: DriftRun) -> None:
 
 def test_self_checks_are_told_as_they_are(run: DriftRun) -> None:
     rows = drawn("closure", run).data.set_index(["row", "column"])
-    for check in self_checks(run):
-        assert rows.loc[(check.name, "Limit"), "value"] == check.limit
+    for check in self_checks(run).results:
+        assert rows.loc[(check.metric, "Limit"), "value"] == check.threshold
         if check.where:
-            assert rows.loc[(check.name, "Largest error"), "value"] == check.largest
-            assert rows.loc[(check.name, "Holds"), "text"] == ("yes" if check.holds else "NO")
+            assert rows.loc[(check.metric, "Largest error"), "value"] == check.value
+            assert rows.loc[(check.metric, "Holds"), "text"] == ("yes" if check.status == "pass" else "NO")
 
 
 def test_settings_are_the_manifests_beside_the_papers(run: DriftRun) -> None:

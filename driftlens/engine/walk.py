@@ -262,12 +262,12 @@ def input_bytes(inputs: object) -> int:
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
-def waiting_bytes(pool: ModelPool, model: str, inputs: object) -> int:
-    """Bytes of the features of one sample that wait at a boundary, measured behind the stem."""
+def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
+    """Bytes of one sample that wait at a boundary: features of so many models behind the stem, and side inputs."""
     state, side = pool.chain.start(on_device(inputs, pool.device, pool.dtype))
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)
-    return sum(leaf.nbytes // len(leaf) for leaf in out.values())
+    return num_models * sum(leaf.nbytes // len(leaf) for leaf in out.values()) + side.nbytes
 
 
 @torch.no_grad()

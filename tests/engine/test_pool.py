@@ -152,6 +152,14 @@ def test_features_of_one_boundary_wait_and_no_more(models: Family) -> None:
     assert most <= (2 * 4 + 3 * 2 + 3 * 2) * per_sample
 
 
+def test_side_inputs_are_weighed_once_for_all_models() -> None:
+    models = family(CASES["masked_decoder"], n=3)
+    one = {name: value[:1] for name, value in models.batches[0].inputs.items()}
+    one_model, five = (waiting_bytes(models.pool, "merged", one, count) for count in (1, 5))
+    features = (five - one_model) // 4
+    assert one_model - features == sum(value.nbytes for value in one.values()) > 0
+
+
 def live_bytes(*shape: int) -> int:
     """Memory of all tensors [n, *shape] that are alive, views of one storage counted once."""
     alive = {

@@ -115,7 +115,7 @@ class LayerMeter:
 def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
-    per_sample = models * waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]))
+    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
     fitting = max(1, study.settings.feature_budget // max(1, per_sample))
     length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
     for first in range(0, len(samples), length):

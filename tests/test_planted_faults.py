@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from driftlens.calibration import solves
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift, output, task_vectors
-from driftlens.engine import forward_order, layer_sums, linear_sums, walk
+from driftlens.engine import forward_order, layer_sums, walk
 from driftlens.engine import pool as pool_module
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
@@ -326,13 +326,13 @@ def energy_of_one_vector_for_both(patch: Patch) -> None:
 
 
 def transposed_expert_weight(patch: Patch) -> None:
-    original = linear_sums.stacked
+    original = layer_sums.stacked
 
     def transposed(parameters, sites):  # type: ignore[no-untyped-def]
         weight = original(parameters, sites)
         return weight.mT if weight.shape[0] == weight.shape[1] else weight
 
-    patch.setattr(linear_sums, "stacked", transposed)
+    patch.setattr(layer_sums, "stacked", transposed)
 
 
 def expert_of_the_next_layer(patch: Patch) -> None:
@@ -385,18 +385,18 @@ def expert_path_replaced(patch: Patch) -> None:
 
 
 def target_of_the_expert_alone(patch: Patch) -> None:
-    original = linear_sums.output_cross
+    original = layer_sums.output_cross
     patch.setattr(
-        linear_sums,
+        layer_sums,
         "output_cross",
         lambda weight, bias, **options: original(weight, bias, **{**options, "alpha": 1.0}),
     )
 
 
 def expert_outputs_with_their_bias(patch: Patch) -> None:
-    original = linear_sums._stacked_bias
+    original = layer_sums._stacked_bias
     patch.setattr(
-        linear_sums, "_stacked_bias", lambda parameters, sites: torch.zeros_like(original(parameters, sites))
+        layer_sums, "_stacked_bias", lambda parameters, sites: torch.zeros_like(original(parameters, sites))
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.engine.linear_sums import stacked
+from driftlens.engine.layer_sums import stacked
 from driftlens.engine.problems import LinearProblem, NormProblem, SiteReport, SiteUpdate
 from driftlens.linalg.cholesky import Factor
 from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm

@@ -29,7 +29,7 @@ from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import LayerSums, solve_layer
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
-from driftlens.engine.site_rows import SiteRows, rows_and_output, rows_only
+from driftlens.engine.site_rows import SiteRows, rows_and_output
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError, SpecError
@@ -298,12 +298,12 @@ class _Walk:
             for batch in self._batches(layer, task, part):
                 with self._shared(range(len(self.lanes))):
                     theirs = batch.get(_EXPERT)
+                    seen, out = rows_and_output(
+                        layer, expert, theirs, batch.side, inputs, outputs, stops=not needs_output
+                    )
                     if needs_output:
-                        seen, out = rows_and_output(layer, expert, theirs, batch.side, inputs, outputs)
                         watch.see(_in_words(_EXPERT), out[layer.stream])
                         batch.put(_EXPERT, out)
-                    else:
-                        seen = rows_only(layer, expert, theirs, batch.side, inputs, outputs)
                 self._add(layer, batch, part, merged, expert, seen, task)
             watch.check()
         for sums in every:
@@ -327,7 +327,7 @@ class _Walk:
             with self._shared(branch.lanes):
                 state = batch.get(branch.name)
                 inputs = {site for sums in readers for site in sums.merged_inputs}
-                rows = rows_only(layer, merged, state, batch.side, inputs)
+                rows, _ = rows_and_output(layer, merged, state, batch.side, inputs, stops=True)
                 for sums in readers:
                     sums.add(rows, seen, state, batch.side, expert, num_batches)
 

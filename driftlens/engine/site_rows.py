@@ -35,13 +35,26 @@ def rows_and_output(
     side: SideInputs,
     inputs: Collection[str],
     outputs: Collection[str] = (),
+    *,
+    stops: bool = False,
 ) -> tuple[SiteRows, State]:
     """What goes into some sites and comes out of some, and the state that leaves the layer.
 
+    With `stops`, what the layer does after the last of them is not computed, and no state leaves it. Layers are pure
+    functions of what they are given, so nothing is left behind by stopping one in the middle.
+
     Raises:
-        IncompatibleModelsError: a site runs twice, or not at all.
+        IncompatibleModelsError: a site runs twice before the pass ends, or not at all.
     """
     seen = SiteRows()
+
+    def stop_after_all() -> None:
+        if stops and len(seen.inputs) == len(inputs) and len(seen.outputs) == len(outputs):
+            raise _SeenAll
+
+    def hear(site: str, y: Tensor) -> None:
+        seen.outputs[site] = y
+        stop_after_all()
 
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
         if site in seen.inputs or site in seen.outputs:
@@ -51,59 +64,20 @@ def rows_and_output(
             )
         if site in inputs:
             seen.inputs[site] = x
-        return partial(seen.outputs.__setitem__, site) if site in outputs else None
-
-    out = layer.call(parameters, state, side, tap if inputs or outputs else None)
-    _require_all(layer, seen, inputs, outputs)
-    return seen, out
-
-
-def rows_only(
-    layer: Layer,
-    parameters: Parameters,
-    state: State,
-    side: SideInputs,
-    inputs: Collection[str],
-    outputs: Collection[str] = (),
-) -> SiteRows:
-    """What goes into some sites and comes out of some; what the layer does after the last of them is not computed.
-
-    Layers are pure functions of what they are given, so nothing is left behind by stopping one in the middle.
-
-    Raises:
-        IncompatibleModelsError: a site doesn't run at all.
-    """
-    seen = SiteRows()
-    if not inputs and not outputs:
-        return seen
-
-    def stop_after_all() -> None:
-        if len(seen.inputs) == len(inputs) and len(seen.outputs) == len(outputs):
-            raise _SeenAll
-
-    def hear(site: str, y: Tensor) -> None:
-        seen.outputs[site] = y
-        stop_after_all()
-
-    def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
-        if site in inputs:
-            seen.inputs[site] = x
             stop_after_all()
         return partial(hear, site) if site in outputs else None
 
+    out: State = {}
     with contextlib.suppress(_SeenAll):
-        layer.call(parameters, state, side, tap)
-    _require_all(layer, seen, inputs, outputs)
-    return seen
-
-
-def _require_all(layer: Layer, seen: SiteRows, inputs: Collection[str], outputs: Collection[str]) -> None:
+        stop_after_all()
+        out = layer.call(parameters, state, side, tap if inputs or outputs else None)
     missing = (set(inputs) - set(seen.inputs)) | (set(outputs) - set(seen.outputs))
     if missing:
         raise IncompatibleModelsError(
             f"{layer.path} never runs {', '.join(sorted(missing))}",
             hint="Leave it out with a pattern of sites.",
         )
+    return seen, out
 
 
 def row_weights(site: str, x: Tensor, weights: Tensor | None, mask: Tensor | None) -> Tensor | None:

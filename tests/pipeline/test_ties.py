@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from driftlens.pipeline.preflight.job import check_ties
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.preflight.tasks import check_ties
 from tests.cases import CASES, family
 
 

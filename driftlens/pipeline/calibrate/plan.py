@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from driftlens.calibration.calibrator import Calibrator, Trained
+from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, over_preset
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
@@ -20,22 +21,14 @@ from driftlens.progress import Reporter
 from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.manifest import Manifest, ids_digest
 from driftlens.records.run import DriftRun
+from driftlens.settings import resolve
 from driftlens.variants import baseline, calibrated, control_of, expert_of, task_of
 
 if TYPE_CHECKING:
-    from driftlens.spec import RunSpec
-import re
-from typing import TYPE_CHECKING
+    from driftlens.spec import Calibration, RunSpec
 
-from driftlens.calibration.calibrator import calibrators, over_preset
-from driftlens.settings import resolve
-
-if TYPE_CHECKING:
-    from driftlens.spec import Calibration
-
-
-def _anything(start: Calibrator, counts: Mapping[str, int], *, has_base: bool) -> None:
-    """Nothing is refused."""
+DEFAULT_METHOD = "featcal"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Choice:
     choose: Callable[
         [Study, Calibrator, Mapping[int, Sequence[str]], Reporter], tuple[Calibrator, Mapping[str, Any]]
     ]
-    require: Callable[..., None] = _anything
+    require: Callable[..., None] = lambda *_, **__: None
 
 
 @dataclass(frozen=True)
@@ -306,10 +299,6 @@ def _moved(
         start = pool.source(first).read(key)
         if any(not torch.equal(start.double(), pool.source(other).read(key).double()) for other in others):
             yield key
-
-
-DEFAULT_METHOD = "featcal"
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
-from driftlens.models.chain import Layer
-from driftlens.models.registry import adapters
+from driftlens.models.chain import Layer, adapters
 from driftlens.models.sources import module_source
 
 BLOCKS = 12

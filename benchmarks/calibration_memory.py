@@ -19,7 +19,7 @@ from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.registry import adapters
+from driftlens.models.chain import adapters
 from driftlens.models.architecture import weightless
 
 folder, count, device, budget = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])

@@ -7,7 +7,7 @@ from torch import nn
 
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
-from driftlens.models.registry import adapters
+from driftlens.models.chain import adapters
 from driftlens.models.sources import module_source
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
-from driftlens.models.chain import LayerChain
-from driftlens.models.registry import adapters
+from driftlens.models.chain import LayerChain, adapters
+from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import module_source
 from tests.tiny import Decoder, EncoderDecoder, decoder_chain, encoder_decoder_chain, token_batch
 
@@ -63,7 +63,7 @@ def with_seed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 CASES: dict[str, Case] = {
     "open_clip_vit": Case(adapters["open_clip_vit"].tiny, adapters["open_clip_vit"].chain, pixels(16)),
     "hf_clip_vit": Case(adapters["hf_clip_vit"].tiny, adapters["hf_clip_vit"].chain, pixels(16)),
-    "sequential": Case(with_seed(Stack), adapters["sequential"].chain, rows(5)),
+    "sequential": Case(with_seed(Stack), sequential_chain, rows(5)),
     "masked_decoder": Case(
         with_seed(Decoder), decoder_chain, lambda generator, n: token_batch(generator, n, targets=False)
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from driftlens.errors import SpecError
-from driftlens.models.registry import loaders
+from driftlens.models.architecture import loaders
 from driftlens.spec import load_spec
 from driftlens.templates import template_names, template_text
 

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
 
 VOCABULARY = 11
+STACK_WIDTH = 16
 
 
 class Attention(nn.Module):
@@ -242,3 +243,52 @@ def token_batch(generator: torch.Generator, n: int = 4, t: int = 5, *, targets: 
     if targets:
         inputs["targets"] = torch.randint(VOCABULARY, (n, t - 1), generator=generator)
     return inputs
+
+
+class TinyStack(nn.Module):
+    """Patches and a class token through three pre-norm blocks; the feature is the normed class token.
+
+    Takes images [n, 3, h, w] with h and w multiples of 8; returns [n, 16].
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, STACK_WIDTH, 8, stride=8)
+        self.class_token = nn.Parameter(torch.randn(1, 1, STACK_WIDTH))
+        self.blocks = nn.ModuleList(TinyBlock() for _ in range(3))
+        self.norm = nn.LayerNorm(STACK_WIDTH)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Features of a batch of images."""
+        patches = self.patches(pixels).flatten(2).mT
+        hidden = torch.cat([self.class_token.expand(len(pixels), -1, -1), patches], dim=1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        features: Tensor = self.norm(hidden[:, 0])
+        return features
+
+
+class TinyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(STACK_WIDTH), nn.LayerNorm(STACK_WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(STACK_WIDTH, STACK_WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(STACK_WIDTH, 2 * STACK_WIDTH), nn.Linear(2 * STACK_WIDTH, STACK_WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.norm_1(hidden)
+        query, key, value = (
+            project(normed).unflatten(-1, (2, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
+        change: Tensor = self.down(F.gelu(self.up(self.norm_2(hidden))))
+        return hidden + change
+
+
+def tiny_stack() -> nn.Module:
+    """A `TinyStack` in eval mode, the same each time; the caller's random state is not touched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TinyStack().eval()

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout, aligned, tower_prefix
-from driftlens.models.chain import LayerChain
-from driftlens.models.loading import StateSource
+from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.preprocessing import Preprocess
-from driftlens.models.registry import adapters, loaders
-from driftlens.models.sequential import SequentialAdapter
+from driftlens.models.sequential import sequential_chain
+from driftlens.models.sources import StateSource
+from driftlens.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,10 @@ class Architecture:
         return self.open_text(base)
 
 
+loaders: Registry[Callable[[str, bool], Architecture]] = Registry("loader", "driftlens.models")
+"""(source, offline) -> the architecture that `source` describes."""
+
+
 def load_architecture(loader: str, source: str, *, offline: bool = False) -> Architecture:
     """The architecture that `source` describes; no weights are read and no memory is taken for them.
 
@@ -137,9 +141,8 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
     Raises:
         SpecError: no adapter knows the module, and it holds no list of blocks.
     """
-    known = (entry for name, entry in adapters.items() if name != SequentialAdapter.name)
-    adapter = next((entry for entry in known if entry.matches(module)), None)
-    chain = adapter.chain(module) if adapter else SequentialAdapter().chain(module, example)
+    adapter = next((entry for entry in adapters.values() if entry.matches(module)), None)
+    chain = adapter.chain(module) if adapter else sequential_chain(module, example)
     layout = getattr(adapter, "layout", None)
     return Architecture("live", type(module).__name__, module, chain, layout)
 

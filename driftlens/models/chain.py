@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.errors import DataError, SpecError
+from driftlens.registry import Registry
 
 if TYPE_CHECKING:
     from driftlens.models.frames import Frame, Inputs
@@ -319,6 +320,10 @@ class Adapter(Protocol):
     def tiny(self) -> nn.Module:
         """The same architecture with random weights, built in under a second without network, in eval mode."""
         ...
+
+
+adapters: Registry[Adapter] = Registry("adapter", "driftlens.models")
+"""One file of this package each; modules of no family are left to `sequential_chain`."""
 
 
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:

@@ -21,13 +21,15 @@ from driftlens.models.architecture import (
     Architecture,
     FolderFormat,
     TextTower,
+    loaders,
     no_text_tower,
     read_text_side,
     weightless,
 )
-from driftlens.models.loading import StateSource, read_config
+from driftlens.models.chain import adapters
+from driftlens.models.loading import read_config
 from driftlens.models.preprocessing import hf_preprocess
-from driftlens.models.registry import adapters, loaders
+from driftlens.models.sources import StateSource
 from driftlens.models.vit import ClipViT, Names, scrambled
 
 LAYOUT = KeyLayout(

@@ -14,26 +14,8 @@ from typing import Any
 
 from driftlens.errors import CheckpointError, SpecError
 from driftlens.models.lora import is_lora_folder, lora_source
-from driftlens.models.sources import (
-    StateSource,
-    TensorHeader,
-    check_finite,
-    content_digest,
-    module_source,
-    renamed,
-)
+from driftlens.models.sources import StateSource
 from driftlens.models.weight_files import conversion, open_file, open_folder
-
-__all__ = [
-    "StateSource",
-    "TensorHeader",
-    "check_finite",
-    "content_digest",
-    "lora_source",
-    "module_source",
-    "open_checkpoint",
-    "renamed",
-]
 
 _READABLE = (".safetensors", ".pt", ".pth", ".bin")
 _PICKLES = (".ckpt", ".pkl", ".pickle")

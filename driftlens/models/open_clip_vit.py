@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout
-from driftlens.models.architecture import Architecture, FolderFormat, TextTower, read_text_side, weightless
-from driftlens.models.chain import Slot
-from driftlens.models.loading import StateSource, read_config, read_json
+from driftlens.models.architecture import (
+    Architecture,
+    FolderFormat,
+    TextTower,
+    loaders,
+    read_text_side,
+    weightless,
+)
+from driftlens.models.chain import Slot, adapters
+from driftlens.models.loading import read_config, read_json
 from driftlens.models.preprocessing import open_clip_preprocess
-from driftlens.models.registry import adapters, loaders
+from driftlens.models.sources import StateSource
 from driftlens.models.vit import ClipViT, Names, Pooling, scrambled
 
 CONFIG_FILE = "open_clip_config.json"

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,99 +22,72 @@ from driftlens.models.chain import Layer, LayerChain, Site, Slot
 from driftlens.models.dissection import Dissection, fitted, run, same_values, tied_weights
 from driftlens.models.frames import Mask, features_of, frame_at, mapped, raw_inputs, result
 from driftlens.models.interception import call
-from driftlens.models.registry import adapters
 from driftlens.models.sites import registered_sites, traced_sites
 
-_WIDTH = 16
-_PATCH = 8
-_HEADS = 2
+NAME = "sequential"
 
 
-class SequentialAdapter:
-    """Takes modules apart that hold their blocks in a list; the fallback where no other adapter matches.
+def sequential_chain(
+    module: nn.Module, example: Any = None, *, blocks: str | None = None, mask: Mask = None
+) -> LayerChain:
+    """A module that holds its blocks in a list, taken apart; parameter names are those of `module.state_dict()`.
+
+    The module itself lends its structure and must have weights; it is run in eval mode, and its training flags, hooks
+    and weights are left as they are.
 
     Args:
+        module: a model as its library made it.
+        example: a batch of raw inputs. With it the chain knows in which order sites run, which of them share an
+            input, which blocks keep their features' shape, and which parameters only the head needs. Without it
+            sites come in the order of registration, no block counts as residual, and every parameter outside the
+            blocks counts as the stem's.
         blocks: path of the list of blocks; None takes the list with the most children of one class; among equals
             the outermost one.
         mask: which tokens count; see `driftlens.models.frames.Mask`.
+
+    Raises:
+        SpecError: no list of blocks is found, or (with an example) features don't flow from block to block.
     """
-
-    name = "sequential"
-
-    def __init__(self, blocks: str | None = None, mask: Mask = None) -> None:
-        self.blocks = blocks
-        self.mask = mask
-
-    def matches(self, module: nn.Module) -> bool:
-        """Whether `module` has a list of children with weights."""
-        return bool(_candidates(module))
-
-    def chain(self, module: nn.Module, example: Any = None) -> LayerChain:
-        """The module taken apart; parameter names are those of `module.state_dict()`.
-
-        The module itself lends its structure and must have weights; it is run in eval mode, and its training
-        flags, hooks and weights are left as they are.
-
-        Args:
-            module: a model as its library made it.
-            example: a batch of raw inputs. With it the chain knows in which order sites run, which of them
-                share an input, which blocks keep their features' shape, and which parameters only the head
-                needs. Without it sites come in the order of registration, no block counts as residual, and
-                every parameter outside the blocks counts as the stem's.
-
-        Raises:
-            SpecError: no list of blocks is found, or (with an example) features don't flow from block to
-                block.
-        """
-        path, found = _block_list(module, self.blocks)
-        parts = Dissection(module, found, self.mask)
-        weights = [parts.block_weights(position) for position in range(len(parts.blocks))]
-        if example is None:
-            sites = [registered_sites(block, own) for block, own in zip(parts.blocks, weights, strict=True)]
-            is_residual, head_only = [False] * len(sites), frozenset[str]()
-        else:
-            sites, is_residual, head_only = _traced(parts, example)
-        blocks = [
-            Layer(
-                index=position + 2,
-                role="block",
-                path=parts.paths[position],
-                parameters={name: Slot(key) for name, key in weights[position].items()},
-                call=partial(parts.block, position, sites[position]),
-                sites=sites[position],
-                is_residual=is_residual[position],
-            )
-            for position in range(len(parts.blocks))
-        ]
-        outer = {name: Slot(name) for name in parts.outer_weights()}
-        # The head also lists the stem's parameters, because it runs the stem again; those belong to the stem,
-        # which lists them first. What the example shows nobody using belongs to the stem too.
-        stem = {name: slot for name, slot in outer.items() if name not in head_only}
-        return LayerChain(
-            architecture=self.name,
-            layers=(
-                Layer(1, "stem", "stem", stem, parts.stem),
-                *blocks,
-                Layer(len(blocks) + 2, "head", "head", outer, parts.head),
-            ),
-            start=parts.start,
-            library_states=parts.library_states,
-            require_shared=parts.require_shared,
-            tied=tied_weights(module),
-            settings={
-                "blocks": path,
-                "block_classes": sorted({type(block).__name__ for block in parts.blocks}),
-            },
+    path, found = _block_list(module, blocks)
+    parts = Dissection(module, found, mask)
+    weights = [parts.block_weights(position) for position in range(len(parts.blocks))]
+    if example is None:
+        sites = [registered_sites(block, own) for block, own in zip(parts.blocks, weights, strict=True)]
+        is_residual, head_only = [False] * len(sites), frozenset[str]()
+    else:
+        sites, is_residual, head_only = _traced(parts, example)
+    layers = [
+        Layer(
+            index=position + 2,
+            role="block",
+            path=parts.paths[position],
+            parameters={name: Slot(key) for name, key in weights[position].items()},
+            call=partial(parts.block, position, sites[position]),
+            sites=sites[position],
+            is_residual=is_residual[position],
         )
-
-    def tiny(self) -> nn.Module:
-        """A small transformer over image patches, for images [n, 3, h, w] with h and w multiples of 8."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return TinyStack().eval()
-
-
-adapters.register(SequentialAdapter.name)(SequentialAdapter())
+        for position in range(len(parts.blocks))
+    ]
+    outer = {name: Slot(name) for name in parts.outer_weights()}
+    # The head also lists the stem's parameters, because it runs the stem again; those belong to the stem,
+    # which lists them first. What the example shows nobody using belongs to the stem too.
+    stem = {name: slot for name, slot in outer.items() if name not in head_only}
+    return LayerChain(
+        architecture=NAME,
+        layers=(
+            Layer(1, "stem", "stem", stem, parts.stem),
+            *layers,
+            Layer(len(layers) + 2, "head", "head", outer, parts.head),
+        ),
+        start=parts.start,
+        library_states=parts.library_states,
+        require_shared=parts.require_shared,
+        tied=tied_weights(module),
+        settings={
+            "blocks": path,
+            "block_classes": sorted({type(block).__name__ for block in parts.blocks}),
+        },
+    )
 
 
 def _block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
@@ -259,45 +231,3 @@ def check_deterministic(module: nn.Module, batch: Any) -> None:
         "stochastic depth, noise, or a kernel that is not deterministic.",
         difference=difference,
     )
-
-
-class TinyStack(nn.Module):
-    """Patches and a class token through three pre-norm blocks; the feature is the normed class token.
-
-    Takes images [n, 3, h, w] with h and w multiples of 8; returns [n, 16].
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, _WIDTH, _PATCH, stride=_PATCH)
-        self.class_token = nn.Parameter(torch.randn(1, 1, _WIDTH))
-        self.blocks = nn.ModuleList(_TinyBlock() for _ in range(3))
-        self.norm = nn.LayerNorm(_WIDTH)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Features of a batch of images."""
-        patches = self.patches(pixels).flatten(2).mT
-        hidden = torch.cat([self.class_token.expand(len(pixels), -1, -1), patches], dim=1)
-        for block in self.blocks:
-            hidden = block(hidden)
-        features: Tensor = self.norm(hidden[:, 0])
-        return features
-
-
-class _TinyBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.norm_1(hidden)
-        query, key, value = (
-            project(normed).unflatten(-1, (_HEADS, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        attended = F.scaled_dot_product_attention(query, key, value)
-        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
-        change: Tensor = self.down(F.gelu(self.up(self.norm_2(hidden))))
-        return hidden + change

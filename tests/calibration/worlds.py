@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap
-from driftlens.models.registry import adapters
+from driftlens.models.sequential import sequential_chain
 from driftlens.models.sites import registered_sites, tapped
 from tests.cases import CASES, Case, rows, with_seed
 from tests.reference.calibration import PlainBlock, TokenWeights
@@ -198,7 +198,7 @@ WORLDS: dict[str, World] = {
         CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor
     ),
     "rms_stack": World(
-        Case(with_seed(RmsStack), adapters["sequential"].chain, rows(5)),
+        Case(with_seed(RmsStack), sequential_chain, rows(5)),
         lambda model: list(model.blocks),
         first_step("sequential"),
         of_one_tensor,

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.models.chain import LayerChain
-from driftlens.models.registry import adapters
-from driftlens.models.sequential import SequentialAdapter
+from driftlens.models.chain import LayerChain, adapters
+from driftlens.models.sequential import NAME, sequential_chain
 from tests.models.clip import chain_states, largest_difference, parameters
+from tests.tiny import tiny_stack
 
 
 def images(generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
@@ -35,17 +35,16 @@ class Subject:
     inputs: Any
 
 
-@pytest.fixture(scope="module", params=list(adapters))
+@pytest.fixture(scope="module", params=[*adapters, NAME])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 def subject_of(name: str, dtype: torch.dtype, n: int = 3) -> Subject:
-    adapter = adapters[name]
-    module = adapter.tiny().to(dtype)
+    module = (adapters[name].tiny if name in adapters else tiny_stack)().to(dtype)
     inputs = INPUTS.get(name, images)(torch.Generator().manual_seed(0), n, dtype)
-    # The generic adapter sees the order of sites only on an example.
-    chain = adapter.chain(module, inputs) if isinstance(adapter, SequentialAdapter) else adapter.chain(module)
+    # A module of no family shows the order of its sites only on an example.
+    chain = adapters[name].chain(module) if name in adapters else sequential_chain(module, inputs)
     return Subject(name, module, chain, inputs)
 
 
@@ -205,6 +204,7 @@ def test_forward_and_reverse_derivatives_agree(subject: Subject) -> None:
         state = after
 
 
+@pytest.mark.parametrize("name", list(adapters))
 def test_a_tiny_model_is_built_the_same_way_each_time_and_matches(name: str) -> None:
     adapter = adapters[name]
     random_state = torch.get_rng_state()
@@ -215,9 +215,6 @@ def test_a_tiny_model_is_built_the_same_way_each_time_and_matches(name: str) -> 
     assert all(torch.equal(value, second.state_dict()[key]) for key, value in first.state_dict().items())
 
 
-def test_no_other_architecture_claims_it(name: str) -> None:
-    module = adapters[name].tiny()
-    claims = {
-        other for other in adapters if other != SequentialAdapter.name and adapters[other].matches(module)
-    }
-    assert claims == {name} - {SequentialAdapter.name}
+def test_no_other_architecture_claims_it(subject: Subject) -> None:
+    claims = {other for other in adapters if adapters[other].matches(subject.module)}
+    assert claims == {subject.name} - {NAME}

@@ -6,7 +6,7 @@ import pytest
 
 from driftlens.engine.site_selection import select_sites, site_path
 from driftlens.errors import LayerNotFoundError
-from driftlens.models.registry import adapters
+from driftlens.models.chain import adapters
 
 
 @pytest.fixture(scope="module")

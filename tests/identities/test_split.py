@@ -155,7 +155,7 @@ def test_columns_agree_with_a_slow_reference(name: str, shape: str) -> None:
 def test_one_block_and_one_token_are_enough(rounding: float) -> None:
     from open_clip.transformer import VisionTransformer
 
-    from driftlens.models.registry import adapters
+    from driftlens.models.chain import adapters
     from driftlens.models.vit import scrambled
     from tests.cases import Case, pixels
 

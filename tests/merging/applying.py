@@ -12,13 +12,13 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
-from driftlens.models.sequential import TinyStack
 from driftlens.models.sources import TensorsSource
 from driftlens.models.vit import scrambled
 from driftlens.pipeline.study.merging import merged_source
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.variants import expert_of
+from tests.tiny import TinyStack
 
 Tensors = dict[str, Tensor]
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError, RunError, SpecError
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.models.loading import StateSource, module_source, open_checkpoint
+from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import fused, patched, save_model
-from driftlens.models.sources import TensorsSource
+from driftlens.models.sources import StateSource, TensorsSource, module_source
 from tests.models.clip import chain_states, parameters
 from tests.models.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
 

@@ -15,8 +15,8 @@ from driftlens.errors import CheckpointError, DataError, DriftLensError, ShapeEr
 from driftlens.models.architecture import TextTower, load_architecture
 from driftlens.models.chain import Head
 from driftlens.models.heads import class_names, file_head, text_head
-from driftlens.models.loading import StateSource, open_checkpoint
-from driftlens.models.sources import TensorsSource
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.sources import StateSource, TensorsSource
 from tests.models.towers import hf_folder, open_clip_folder
 
 CLASSES = ["cat", "dog", "a very long name of a thing"]

@@ -18,14 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from driftlens.errors import CheckpointError, NumericsError
-from driftlens.models.loading import (
-    StateSource,
-    check_finite,
-    content_digest,
-    module_source,
-    open_checkpoint,
-    renamed,
-)
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.sources import StateSource, check_finite, content_digest, module_source, renamed
 
 Weights = dict[str, Tensor]
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from driftlens.errors import CheckpointError
-from driftlens.models.loading import StateSource, module_source, open_checkpoint, renamed
+from driftlens.models.loading import open_checkpoint
 from driftlens.models.lora import lora_source
-from driftlens.models.sources import TensorsSource
+from driftlens.models.sources import StateSource, TensorsSource, module_source, renamed
 
 # peft 0.21 asks transformers 5 for an attribute that this has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
-from driftlens.models.loading import StateSource, open_checkpoint
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.sources import StateSource
 from tests.models.clip import chain_states, under_transformers_names
 
 FORMS: dict[str, Callable[[pathlib.Path, str], tuple[Architecture, StateSource]]] = {

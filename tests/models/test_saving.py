@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, NumericsError, RunError, ShapeError
-from driftlens.models.loading import StateSource, TensorHeader, content_digest, open_checkpoint
+from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import patched, save_state_dict
-from driftlens.models.sources import TensorsSource
+from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, content_digest
 
 
 @pytest.fixture

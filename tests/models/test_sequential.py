@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from driftlens.errors import NumericsError, SpecError
 from driftlens.models.chain import LayerChain, State
 from driftlens.models.frames import result
-from driftlens.models.loading import module_source
-from driftlens.models.registry import adapters
-from driftlens.models.sequential import SequentialAdapter, check_deterministic
-from tests.models.stacks import STACKS, WIDTH, Attention, Plain, Residual, Stack, rows
+from driftlens.models.sequential import check_deterministic, sequential_chain
+from driftlens.models.sources import module_source
+from tests.models.stacks import STACKS, WIDTH, Plain, Residual, Stack, rows
+from tests.tiny import tiny_stack
 
 N = 4
 
@@ -42,7 +42,7 @@ def fused_attention() -> Iterator[None]:
 
 def chain_of(stack: Stack, module: nn.Module, with_example: bool = True) -> LayerChain:
     example = stack.inputs(torch.Generator().manual_seed(9), 2) if with_example else None
-    return SequentialAdapter().chain(module, example)
+    return sequential_chain(module, example)
 
 
 def weights(chain: LayerChain, module: nn.Module) -> list[dict[str, Tensor]]:
@@ -117,9 +117,7 @@ def test_states_of_the_library_are_those_of_its_own_blocks(generator: torch.Gene
         for layer in module.layers:
             hidden.append(layer(hidden[-1]))
         hidden.append(module.out(module.norm(hidden[-1])))
-    for state, wanted in zip(
-        SequentialAdapter().chain(module).library_states(module, x), hidden, strict=True
-    ):
+    for state, wanted in zip(sequential_chain(module).library_states(module, x), hidden, strict=True):
         assert torch.equal(state["hidden"], wanted)
 
 
@@ -165,7 +163,7 @@ def test_eval_mode_is_used_whatever_the_flags_say(generator: torch.Generator) ->
     module = STACKS["residual_mlp"].module()
     inputs = rows(generator, N)
     expected = plain_forward(module, inputs)
-    chain = SequentialAdapter().chain(module.train())
+    chain = sequential_chain(module.train())
     assert torch.equal(walk(chain, module, inputs)[-1]["hidden"], expected)
     assert torch.equal(chain.library_states(module, inputs)[-1]["hidden"], expected)
     assert all(part.training for part in module.modules())
@@ -181,7 +179,7 @@ class Failing(Residual):
 def test_nothing_is_left_changed_when_a_block_fails(generator: torch.Generator) -> None:
     module = STACKS["residual_mlp"].module()
     module.layers[1] = Failing().double()
-    chain = SequentialAdapter().chain(module, rows(generator, 2))
+    chain = sequential_chain(module, rows(generator, 2))
     good, side = walk(chain, module, rows(generator, 2)), chain.start(rows(generator, 2))[1]
     before = list(snapshot(module))
     bad = {"hidden": torch.zeros(3, WIDTH, dtype=torch.float64)}
@@ -365,14 +363,14 @@ class Inner(Plain):
 
 
 def test_the_outermost_of_equal_lists_is_taken() -> None:
-    assert SequentialAdapter().chain(Inner()).settings["blocks"] == "layers"
+    assert sequential_chain(Inner()).settings["blocks"] == "layers"
 
 
 def test_a_tie_is_refused_and_settled_by_name(generator: torch.Generator) -> None:
     module = Twice().double()
     with pytest.raises(SpecError, match=r"layers with 3, others with 3\n.*blocks='layers'"):
-        SequentialAdapter().chain(module)
-    chain = SequentialAdapter(blocks="layers").chain(module)
+        sequential_chain(module)
+    chain = sequential_chain(module, blocks="layers")
     inputs = rows(generator, N)
     assert_close(walk(chain, module, inputs)[-1]["hidden"], plain_forward(module.eval(), inputs))
 
@@ -388,7 +386,7 @@ def test_a_tie_is_refused_and_settled_by_name(generator: torch.Generator) -> Non
 )
 def test_lists_that_will_not_do_are_refused(module: nn.Module, blocks: str | None, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        SequentialAdapter(blocks).chain(module)
+        sequential_chain(module, blocks=blocks)
 
 
 class Between(Plain):
@@ -437,7 +435,7 @@ def test_models_whose_features_do_not_flow_from_block_to_block_are_refused(
     module = kind().double()
     before = list(snapshot(module))
     with pytest.raises(SpecError, match=message):
-        SequentialAdapter().chain(module).start(rows(generator, N))
+        sequential_chain(module).start(rows(generator, N))
     assert list(snapshot(module)) == before
 
 
@@ -445,7 +443,7 @@ def test_a_module_of_shapes_only_is_refused(generator: torch.Generator) -> None:
     with torch.device("meta"):
         module = Plain()
     with pytest.raises(SpecError, match="no weights, only shapes"):
-        SequentialAdapter().chain(module).start(rows(generator, N))
+        sequential_chain(module).start(rows(generator, N))
 
 
 class Noisy(Plain):
@@ -461,14 +459,7 @@ def test_randomness_in_eval_mode_is_found(generator: torch.Generator) -> None:
         check_deterministic(Noisy().double(), inputs)
 
 
-def test_the_registered_adapter_takes_its_own_model_apart(generator: torch.Generator) -> None:
-    adapter = adapters["sequential"]
-    module = adapter.tiny().double()
-    assert adapter.matches(module) and not adapter.matches(Attention())
+def test_a_transformer_of_images_is_taken_apart(generator: torch.Generator) -> None:
+    module = tiny_stack().double()
     images = torch.randn(N, 3, 16, 24, generator=generator, dtype=torch.float64)
-    states = walk(adapter.chain(module), module, images)
-    assert_close(states[-1]["hidden"], plain_forward(module, images))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(module.parameters(), adapter.tiny().double().parameters(), strict=True)
-    )
+    assert_close(walk(sequential_chain(module), module, images)[-1]["hidden"], plain_forward(module, images))

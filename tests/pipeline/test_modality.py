@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from driftlens.access import Access
 from driftlens.engine.walk import capture
-from driftlens.models.architecture import Architecture
+from driftlens.models.architecture import Architecture, loaders
 from driftlens.models.chain import (
     Layer,
     LayerCall,
@@ -30,10 +30,9 @@ from driftlens.models.chain import (
     Slot,
     State,
     Tap,
+    adapters,
 )
 from driftlens.models.preprocessing import Preprocess
-from driftlens.models.registry import adapters, loaders
-from driftlens.models.sequential import TinyStack
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.analyze.live import live_study
@@ -43,6 +42,7 @@ from driftlens.progress import Reporter
 from driftlens.records.run import DriftRun
 from driftlens.spec import load_spec
 from tests.pipeline.world import World
+from tests.tiny import TinyStack
 
 LENGTH = 6
 LOADER = "python:toy.letters:load"

@@ -23,7 +23,7 @@ from driftlens.layers import select_layers
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, Pool, ScoreMap
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
-from driftlens.models.sequential import SequentialAdapter, check_deterministic
+from driftlens.models.sequential import check_deterministic, sequential_chain
 from driftlens.models.sources import module_source
 from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
@@ -159,7 +159,7 @@ def analyze_study(
 def _chain(module: nn.Module, example: Any, blocks: str | None, mask: Mask) -> LayerChain:
     if blocks is None and mask is None:
         return architecture_of(module, example).chain
-    return SequentialAdapter(blocks, mask).chain(module, example)
+    return sequential_chain(module, example, blocks=blocks, mask=mask)
 
 
 def _computed_in(module: nn.Module) -> torch.dtype:

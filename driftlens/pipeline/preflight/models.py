@@ -11,9 +11,10 @@ from driftlens.access import Access
 from driftlens.engine.pool import require_same_parameters
 from driftlens.errors import DriftLensError, IncompatibleModelsError
 from driftlens.models.architecture import Architecture
-from driftlens.models.loading import StateSource, read_json
+from driftlens.models.loading import read_json
 from driftlens.models.lora import is_lora_folder
 from driftlens.models.open_clip_vit import CONFIG_FILE
+from driftlens.models.sources import StateSource
 from driftlens.models.vit import activation_name
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.opening import OpenModels, dtype_notices, open_models, origins_of

@@ -20,7 +20,8 @@ from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
 from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.heads import class_names, file_head, text_head
-from driftlens.models.loading import StateSource, open_checkpoint
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.sources import StateSource
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve
 from driftlens.spec import FileHead, RunSpec, TextHead

@@ -10,6 +10,8 @@ import pytest
 from driftlens.records.run import open_run
 from tests.browser.reading import settled
 
+pytestmark = pytest.mark.slow
+
 _WATCH = """() => {
     window.drawn = [];
     const known = new WeakSet();

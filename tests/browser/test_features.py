@@ -19,6 +19,8 @@ from driftlens_app.settings import Settings
 from tests.browser.reading import drawn, settled
 from tests.browser.server import serving
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 180_000
 """Milliseconds that a job may take on a busy machine."""
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pathlib
 
+import pytest
 from PIL import Image
 
 from driftlens.records.run import open_run
@@ -9,6 +10,7 @@ from driftlens_reports.gallery import FIGURES, write_gallery
 from tests.records.full_run import write_full_run
 
 
+@pytest.mark.slow
 def test_the_gallery_is_small_pictures_and_a_page_without_a_script(tmp_path: pathlib.Path):
     run = open_run(write_full_run(tmp_path / "run"))
     files = write_gallery(run, tmp_path / "gallery")

@@ -228,6 +228,7 @@ assert "matplotlib.pyplot" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same_bytes_without_torch_and_pyplot(run: DriftRun) -> None:
     answer = subprocess.run(
         [sys.executable, "-c", _ELSEWHERE, run.path], capture_output=True, text=True, check=False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.errors import DataError, DriftLensError, RunError
+from driftlens.errors import DataError, RunError
 from driftlens.records.layout import LOCK, MANIFEST, STATUS, table_file
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.lock import living_owner_of
@@ -32,10 +32,10 @@ def listed_runs(settings: Settings) -> list[RunSummary]:
         try:
             _require_links_inside(folder, settings.root, now)
         except RunError as error:
-            found.append(RunSummary(path=folder, name=folder.name, problem=error.message))
+            found.append(RunSummary(folder, name=folder.name, problem=error.message, hint=error.hint))
             continue
-        status = _file_stamp(folder / STATUS)
-        found.append(_summary(str(folder), (*now, status), _is_alive(folder)))
+        is_alive = is_file_inside(folder / LOCK) and living_owner_of(folder) is not None
+        found.append(_summary(str(folder), (*now, _file_stamp(folder / STATUS)), is_alive))
     return _without_doubles(found)
 
 
@@ -59,16 +59,6 @@ def folder_of(settings: Settings, run_id: str) -> Path:
     )
 
 
-def hint_for(run: RunSummary) -> str:
-    """What to do about a run that can't be read; empty where there is nothing to say."""
-    try:
-        _require_links_inside(run.path, Settings.from_environment().root, stamp(run.path))
-        open_run(run.path)
-    except DriftLensError as error:
-        return error.hint
-    return ""
-
-
 def opened(folder: Path) -> DriftRun:
     """The run in `folder`, read again when it has changed.
 
@@ -84,6 +74,11 @@ def opened(folder: Path) -> DriftRun:
 def stamp(folder: Path) -> Stamp:
     """What changes whenever the run's manifest or one of its tables does."""
     return tuple(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
+
+
+def key_of(run: DriftRun) -> tuple[str, Stamp]:
+    """What stands for a run as it is now in the keys of caches: `hash_funcs={DriftRun: key_of}`."""
+    return run.id, stamp(run.path)
 
 
 def _require_links_inside(folder: Path, root: Path, now: Stamp) -> None:
@@ -132,10 +127,6 @@ def _file_stamp(file: Path) -> tuple[int, int, int]:
     except OSError:
         return 0, 0, 0
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _is_alive(folder: Path) -> bool:
-    return is_file_inside(folder / LOCK) and living_owner_of(folder) is not None
 
 
 def _without_doubles(found: list[RunSummary]) -> list[RunSummary]:

@@ -167,15 +167,9 @@ def decisions(run: DriftRun, task: str, sample_id: str) -> pd.DataFrame:
     rows = rows[rows["sample_id"] == sample_id]
     if rows.empty:
         return pd.DataFrame()
-    first = rows.iloc[0]
-    expert = {
-        "model": "expert",
-        "label": first["label"],
-        "pred": first["expert_pred"],
-        "margin": first["margin"],
-        "ce": first["ce_expert"],
-        "confidence": first["confidence_expert"],
-    }
+    own = {"label": "label", "expert_pred": "pred", "margin": "margin"}
+    own |= {"ce_expert": "ce", "confidence_expert": "confidence"}
+    expert = rows.head(1)[[*own]].rename(columns=own).assign(model="expert")
     others = rows.assign(model=rows["variant"].map(title), margin=None)
     columns = ["model", "label", *_DECISION]
-    return pd.concat([pd.DataFrame([expert]), others[columns].astype(object)], ignore_index=True)[columns]
+    return pd.concat([expert.astype(object), others[columns].astype(object)], ignore_index=True)[columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,8 @@ import streamlit as st
 from driftlens.errors import DataError
 from driftlens.records.listing import RunSummary
 from driftlens.records.run import DriftRun
-from driftlens_app.jobs import watch
-from driftlens_app.runs import folder_of, hint_for, listed_runs, opened, run_ids
+from driftlens_app.jobs.watching import is_at_work
+from driftlens_app.runs import folder_of, listed_runs, opened, run_ids
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark
 from driftlens_reports.charts.chart import ChartOptions
@@ -43,14 +44,14 @@ class Selection:
 
     def options(self, **others: Any) -> ChartOptions:
         """Options for a chart: the selection and the theme, with `others` over them."""
-        chosen: dict[str, Any] = {
-            "tasks": None if self.task is None else (self.task,),
-            "variants": self.variants or None,
-            "layer": self.layer,
-            "relative": self.relative,
-            "dark": is_dark(),
-        }
-        return ChartOptions(**{**chosen, **others})
+        chosen = ChartOptions(
+            tasks=None if self.task is None else (self.task,),
+            variants=self.variants or None,
+            layer=self.layer,
+            relative=self.relative,
+            dark=is_dark(),
+        )
+        return dataclasses.replace(chosen, **others)
 
 
 def selection() -> Selection:
@@ -93,33 +94,28 @@ def require_no_unreadable(settings: Settings) -> None:
     """
     for run in _unreadable(settings):
         raise DataError(
-            f"there is no run to look at: {run.path.name} can't be read: {run.problem}", hint=hint_for(run)
+            f"there is no run to look at: {run.path.name} can't be read: {run.problem}", hint=run.hint
         )
 
 
 def _unreadable(settings: Settings) -> list[RunSummary]:
     """Runs that can't be read, but for those that are just being made."""
-    broken = [run for run in listed_runs(settings) if run.problem]
-    views = [watch(run.path) for run in broken]
-    return [run for run, view in zip(broken, views, strict=True) if view is None or not view.is_live]
+    return [run for run in listed_runs(settings) if run.problem and not is_at_work(run.path)]
 
 
 def choose_view(run: DriftRun) -> Selection:
     """Draw the sidebar's choices within a run; `selection` returns the result."""
     layers = [entry.index for entry in run.manifest.layers]
-    about = f"1 is the stem, {layers[-1]} the head, which is also called final." if layers else ""
+    about = "The run lists no layers yet."
+    if layers:
+        about = f"1 is the stem, {layers[-1]} the head, which is also called final."
     one = functools.partial(st.selectbox, bind="query-params")
     with st.sidebar:
         task = one("Task", run.tasks, index=None, placeholder="All tasks", key=TASK)
         variants = st.multiselect(
             "Variants", run.variants, placeholder="All but the base", key=VARIANTS, bind="query-params"
         )
-        layer = one(
-            "Layer",
-            [FINAL, *map(str, layers)],
-            key=LAYER,
-            help=about or "The run lists no layers yet.",
-        )
+        layer = one("Layer", [FINAL, *map(str, layers)], key=LAYER, help=about)
         measure = st.radio(
             "Drift",
             _MEASURES,

@@ -23,7 +23,7 @@ from streamlit.column_config import NumberColumn, TextColumn
 from driftlens.errors import DriftLensError
 from driftlens.records.reading import Sheet, printable
 from driftlens.records.run import DriftRun
-from driftlens_app.runs import Stamp, stamp
+from driftlens_app.runs import key_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.theme import lay_out
 
@@ -104,11 +104,10 @@ def show_error(kind: str, message: str, hint: str) -> None:
     st.error("\n\n".join(filter(None, parts)), icon=":material/error:")
 
 
-def page_title(title: str, subtitle: str = "") -> None:
+def page_title(title: str, subtitle: str) -> None:
     """The heading of a page, and one line in Markdown that says what it shows."""
     st.title(title, anchor=False)
-    if subtitle:
-        st.caption(subtitle)
+    st.caption(subtitle)
 
 
 def note(text: str, icon: str = "info") -> None:
@@ -149,7 +148,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         if lacking is not None:
             note(plain(lacking))
             return None
-        drawn = _drawn(name, run.id, stamp(run.path), options, "on_select" in plotly, run)
+        drawn = _drawn(name, run, options, "on_select" in plotly)
         return show_drawn(name, run.id, drawn, chart.caption, **plotly)
     return None
 
@@ -217,12 +216,10 @@ def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show dat
         )
 
 
-@st.cache_resource(max_entries=64, show_spinner="Drawing")
-def _drawn(
-    name: str, run_id: str, run_stamp: Stamp, options: ChartOptions, selecting: bool, _run: DriftRun
-) -> Drawn:
+@st.cache_resource(max_entries=64, show_spinner="Drawing", hash_funcs={DriftRun: key_of})
+def _drawn(name: str, run: DriftRun, options: ChartOptions, selecting: bool) -> Drawn:
     """The chart, shared by all readers: nobody changes it, and a copy would take longer than most of a page."""
-    drawn = charts[name].draw(_run, options)
+    drawn = charts[name].draw(run, options)
     drawn_once(drawn.figure, selecting=selecting)
     return drawn
 
@@ -259,18 +256,14 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
         layout["clickmode"] = "event+select"
     template = layout.pop("template", {})
     axes = template.get("layout", {})
-    used = {_axis(trace.get(f"{letter}axis", letter)) for trace in traces for letter in "xy"}
+    references = {trace.get(f"{letter}axis", letter) for trace in traces for letter in "xy"}
+    used = {f"{name[0]}axis{name[1:]}" for name in references}  # `x2` of a trace is `xaxis2` of the layout
     if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
         return lay_out(figure, {**layout, "template": template})
     figure.layout = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
     lay_out(figure, layout)
     figure.layout.template = None  # a new layout has plotly's own
     return figure
-
-
-def _axis(reference: str) -> str:
-    """Name in the layout of the axis that a trace calls `x2`."""
-    return f"{reference[0]}axis{reference[1:]}"
 
 
 def _lists(settings: Any) -> Any:

@@ -38,6 +38,7 @@ class RunSummary:
         final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
         bytes: size of the files that the manifest lists.
         problem: why the run can't be read.
+        hint: what to do about that, where there is something to say.
         left: what later work left undone, in sentences; see `left_undone`.
     """
 
@@ -51,6 +52,7 @@ class RunSummary:
     final_drift: Mapping[str, float] = field(default_factory=dict)
     bytes: int = 0
     problem: str = ""
+    hint: str = ""
     left: tuple[str, ...] = ()
 
 
@@ -182,7 +184,7 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
             left=left_undone(run),
         )
     except DriftLensError as error:
-        return RunSummary(path=folder, name=folder.name, problem=error.message)
+        return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)
 
 
 def final_drift_html(run: DriftRun) -> str:

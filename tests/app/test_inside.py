@@ -17,7 +17,7 @@ from driftlens_app.jobs import processes, start, watch
 from driftlens_app.jobs.record import Job, job_of, jobs_beside, write_job
 from driftlens_app.jobs.requests import analyze_request, calibrate_request
 from driftlens_app.jobs.watching import log_text
-from driftlens_app.runs import hint_for, listed_runs, opened
+from driftlens_app.runs import listed_runs, opened
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
 from tests.app.test_pages import errors, said
@@ -129,7 +129,7 @@ def test_a_run_that_is_not_readable_is_not_opened_for_its_hint(root: Path, run: 
     (run / "manifest.json").unlink()
     (run / "manifest.json").symlink_to(outside / "manifest.json")
     (listed,) = listed_runs(Settings(root))
-    assert "manifest.json is a link" in listed.problem and "Remove the link" in hint_for(listed)
+    assert "manifest.json is a link" in listed.problem and "Remove the link" in listed.hint
 
 
 def test_links_that_stay_inside_are_followed(open_app: Open, root: Path, run: Path) -> None:

@@ -72,6 +72,12 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
     return _ended(job, status)
 
 
+def is_at_work(run: Path) -> bool:
+    """Whether a job that writes to the run directory `run` is live."""
+    view = watch(run)
+    return view is not None and view.is_live
+
+
 def is_finished_since(job: Job) -> bool:
     """Whether the job's run was finished after the job began, for example in a terminal."""
     status = _status(job.run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_app.pages import Page
 from driftlens_app.selection import selection
@@ -22,18 +21,13 @@ PAGE = Page(
 def show() -> None:
     """Draw the page."""
     chosen = selection()
-    baseline = _baseline(chosen.run)
-    if baseline is not None:
-        show_parts("alignment", chosen.run, chosen.options(baseline=baseline), key="alignment")
-
-
-def _baseline(run: DriftRun) -> str | None:
-    """The variant that gains are counted from, chosen by the reader; None where the run has no variant at all."""
-    known = sorted(run.variants, key=lambda variant: (variant != "merged", part_of(variant) != "baseline"))
+    known = sorted(
+        chosen.run.variants, key=lambda variant: (variant != "merged", part_of(variant) != "baseline")
+    )
     if not known:
         note("The run has no merged model to look at yet.")
-        return None
-    chosen = st.selectbox(
+        return
+    baseline = st.selectbox(
         "Baseline",
         known,
         format_func=title,
@@ -43,8 +37,8 @@ def _baseline(run: DriftRun) -> str | None:
         width=260,
     )
     if not any(part_of(variant) == "baseline" for variant in known):
-        st.caption(f"The run has no other baseline; gains are counted from {plain(title(chosen))}.")
-    return chosen
+        st.caption(f"The run has no other baseline; gains are counted from {plain(title(baseline))}.")
+    show_parts("alignment", chosen.run, chosen.options(baseline=baseline), key="alignment")
 
 
 if __name__ == "__main__":

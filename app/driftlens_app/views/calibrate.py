@@ -22,11 +22,11 @@ from driftlens_app.calibration import CalibrationSettings, calibration_form
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import calibrate_request
-from driftlens_app.jobs.watching import running_drift
+from driftlens_app.jobs.watching import is_at_work, running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.outlook import show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
-from driftlens_app.runs import Stamp, opened, stamp
+from driftlens_app.runs import key_of, opened
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import note, plain, show_chart, show_data, show_drawn, show_sheet, shown_errors
@@ -50,12 +50,11 @@ _MOST_BYTES = 1_000_000_000
 def show() -> None:
     """Draw the page."""
     run, settings = selection().run, Settings.from_environment()
-    newest, job = watch(run.path), watch(run.path, "calibrate")
-    is_live = newest is not None and newest.is_live
+    job = watch(run.path, "calibrate")
     if settings.read_only:
         note("This dashboard is read-only: it starts no jobs.", "lock")
     left, right = st.columns([1, 2])
-    blocked = is_live or settings.read_only
+    blocked = is_at_work(run.path) or settings.read_only
     with left, shown_errors():
         wanted, pressed = calibration_form(
             _last(run, job),
@@ -157,7 +156,7 @@ def _show_result(run: DriftRun, name: str) -> None:
     with shown_errors():
         for sentence in [*calibration_sentences(run, name), *selection_sentences(run, name)]:
             st.markdown(f"- {plain(sentence)}")
-        for sheet in _sheets(run.id, stamp(run.path), name, run):
+        for sheet in _sheets(run, name):
             show_sheet(sheet)
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
@@ -174,9 +173,9 @@ def _show_result(run: DriftRun, name: str) -> None:
         st.caption(plain(notice))
 
 
-@st.cache_data(max_entries=64, show_spinner=False)
-def _sheets(run_id: str, run_stamp: Stamp, name: str, _run: DriftRun) -> list[Sheet]:
-    return calibration_sheets(_run, name)
+@st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
+def _sheets(run: DriftRun, name: str) -> list[Sheet]:
+    return calibration_sheets(run, name)
 
 
 def _downloads(run: DriftRun, name: str) -> None:

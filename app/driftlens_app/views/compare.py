@@ -14,7 +14,7 @@ from driftlens.records.reading import percent_interval, points_interval
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_app.pages import Page, path_of
-from driftlens_app.runs import Stamp, folder_of, opened, run_ids, stamp
+from driftlens_app.runs import folder_of, key_of, opened, run_ids
 from driftlens_app.selection import Selection, selection
 from driftlens_app.settings import Settings
 from driftlens_app.show import drawn_once, is_dark, note, plain, show_data, show_drawn, show_table
@@ -59,9 +59,29 @@ _SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", 
 def show() -> None:
     """Draw the page."""
     chosen = selection()
-    found = _comparison(chosen)
-    if found is not None:
-        _show(found, chosen.task)
+    whole = _comparison(chosen)
+    if whole is None:
+        return
+    found = of_task(whole, chosen.task)
+    if found.mismatches:
+        differing = "; ".join(plain(text) for text in found.mismatches)
+        st.warning(
+            f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
+            icon=":material/warning:",
+        )
+    for remark in found.notes:
+        st.caption(plain(remark))
+    names = f"{found.before.id}-{found.after.id}"
+    st.subheader("Change by layer", anchor=False)
+    show_drawn("change", names, _curves(found, chosen.task, is_dark()))
+    st.subheader("Change by task", anchor=False)
+    order = st.selectbox(
+        "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220
+    )
+    rows = found.tasks if order == "run" else found.tasks.sort_values(order, kind="stable")
+    alt = "Drift, cosine, flips and accuracy by task, before and after"
+    show_table(readable(rows), _COLUMNS, key="changes", alt=alt)
+    show_data(rows, f"{names}-tasks", key="data-tasks")
 
 
 def _comparison(chosen: Selection) -> Comparison | None:
@@ -76,7 +96,7 @@ def _comparison(chosen: Selection) -> Comparison | None:
         note("The run has one model only. Calibrate it, or choose another run.")
         st.page_link(path_of("calibrate"), label="Calibrate this run", icon=":material/tune:")
         return None
-    return _compared(run.id, stamp(run.path), second.id, stamp(second.path), pair, run, second)
+    return _compared(run, second, *pair)
 
 
 def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
@@ -97,30 +117,19 @@ def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
 
 
 # Shared by all readers, as runs are: nobody changes a comparison, and a copy would hold copies of both runs.
-@st.cache_resource(max_entries=4, show_spinner="Comparing")
-def _compared(
-    first_id: str,
-    first_stamp: Stamp,
-    second_id: str,
-    second_stamp: Stamp,
-    pair: tuple[str, str],
-    _first: DriftRun,
-    _second: DriftRun,
-) -> Comparison:
-    second = None if _second is _first else _second
-    return compare(_first, second, before=pair[0], after=pair[1], allow_mismatch=True)
+@st.cache_resource(max_entries=4, show_spinner="Comparing", hash_funcs={DriftRun: key_of})
+def _compared(first: DriftRun, second: DriftRun, before: str, after: str) -> Comparison:
+    other = None if second is first else second
+    return compare(first, other, before=before, after=after, allow_mismatch=True)
 
 
-@st.cache_resource(max_entries=16, show_spinner="Drawing")
-def _curves(
-    names: str,
-    stamps: tuple[Stamp, Stamp],
-    pairs: tuple[tuple[str, str], ...],
-    task: str | None,
-    dark: bool,
-    _found: Comparison,
-) -> Drawn:
-    drawn = change_curves(_found, dark=dark)
+def _pair_of(found: Comparison) -> tuple[object, ...]:
+    return key_of(found.before), key_of(found.after), found.pairs
+
+
+@st.cache_resource(max_entries=16, show_spinner="Drawing", hash_funcs={Comparison: _pair_of})
+def _curves(found: Comparison, task: str | None, dark: bool) -> Drawn:
+    drawn = change_curves(found, dark=dark)  # of the rows of this task
     drawn_once(drawn.figure)
     return drawn
 
@@ -142,43 +151,19 @@ def of_task(found: Comparison, task: str | None) -> Comparison:
     return replace(found, **kept)
 
 
-def _show(whole: Comparison, task: str | None) -> None:
-    found = of_task(whole, task)
-    if found.mismatches:
-        differing = "; ".join(plain(text) for text in found.mismatches)
-        st.warning(
-            f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
-            icon=":material/warning:",
-        )
-    for remark in found.notes:
-        st.caption(plain(remark))
-    st.subheader("Change by layer", anchor=False)
-    names, stamps = f"{found.before.id}-{found.after.id}", (stamp(found.before.path), stamp(found.after.path))
-    show_drawn("change", names, _curves(names, stamps, found.pairs, task, is_dark(), found))
-    st.subheader("Change by task", anchor=False)
-    order = st.selectbox(
-        "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220
-    )
-    rows = found.tasks if order == "run" else found.tasks.sort_values(order, kind="stable")
-    alt = "Drift, cosine, flips and accuracy by task, before and after"
-    show_table(readable(rows), _COLUMNS, key="changes", alt=alt)
-    show_data(rows, f"{names}-tasks", key="data-tasks")
-
-
 def readable(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a comparison's tasks for reading: shares in percent, the interval in words."""
-    ends = zip(rows["drift_relative_ci_low"], rows["drift_relative_ci_high"], strict=True)
-    rows = rows.assign(drift_interval=[percent_interval(low, high) for low, high in ends])
-    shown = rows[["task", *(name for name in _COLUMNS if name != "interval")]].copy()
+    """Rows of a comparison's tasks for reading: shares in percent, the intervals in words."""
+    is_paired = rows["paired_split"] == "test"
+    drift = (rows[f"drift_relative_ci_{end}"] for end in ("low", "high"))
+    accuracy = (
+        rows[f"paired_ci_{end}"].where(is_paired, rows[f"accuracy_ci_{end}"]) for end in ("low", "high")
+    )
+    rows = rows.assign(
+        drift_interval=[*map(percent_interval, *drift)], interval=[*map(points_interval, *accuracy)]
+    )
+    shown = rows[["task", *_COLUMNS]].copy()
     shown[list(_SHARES)] *= 100
-    shown["interval"] = [_interval(row) for row in rows.to_dict("records")]
     return shown
-
-
-def _interval(row: dict[str, object]) -> str:
-    source = "paired" if row["paired_split"] == "test" else "accuracy"
-    low, high = (float(row[f"{source}_ci_{end}"]) for end in ("low", "high"))  # type: ignore[arg-type]
-    return points_interval(low, high)
 
 
 if __name__ == "__main__":

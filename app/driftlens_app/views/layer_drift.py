@@ -7,7 +7,6 @@ import streamlit as st
 from driftlens_app.pages import Page
 from driftlens_app.selection import selection
 from driftlens_app.show import show_parts
-from driftlens_reports.charts.chart import ChartOptions
 
 PAGE = Page(
     "Layer drift",
@@ -27,22 +26,19 @@ _BANDS = {
 
 def show() -> None:
     """Draw the page."""
-    show_parts("layer_drift", selection().run, _options(), key="layers")
-
-
-def _options() -> ChartOptions:
+    chosen = selection()
     with st.container(horizontal=True, vertical_alignment="bottom"):
         band = st.selectbox(
             "Band",
             [*_BANDS],
-            format_func=lambda name: _BANDS[name],
+            format_func=_BANDS.__getitem__,
             key="band",
             bind="query-params",
             help="What the shaded band shows of the samples behind each mean.",
             width=260,
         )
         log = st.checkbox("Logarithmic axis", key="log", bind="query-params")
-    return selection().options(band=band, log=log)
+    show_parts("layer_drift", chosen.run, chosen.options(band=band, log=log), key="layers")
 
 
 if __name__ == "__main__":

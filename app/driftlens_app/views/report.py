@@ -20,7 +20,7 @@ from driftlens.records.status import Failure
 from driftlens_app.jobs import command_line
 from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.pages import Page
-from driftlens_app.runs import stamp
+from driftlens_app.runs import key_of
 from driftlens_app.selection import selection
 from driftlens_app.show import note, open_part, plain, show_data, show_error
 from driftlens_reports.build import formats
@@ -165,7 +165,7 @@ def _built(run: DriftRun, kind: str, commands: dict[str, tuple[str, ...]], press
     """What was built for this reader of the run as it is now; builds it when the button was pressed."""
     if pressed and not commands:
         st.warning("Choose at least one.", icon=":material/warning:")
-    key = (run.id, stamp(run.path))
+    key = key_of(run)
     kept = st.session_state.setdefault(_BUILT, {})
     if pressed:
         found = []

@@ -10,11 +10,11 @@ from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.records.listing import RunSummary
 from driftlens.records.reading import size
-from driftlens_app.jobs import watch
 from driftlens_app.jobs.requests import DEMO
+from driftlens_app.jobs.watching import is_at_work
 from driftlens_app.live import await_demo, show_new_runs, welcome
 from driftlens_app.pages import Page, path_of
-from driftlens_app.runs import hint_for, listed_runs
+from driftlens_app.runs import listed_runs
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings
 from driftlens_app.show import note, page_title, plain, show_table, when
@@ -26,7 +26,7 @@ def show() -> None:
     """Draw the page."""
     settings = Settings.from_environment()
     # A run that is just being made has no manifest in its first moments; its job says more than an error would.
-    found = [run for run in listed_runs(settings) if not (run.problem and _is_being_made(run))]
+    found = [run for run in listed_runs(settings) if not (run.problem and is_at_work(run.path))]
     if not found:
         welcome()
         return
@@ -47,11 +47,6 @@ def show() -> None:
             st.warning(_reason(run), icon=":material/warning:")
         for text in run.left:
             note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
-
-
-def _is_being_made(run: RunSummary) -> bool:
-    view = watch(run.path)
-    return view is not None and view.is_live
 
 
 def _table(runs: list[RunSummary]) -> None:
@@ -88,9 +83,8 @@ def _matches(run: RunSummary, wanted: str) -> bool:
 
 
 def _reason(run: RunSummary) -> str:
-    hint = hint_for(run)
     reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
-    return f"{reason}\n\n{plain(hint)}" if hint else reason
+    return f"{reason}\n\n{plain(run.hint)}" if run.hint else reason
 
 
 if __name__ == "__main__":

@@ -53,11 +53,7 @@ class Method:
 
 @st.cache_resource(show_spinner="Asking for the calibrators")
 def methods() -> Mapping[str, Method]:
-    """The calibrators by name. The command line is asked, once per server, since they need torch.
-
-    Raises:
-        DriftLensError: it gave no answer; this is not remembered.
-    """
+    """The calibrators by name. The command line is asked, since they need torch, once per server if it answers."""
     found = ask(("methods", "--json"), Settings.from_environment().root)["calibrators"]
     return {
         name: Method(
@@ -99,12 +95,7 @@ class CalibrationSettings:
     resume: bool = False
 
     def check(self) -> None:
-        """Refuse what the command line would refuse.
-
-        Raises:
-            SpecError: a value is out of its range; says which, and what is allowed.
-            DriftLensError: the command line does not say what is.
-        """
+        """Refuse, by a SpecError, what the command line would refuse."""
         if not _NAME.fullmatch(self.name):
             raise SpecError(
                 f"{self.name!r} can't be the name of a calibration",
@@ -127,11 +118,7 @@ class CalibrationSettings:
             )
 
     def require_free_name(self, taken: Container[str]) -> None:
-        """Refuse a name that a finished calibration has, unless that is to be replaced or gone on with.
-
-        Raises:
-            SpecError: the name is among `taken`; says what to do about it.
-        """
+        """Refuse a name that a finished calibration has, unless that is to be replaced or gone on with."""
         if self.name in taken and not (self.replace or self.resume):
             raise SpecError(
                 f"the run has a calibration {self.name!r} already",
@@ -147,11 +134,7 @@ class CalibrationSettings:
         return dataclasses.replace(self, name=free, replace=False)
 
     def arguments(self, run: Path) -> tuple[str, ...]:
-        """Options of `driftlens calibrate`, behind the run.
-
-        Raises:
-            DriftLensError: as for `check`.
-        """
+        """Options of `driftlens calibrate`, behind the run; refuses what `check` does."""
         self.check()
         values = {
             "--name": self.name,
@@ -224,9 +207,6 @@ def calibration_form(
         taken: names that the run's calibrations have.
         blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
         may_export: whether a folder may be written beside the run.
-
-    Raises:
-        DriftLensError: the command line does not say which calibrators there are.
     """
     known = methods()
     start, names = last or CalibrationSettings().with_free_name(taken), [*known]

@@ -74,9 +74,6 @@ def past_cost(run: DriftRun) -> str:
     """What the run's last calibration took, or its analysis where there was none: measured, not estimated.
 
     Nothing of that where neither is finished.
-
-    Raises:
-        RunError: the table of resources can't be read.
     """
     estimate = "Press Estimate for the settings above."
     try:

@@ -46,11 +46,7 @@ def run_ids(settings: Settings) -> list[str]:
 
 
 def folder_of(settings: Settings, run_id: str) -> Path:
-    """The folder of the run called `run_id`.
-
-    Raises:
-        DataError: there is none under the root.
-    """
+    """The folder of the run called `run_id`, which must be under the root and readable."""
     for run in listed_runs(settings):
         if run.id == run_id and not run.problem:
             return run.path
@@ -60,12 +56,7 @@ def folder_of(settings: Settings, run_id: str) -> Path:
 
 
 def opened(folder: Path) -> DriftRun:
-    """The run in `folder`, read again when it has changed.
-
-    Raises:
-        RunError: it is damaged or gone, or a link in it leaves the root.
-        SchemaTooNewError: a newer DriftLens wrote it.
-    """
+    """The run in `folder`, read again when it has changed; refused if a link in it leaves the root."""
     now = stamp(folder)
     _require_links_inside(folder, Settings.from_environment().root, now)
     return _opened(str(folder), now)

@@ -50,11 +50,7 @@ _DECISION = {
 
 
 def pictures(run: DriftRun, task: str, sample_ids: Sequence[str]) -> list[str | None]:
-    """A picture of each sample as a `data:` address; None where the run has none.
-
-    Raises:
-        RunError: the file of pictures is damaged, or a link that leaves the root.
-    """
+    """A picture of each sample as a `data:` address; None where the run has none."""
     file = run.path / thumbs_file(task)
     require_inside(file)
     changed = file.stat().st_mtime_ns if file.is_file() else 0
@@ -84,9 +80,6 @@ def show_hover_pictures(run: DriftRun, task: str, chart: str, sample_ids: Sequen
     """Let the chart with the key `chart` show pictures; points say which sample they are in their `customdata`.
 
     Nothing happens where the run has no pictures of the task.
-
-    Raises:
-        RunError: the file of pictures is damaged.
     """
     ids = list(sample_ids)[:MOST_PICTURES]
     there = {name: image for name, image in zip(ids, pictures(run, task, ids), strict=True) if image}
@@ -157,12 +150,7 @@ def show_samples(
 
 
 def decisions(run: DriftRun, task: str, sample_id: str) -> pd.DataFrame:
-    """What each model says of a sample, the expert first: class, scores and margin; empty without class scores.
-
-    Raises:
-        DataError: the run has no such task.
-        RunError: the output table can't be read.
-    """
+    """What each model says of a sample, the expert first: class, scores and margin; empty without class scores."""
     rows = run.outputs(task)
     rows = rows[rows["sample_id"] == sample_id]
     if rows.empty:

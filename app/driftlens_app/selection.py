@@ -61,12 +61,7 @@ def selection() -> Selection:
 
 
 def choose_run(settings: Settings) -> DriftRun | None:
-    """The run that is chosen in the sidebar, or None when there is none to choose.
-
-    Raises:
-        DataError: the run that the URL names is not there.
-        RunError: it can't be read.
-    """
+    """The run that is chosen in the sidebar, or None when there is none to choose; refuses a URL that names no run."""
     ids = run_ids(settings)
     if not ids:
         return None
@@ -87,11 +82,7 @@ def choose_run(settings: Settings) -> DriftRun | None:
 
 
 def require_no_unreadable(settings: Settings) -> None:
-    """Refuse to call a folder empty whose runs can't be read.
-
-    Raises:
-        DataError: names the first such run, and why.
-    """
+    """Refuse to call a folder empty whose runs can't be read; names the first one, and why."""
     for run in _unreadable(settings):
         raise DataError(
             f"there is no run to look at: {run.path.name} can't be read: {run.problem}", hint=run.hint

@@ -58,11 +58,7 @@ def is_inside(path: Path, root: Path | None = None) -> bool:
 
 
 def require_root(root: Path) -> None:
-    """Refuse to look into a folder that was removed while the dashboard was open on it.
-
-    Raises:
-        RunError: it is gone.
-    """
+    """Refuse, by a RunError, to look into a folder that was removed while the dashboard was open on it."""
     if not root.is_dir():
         raise RunError(
             f"the folder {root}, which the dashboard was opened on, is gone",
@@ -76,20 +72,15 @@ def is_file_inside(path: Path) -> bool:
 
 
 def require_inside(path: Path) -> None:
-    """Refuse a path that leaves the root.
-
-    Raises:
-        RunError: it does.
-    """
+    """Refuse, by a RunError, a path that leaves the root."""
     if not is_inside(path):
         raise RunError(f"{path} is, or lies behind, a link that leaves this folder", hint=_HINT)
 
 
 def require_links_inside(run: Path, root: Path) -> None:
-    """Refuse a run with a link anywhere in it that leaves the root. Looks at every name: cache it.
+    """Refuse, by a RunError, a run with a link that leaves the root or with a folder that can't be searched for one.
 
-    Raises:
-        RunError: there is such a link, or a folder that can't be searched for one.
+    It looks at every name in the run: cache it.
     """
 
     def unsearched(error: OSError) -> None:

@@ -41,12 +41,9 @@ def environment() -> dict[str, str]:
 def answer(
     arguments: Sequence[str], folder: Path, patience: float = PATIENCE_SECONDS
 ) -> subprocess.CompletedProcess[str]:
-    """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said.
+    """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said; it may time out.
 
     Two run at a time, however many visitors ask; the others wait, and their patience begins with their turn.
-
-    Raises:
-        subprocess.TimeoutExpired: it took longer than `patience` seconds, and was ended.
     """
     with _TURNS:
         return subprocess.run(
@@ -62,12 +59,7 @@ def answer(
 
 
 def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The document that `driftlens ARGUMENTS` prints: a preflight, an estimate.
-
-    Raises:
-        DriftLensError: the command failed without one; its own message and hint.
-        RunError: it took too long.
-    """
+    """The document that `driftlens ARGUMENTS` prints, or else the error that it told, raised here."""
     try:
         done = answer(arguments, folder)
     except subprocess.TimeoutExpired:

@@ -113,11 +113,7 @@ def note_cancelled(job: Job) -> None:
 
 
 def dismiss(job: Job) -> None:
-    """Note that the job's end has been read; a newer job of its run keeps its own record.
-
-    Raises:
-        RunError: the record can't be written.
-    """
+    """Note that the job's end has been read; a newer job of its run keeps its own record."""
     newest = job_of(job.run, job.kind)
     if newest is not None and newest.log == job.log:
         write_job(dataclasses.replace(newest, dismissed=True))

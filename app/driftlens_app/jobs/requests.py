@@ -36,11 +36,7 @@ def demo_request(settings: Settings) -> Request:
 
 
 def analyze_request(settings: Settings, spec: str, name: str) -> Request:
-    """The analysis of a spec, one of `spec_files`, into a new folder; one that a job left unfinished is continued.
-
-    Raises:
-        SpecError: the name can't be a folder's, something else is there, or the spec is not under the root.
-    """
+    """The analysis of a spec, one of `spec_files`, into a new folder; one that a job left unfinished is continued."""
     if not _NAME.fullmatch(name):
         raise SpecError(
             f"{name!r} can't be the name of a run's folder",
@@ -60,11 +56,7 @@ def analyze_request(settings: Settings, spec: str, name: str) -> Request:
 
 
 def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
-    """The calibration of a run.
-
-    Raises:
-        SpecError: a value is out of its range, or the name is taken.
-    """
+    """The calibration of a run; a value out of its range and a name that is taken are refused."""
     settings.require_free_name(run.manifest.calibrations)
     arguments = ("calibrate", str(run.path), *settings.arguments(run.path), *_PROGRESS)
     return Request("calibrate", settings.name, run.path, arguments, dataclasses.asdict(settings))
@@ -76,14 +68,8 @@ def explain_request(run: DriftRun) -> Request:
 
 
 def project_request(run: DriftRun, task: str, layer: int | str, method: str, seed: int) -> Request:
-    """The layout of one task's features on a plane, by a method too slow for a page.
-
-    Raises:
-        DataError: the run has no such task.
-        LayerNotFoundError: it has no such layer.
-        SpecError: there is no such method.
-    """
-    run.layers(task=task, layer=layer)
+    """The layout of one task's features on a plane, by a method too slow for a page."""
+    run.layers(task=task, layer=layer)  # refuses what the run does not have
     if method not in METHODS:
         raise SpecError(f"no method {method!r}", hint=f"There are {', '.join(METHODS)}.")
     where = ("--task", task, "--layer", str(layer), "--method", method, "--seed", str(int(seed)))
@@ -101,11 +87,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def spec_files(root: Path) -> list[str]:
-    """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them.
-
-    Raises:
-        RunError: the root is gone.
-    """
+    """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them."""
     require_root(root)
     folders = [root, *(child for child in _entries(root) if child.is_dir())]
     found = [
@@ -120,12 +102,7 @@ def spec_files(root: Path) -> list[str]:
 
 
 def spec_file(root: Path, relative: str) -> Path:
-    """The spec file at `relative`, checked again: what a browser sends may be anything.
-
-    Raises:
-        SpecError: it is not one of `spec_files`.
-        RunError: the root is gone.
-    """
+    """The spec file at `relative`, refused unless it is one of `spec_files`: what a browser sends may be anything."""
     if relative not in spec_files(root):
         raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
     return root / relative

@@ -135,11 +135,7 @@ def _curves(found: Comparison, task: str | None, dark: bool) -> Drawn:
 
 
 def of_task(found: Comparison, task: str | None) -> Comparison:
-    """The comparison's rows of one task; None is all.
-
-    Raises:
-        DataError: the other run has no such task.
-    """
+    """The comparison's rows of one task, which both runs must have; None is all."""
     if task is None:
         return found
     kept = {name: getattr(found, name) for name in ("layers", "tasks")}

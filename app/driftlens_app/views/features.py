@@ -147,12 +147,7 @@ def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str
 
 
 def sample_rows(run: DriftRun, task: str, options: ChartOptions) -> pd.DataFrame:
-    """A row per sample with its class and its drift by variant, the most drifted first.
-
-    Raises:
-        DataError: no such variant.
-        RunError: the sample table can't be read.
-    """
+    """A row per sample with its class and its drift by variant, the most drifted first."""
     rows = run.samples(task, layer=options.layer)
     names = [name for name in chosen_variants(run, options) if (rows["variant"] == name).any()]
     if not names:

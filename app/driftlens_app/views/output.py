@@ -75,12 +75,7 @@ def _flips(chosen: Selection) -> None:
 
 
 def measured_decisions(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Rows of the output table of the chosen tasks and variants that say whether a decision flipped.
-
-    Raises:
-        DataError: no such variant.
-        RunError: the output table can't be read.
-    """
+    """Rows of the output table of the chosen tasks and variants that say whether a decision flipped."""
     rows = run.outputs()
     tasks = run.tasks if options.tasks is None else options.tasks
     rows = rows[rows["task"].isin(list(tasks)) & rows["variant"].isin(chosen_variants(run, options))]

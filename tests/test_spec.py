@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from driftlens.data.sources import data_sources
 from driftlens.errors import SpecError
-from driftlens.spec import FileHead, ImageFolderData, RunSpec, TextHead, json_schema, load_spec
+from driftlens.spec import RunSpec, json_schema, load_spec
+from driftlens.spec.data import ImageFolderData
+from driftlens.spec.sections import FileHead, TextHead
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from tests.specs import minimal
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 
@@ -101,6 +101,13 @@ ProgressMode = Annotated[
 ]
 
 
+class Watched(TypedDict):
+    """What functions of the pipeline take to tell how far they have come, and to be stopped."""
+
+    on_progress: ProgressSink
+    cancel: CancelToken
+
+
 @dataclass(frozen=True)
 class Job:
     """What a command that computes may use, and how it is watched."""
@@ -117,7 +124,7 @@ class Job:
         return Access(self.device, self.offline, self.trust)
 
     @contextmanager
-    def watched(self) -> Iterator[tuple[ProgressSink, CancelToken]]:
+    def watched(self) -> Iterator[Watched]:
         """A sink that shows progress as `--progress` says, and a token that Ctrl-C sets, while `--threads` holds."""
         from driftlens.progress import sink_for
 
@@ -128,7 +135,7 @@ class Job:
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
         with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
-            yield sink, cancel
+            yield {"on_progress": sink, "cancel": cancel}
 
 
 def limited_threads(number: int | None) -> AbstractContextManager[None]:

@@ -107,18 +107,14 @@ def calibrate(
         sites=None if sites is None else parts(sites),
         top_layers=top_layers,
     )
+    how: dict[str, Any] = {
+        **{"resume": resume, "replace": replace, "save_weights": save_weights},
+        **{"attribution": not no_attribution, "access": job.access},
+    }
     if dry_run:
         if auto:
             note("--auto would first calibrate candidates; the estimate leaves them out")
-        found = rehearse(
-            run,
-            request,
-            resume=resume,
-            replace=replace,
-            save_weights=save_weights,
-            attribution=not no_attribution,
-            access=job.access,
-        )
+        found = rehearse(run, request, **how)
         say_json(found.as_dict()) if as_json else say(found.text())
         raise typer.Exit(found.exit_code)
     from driftlens_reports.terminal import before_after_text, first_numbers_text
@@ -126,20 +122,15 @@ def calibrate(
     def show_first(measured: DriftRun) -> None:
         note(first_numbers_text(measured, name))
 
-    with job.watched() as (sink, cancel):
+    with job.watched() as watched:
         finished = run_calibration(
             run,
             request,
-            resume=resume,
-            replace=replace,
-            save_weights=save_weights,
+            **how,
             choose=HELD_OUT if auto else None,
-            attribution=not no_attribution,
             on_first=note,
             on_measured=show_first if job.progress != "jsonl" else None,
-            access=job.access,
-            on_progress=sink,
-            cancel=cancel,
+            **watched,
         )
     for text in finished.manifest.calibrations[name].notices:
         note(f"notice: {text}")
@@ -226,16 +217,8 @@ def sweep(
         samples=samples,
         accuracy=not no_accuracy,
     )
-    with job.watched() as (sink, cancel):
-        finished = run_sweep(
-            run,
-            request,
-            resume=resume,
-            replace=replace,
-            access=job.access,
-            on_progress=sink,
-            cancel=cancel,
-        )
+    with job.watched() as watched:
+        finished = run_sweep(run, request, resume=resume, replace=replace, access=job.access, **watched)
     sweeps = ["+".join(values)] if grid else list(values)
     if not as_json:
         say("\n\n".join(sweep_text(finished, name) for name in sweeps))

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from driftlens.cli.app import JsonFlag, RunFolder, app, note, say, say_json
 from driftlens.errors import ChecksFailedError, RunError
 
 if TYPE_CHECKING:
-    from driftlens.records.checks import CheckReport
-    from driftlens.records.compare import Comparison
-    from driftlens.records.equality import Equality
     from driftlens.records.run import DriftRun
 
 _PACKAGES = (
@@ -164,7 +161,17 @@ def check(
     report = judge(run, tests)
     if junit is not None:
         write_text_atomic(junit, junit_xml(report))
-    say_json(_report_document(report)) if as_json else say(checks_text(report))
+    if as_json:
+        document = {
+            "run": report.run.id,
+            "ok": not report.failed,
+            "executed": report.executed,
+            **{status: report.count(status) for status in ("pass", "warn", "fail", "skip")},
+            "results": report.results,
+        }
+        say_json(document)
+    else:
+        say(checks_text(report))
     if report.failed:
         raise typer.Exit(ChecksFailedError.exit_code)
 
@@ -204,33 +211,18 @@ def compare(
     limit = TOLERANCE if tolerance is None else tolerance
     equal = None if second is None else equality(found.before, found.after)
     if as_json:
-        say_json(_comparison_document(found, equal, limit))
+        same = None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.within(limit)}
+        document = {
+            "before": {"id": found.before.id, "name": found.before.name},
+            "after": {"id": found.after.id, "name": found.after.name},
+            **{name: getattr(found, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers")},
+            "equality": same,
+        }
+        say_json(document)
     else:
         say("\n\n".join([comparison_text(found), *([] if equal is None else [equality_text(equal, limit)])]))
     if tolerance is not None and equal is not None and not equal.within(limit):
         raise typer.Exit(ChecksFailedError.exit_code)
-
-
-def _report_document(report: CheckReport) -> dict[str, Any]:
-    return {
-        "run": report.run.id,
-        "ok": not report.failed,
-        "executed": report.executed,
-        **{status: report.count(status) for status in ("pass", "warn", "fail", "skip")},
-        "results": report.results,
-    }
-
-
-def _comparison_document(found: Comparison, equal: Equality | None, tolerance: float) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "before": {"id": found.before.id, "name": found.before.name},
-        "after": {"id": found.after.id, "name": found.after.name},
-        **{name: getattr(found, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers")},
-        "equality": None,
-    }
-    if equal is not None:
-        document["equality"] = {**vars(equal), "tolerance": tolerance, "within": equal.within(tolerance)}
-    return document
 
 
 @app.command()

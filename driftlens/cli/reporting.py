@@ -181,7 +181,7 @@ def project(
     opened = open_run(run)
     methods = dict.fromkeys(part.strip() for part in method.split(","))
     found = []
-    with job.watched() as (sink, cancel):
+    with job.watched() as watched:
         for name, chosen in itertools.product(task or opened.tasks, methods):
             note(printable(f"{name}: {chosen}"))
             found.append(
@@ -193,8 +193,7 @@ def project(
                     seed=seed,
                     fit_on=fit_on,
                     max_points=max_points,
-                    on_progress=sink,
-                    cancel=cancel,
+                    **watched,
                 )
             )
     say_json([_document(entry) for entry in found]) if as_json else say(projections_text(found))

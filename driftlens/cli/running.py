@@ -56,19 +56,11 @@ def demo(
     from driftlens_reports.terminal import before_after_text
 
     refuse_occupied(out, force=force)
-    with job.watched() as (sink, cancel):
-        suite = embedded_suite(seed=seed, reporter=Reporter(sink, cancel))
-        analyze(
-            suite.spec(),
-            out=out,
-            force=force,
-            access=job.access,
-            synthetic=True,
-            on_progress=sink,
-            cancel=cancel,
-        )
+    with job.watched() as watched:
+        suite = embedded_suite(seed=seed, reporter=Reporter(watched["on_progress"], watched["cancel"]))
+        analyze(suite.spec(), out=out, force=force, access=job.access, synthetic=True, **watched)
         request = CalibrationRequest("featcal", preset="paper-clip")
-        run = calibrate(out, request, access=job.access, on_progress=sink, cancel=cancel)
+        run = calibrate(out, request, access=job.access, **watched)
     (page,) = Report(run).attach(["html"])
     show_run(run)
     say(f"\nBefore and after calibration\n\n{before_after_text(run, request.name)}")
@@ -137,7 +129,7 @@ def analyze(
 
     seeds = [] if seed is None else [f"data.defaults.seed={seed}"]
     resolved = load_spec(spec, [*(overrides or ()), *seeds])
-    with job.watched() as (sink, cancel):
+    with job.watched() as watched:
         run = run_analysis(
             resolved,
             out=out if out is not None else Path("runs") / resolved.name,
@@ -145,8 +137,7 @@ def analyze(
             force=force,
             attribution=not no_attribution,
             access=job.access,
-            on_progress=sink,
-            cancel=cancel,
+            **watched,
         )
     for text in (*run.manifest.warnings, *run.manifest.notices):
         note(f"notice: {text}")
@@ -159,8 +150,8 @@ def explain(run: RunFolder, *, as_json: JsonFlag = False, job: Job) -> None:
     """Trace the drift of every variant of a run back to layers, where that was left out or interrupted."""
     from driftlens.pipeline.analyze.job import explain as run_explanation
 
-    with job.watched() as (sink, cancel):
-        found = run_explanation(run, access=job.access, on_progress=sink, cancel=cancel)
+    with job.watched() as watched:
+        found = run_explanation(run, access=job.access, **watched)
     show_run(found, as_json=as_json)
 
 
@@ -201,6 +192,6 @@ def evaluate(
     from driftlens.pipeline.analyze.job import evaluate as run_evaluation
     from driftlens_reports.terminal import accuracy_text
 
-    with job.watched() as (sink, cancel):
-        found = run_evaluation(run, again=again, access=job.access, on_progress=sink, cancel=cancel)
+    with job.watched() as watched:
+        found = run_evaluation(run, again=again, access=job.access, **watched)
     say_json(found.accuracy()) if as_json else say(accuracy_text(found))

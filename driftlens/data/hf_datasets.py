@@ -11,7 +11,7 @@ from driftlens.data.sources import Split, SplitView, as_picture, data_sources, n
 from driftlens.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
-    from driftlens.spec import HfData
+    from driftlens.spec.data import HfData
 
 log = logging.getLogger(__name__)
 

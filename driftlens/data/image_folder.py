@@ -12,7 +12,7 @@ from driftlens.data.sources import PATHS_HINT, Picture, Split, SplitView, data_s
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
-    from driftlens.spec import ImageFolderData
+    from driftlens.spec.data import ImageFolderData
 
 SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
 """Endings of image files, in either case; the list of torchvision's ImageFolder."""

@@ -11,7 +11,7 @@ from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, r
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
-    from driftlens.spec import JsonlData
+    from driftlens.spec.data import JsonlData
 
 
 @data_sources.register("jsonl")

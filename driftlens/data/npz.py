@@ -18,7 +18,7 @@ from driftlens.data.sources import PATHS_HINT, Split, SplitView, check_pixels, d
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
-    from driftlens.spec import NpzArrays, NpzData
+    from driftlens.spec.data import NpzArrays, NpzData
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -11,7 +11,7 @@ from driftlens.data.sources import Split, SplitView, as_picture, class_name, dat
 from driftlens.errors import DataError, SpecError
 
 if TYPE_CHECKING:
-    from driftlens.spec import PythonData
+    from driftlens.spec.data import PythonData
 
 DEBUG_HINT = "The traceback is shown with --debug."
 

@@ -14,8 +14,8 @@ from driftlens.data.sources import Picture, Split, SplitView, data_sources
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
-    from driftlens.spec import DataDefaults
-    from driftlens.spec import TaskData as TaskEntry
+    from driftlens.spec.data import DataDefaults
+    from driftlens.spec.data import TaskData as TaskEntry
 
 Preprocess = Callable[[list[Any]], Any]
 """Pictures (or pairs of texts) of a batch -> the model's raw inputs, stacked."""

@@ -70,25 +70,18 @@ def current_state(run: DriftRun) -> str:
 
     While somebody works on it the state is "running". What became of the last work is `last_work`.
     """
-    state = last_work(run)
+    state, _ = last_work(run)
     ended_early = state in ("cancelled", "failed", "stopped", "unknown")
     return "done" if ended_early and is_analyzed(run.manifest) else state
 
 
-def last_work(run: DriftRun) -> str:
-    """The state of the run's status, or "stopped" when it is unfinished and the process behind it is gone.
+def last_work(run: DriftRun) -> tuple[str, str]:
+    """The state of the run's status, and what is wrong with its status.json and what to do; empty where nothing is.
 
-    "unknown" where nobody is at work and the run does not say: see `damage_of_status`.
+    The state is "stopped" when it is unfinished and the process behind it is gone, "unknown" where nobody is at work
+    and the run does not say. The damage is told without the folder's path: a report tells it to others.
     """
-    return _state_by(_status_and_damage(run)[0], run)
-
-
-def damage_of_status(run: DriftRun) -> str:
-    """What is wrong with the run's status.json, and what to do; empty where nothing is.
-
-    Without the folder's path: a report tells it to others.
-    """
-    return _status_and_damage(run)[1]
+    return _standing(run)[1:]
 
 
 def left_undone(run: DriftRun) -> tuple[str, ...]:
@@ -97,10 +90,9 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
     Where its status.json is damaged, that takes the place of what became of the work; where it was removed, no work
     is said to have ended early.
     """
-    status, damage = _status_and_damage(run)
+    status, state, damage = _standing(run)
     if damage:
         return (damage,)
-    state = _state_by(status, run)
     if state in ("running", "cancelling") or not is_analyzed(run.manifest):
         return ()
     begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
@@ -139,20 +131,19 @@ def how_to_explain(folder: pathlib.Path) -> str:
     return f"`driftlens explain {shlex.quote(str(folder))}` adds the attribution that is missing"
 
 
-def _status_and_damage(run: DriftRun) -> tuple[Status | None, str]:
-    """The run's status, None where it can't be read or is not there, and what is wrong with it; read once."""
+def _standing(run: DriftRun) -> tuple[Status | None, str, str]:
+    """The run's status, None where it can't be read or is not there; the state and the damage of `last_work`."""
+    status, damage = None, ""
     try:
-        return run.status, ""
+        status = run.status
     except RunError as error:
-        return None, f"{error.message.replace(str(run.path / STATUS), STATUS)}. {error.hint}"
-
-
-def _state_by(status: Status | None, run: DriftRun) -> str:
+        damage = f"{error.message.replace(str(run.path / STATUS), STATUS)}. {error.hint}"
+    if status is not None and status.state not in ("running", "cancelling"):
+        return status, status.state, damage
+    is_alive = living_owner_of(run.path) is not None
     if status is None:
-        return "running" if living_owner_of(run.path) else "unknown"
-    if status.state not in ("running", "cancelling"):
-        return status.state
-    return status.state if living_owner_of(run.path) else "stopped"
+        return None, "running" if is_alive else "unknown", damage
+    return status, status.state if is_alive else "stopped", damage
 
 
 def _end_of(manifest: Manifest, name: str) -> str:

@@ -6,32 +6,6 @@
 Values are checked, paths absolute and defaults filled in; every error is a `SpecError`.
 """
 
-from driftlens.spec.data import (
-    DataDefaults,
-    HfData,
-    ImageFolderData,
-    JsonlData,
-    NpzArrays,
-    NpzData,
-    PythonData,
-    TaskData,
-)
 from driftlens.spec.run import RunSpec, json_schema, load_spec
-from driftlens.spec.sections import Calibration, FileHead, TextHead
 
-__all__ = [
-    "Calibration",
-    "DataDefaults",
-    "FileHead",
-    "HfData",
-    "ImageFolderData",
-    "JsonlData",
-    "NpzArrays",
-    "NpzData",
-    "PythonData",
-    "RunSpec",
-    "TaskData",
-    "TextHead",
-    "json_schema",
-    "load_spec",
-]
+__all__ = ["RunSpec", "json_schema", "load_spec"]

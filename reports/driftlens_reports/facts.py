@@ -11,7 +11,7 @@ import pandas as pd
 
 from driftlens.records.checks import CheckResult
 from driftlens.records.intervals import Interval, wilson
-from driftlens.records.listing import damage_of_status, last_work
+from driftlens.records.listing import last_work
 from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
 from driftlens.records.run import DriftRun
@@ -98,8 +98,8 @@ def origins(run: DriftRun) -> list[Origins]:
 def stamps(run: DriftRun) -> list[str]:
     """What a reader must know before any number, in sentences."""
     said = [_SYNTHETIC] if run.manifest.synthetic else []
-    state = last_work(run)
-    if damage := damage_of_status(run):
+    state, damage = last_work(run)
+    if damage:
         said.append(damage)
     if not run.manifest.finished and state != "done":
         said.append(f"This run is {state.replace('unknown', 'unfinished')}; what is missing may still come.")

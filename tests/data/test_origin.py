@@ -13,7 +13,7 @@ from PIL import Image
 from driftlens.data.live import live_samples
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import open_task_data
-from driftlens.spec import DataDefaults
+from driftlens.spec.data import DataDefaults
 from tests.data.sources import colour, entry_of, write_images
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from driftlens.access import Access
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.errors import DataError
-from driftlens.spec import DataDefaults
+from driftlens.spec.data import DataDefaults
 from tests.data.sources import entry_of, write_images
 
 

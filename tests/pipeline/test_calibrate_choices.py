@@ -20,7 +20,7 @@ from driftlens.progress import Reporter
 from driftlens.records.manifest import ids_digest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens.spec import Calibration
+from driftlens.spec.sections import Calibration
 from tests.pipeline.calibrating import NAME, VARIANT, calibrate_until, copied, files_of, request
 from tests.pipeline.world import TASKS, World
 

@@ -46,7 +46,7 @@ def test_a_calibration_that_ends_early_leaves_the_run_done(
     end_early(own, "calibrate:x", error, "baseline:x-anchor", "calibrated:x")
     run = open_run(own)
     status = read_status(own)
-    assert (status and status.state, last_work(run), current_state(run)) == (state, state, "done")
+    assert (status and status.state, last_work(run)[0], current_state(run)) == (state, state, "done")
     (summary,) = find_runs(own)
     assert summary.state == "done" and summary.left == left_undone(run)
     (said,) = summary.left
@@ -64,7 +64,7 @@ def test_a_calibration_that_is_killed_leaves_the_run_done(own: pathlib.Path) -> 
         writer.kill()
         writer.wait()
     run = open_run(own)
-    assert (last_work(run), current_state(run)) == ("stopped", "done")
+    assert (last_work(run)[0], current_state(run)) == ("stopped", "done")
     (said,) = left_undone(run)
     assert said.startswith("calibration 'a b' was interrupted; ") and "--name 'a b' --resume" in said
 
@@ -72,7 +72,7 @@ def test_a_calibration_that_is_killed_leaves_the_run_done(own: pathlib.Path) -> 
 def test_it_is_told_until_it_is_finished_or_taken_out(own: pathlib.Path) -> None:
     end_early(own, "calibrate:x", Cancelled("cancelled"), "calibrated:x")
     RunWriter.resume(own).__exit__(None, None, None)  # other work, which succeeds
-    assert last_work(open_run(own)) == "done" and len(left_undone(open_run(own))) == 1
+    assert last_work(open_run(own))[0] == "done" and len(left_undone(open_run(own))) == 1
     with RunWriter.resume(own) as writer:
         writer.remove_calibration("x")
     assert left_undone(open_run(own)) == ()

@@ -70,10 +70,10 @@ def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: pathlib.Path
     (own / "status.json").write_text("[]")
     run = open_run(own)
     (said,) = left_undone(run)
-    assert said.startswith("status.json can't be read: expected an object") and "Remove it" in said
+    assert said.startswith("status.json can't be read: its content") and "Remove it" in said
     (summary,) = find_runs(own)
     assert (summary.problem, summary.state, summary.left) == ("", "done", (said,))
-    assert (last_work(run), current_state(run)) == ("unknown", "done")
+    assert (last_work(run)[0], current_state(run)) == ("unknown", "done")
 
 
 def test_a_status_that_was_removed_as_the_hint_says_leaves_a_finished_run_done(own: pathlib.Path) -> None:
@@ -90,6 +90,6 @@ def test_a_run_that_is_worked_on_is_running_whatever_its_status(own: pathlib.Pat
     lock = RunLock(own)
     lock.acquire()
     run = open_run(own)
-    assert (last_work(run), current_state(run)) == ("running", "running")
+    assert (last_work(run)[0], current_state(run)) == ("running", "running")
     lock.release()
-    assert (last_work(run), current_state(run)) == ("unknown", "done")
+    assert (last_work(run)[0], current_state(run)) == ("unknown", "done")

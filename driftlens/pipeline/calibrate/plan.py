@@ -25,7 +25,8 @@ from driftlens.settings import resolve
 from driftlens.variants import baseline, calibrated, control_of, expert_of, task_of
 
 if TYPE_CHECKING:
-    from driftlens.spec import Calibration, RunSpec
+    from driftlens.spec import RunSpec
+    from driftlens.spec.sections import Calibration
 
 DEFAULT_METHOD = "featcal"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")

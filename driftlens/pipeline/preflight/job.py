@@ -46,7 +46,8 @@ from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.progress import Reporter
 from driftlens.records.layout import MOST_THUMBS
-from driftlens.spec import RunSpec, TextHead
+from driftlens.spec import RunSpec
+from driftlens.spec.sections import TextHead
 
 
 def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -> Preflight:

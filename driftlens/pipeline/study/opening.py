@@ -24,7 +24,8 @@ from driftlens.models.loading import open_checkpoint
 from driftlens.models.sources import StateSource
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve
-from driftlens.spec import FileHead, RunSpec, TextHead
+from driftlens.spec import RunSpec
+from driftlens.spec.sections import FileHead, TextHead
 from driftlens.variants import baseline, expert_of, task_of
 
 

@@ -249,7 +249,7 @@ def _json(run: DriftRun, made: Composed) -> dict[str, bytes]:
 
 
 def _md(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.inline import picture
+    from driftlens_reports.formats.page import picture
     from driftlens_reports.formats.pull_request import MAIN, markdown
 
     paths = {name: f"figures/{name}.png" for name in made.drawn if name == MAIN}

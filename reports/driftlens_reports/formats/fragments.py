@@ -9,7 +9,7 @@ from dataclasses import replace
 from driftlens.records import layout
 from driftlens_reports.content import Cell, Column, ReportContent, Table
 from driftlens_reports.paper import grid
-from driftlens_reports.paper.latex import to_latex
+from driftlens_reports.paper.grid import to_latex
 
 _LEFT_OUT = {"glossary", "environment", "layers"}
 """Tables that no paper prints."""

@@ -1,14 +1,29 @@
-"""What a table shows before it is set: columns, blocks of lines, gains, best cells; and the same as tidy rows."""
+r"""What a table shows before it is set: columns, blocks of lines, gains, best cells; and the same as rows or as LaTeX.
+
+The LaTeX can be \input into a paper: booktabs rules, a caption, a label, every name escaped. pandas' `Styler.to_latex`
+sets neither rules between blocks nor notes and shading by line, and lets `<`, `|` and `[` pass unescaped; the template
+beside this file is shorter than working around that.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import pathlib
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
+
+from driftlens.records.reading import printable
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from driftlens_reports.paper.exhibit import Gap
 
 AVERAGE = "Avg."
 """Column of averages, as the paper calls it."""
@@ -16,6 +31,38 @@ AVERAGE = "Avg."
 Role = Literal["reference", "plain", "other", "own"]
 Source = Literal["measured", "paper"]
 Best = Literal["highest", "lowest"]
+
+_COLUMNS = (
+    *("part", "block", "row", "source", "run", "variant", "column", "value", "text"),
+    *("gain", "spread", "n", "ci_low", "ci_high", "note"),
+)
+_SPECIAL = {
+    **{letter: f"\\{letter}" for letter in "{}$&#_%"},
+    # At the start of a line these would be read as arguments of the line break before.
+    **{letter: f"{{{letter}}}" for letter in "[]*"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
+    "…": r"\dots{}",
+    "\ufffd": "?",
+    "−": "$-$",
+    **{"±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$"},
+    **{"λ": r"$\lambda$", "ρ": r"$\rho$", "α": r"$\alpha$"},
+}
+_UNFAMILIAR = re.compile(r"[^\x00-\u017f\u2010-\u2027]")
+"""Letters that pdfLaTeX has no fonts for without further packages."""
+_UNLABELLED = re.compile(r"[^A-Za-z0-9.:-]+")
+"""What a label can't hold."""
+_GAPS = ((8, 5.0), (12, 3.5), (math.inf, 2.0))
+"""Columns up to which the space on each side of a column is so many points."""
+_PARAGRAPH = r">{{\raggedright\arraybackslash}}p{{{:g}em}}"
+_BREAKABLE = re.compile(r"([/.:=,]|\\_)(?=\w)")
+"""Where a word that is longer than its column may go on in the next line."""
+_DAGGER = r"\textsuperscript{\dag}"
 
 
 @dataclass(frozen=True)
@@ -191,7 +238,125 @@ def tidy(grids: Iterable[Grid]) -> pd.DataFrame:
     return frame.astype({"value": "float64", "gain": "float64", "n": "Int64"})
 
 
-_COLUMNS = (
-    *("part", "block", "row", "source", "run", "variant", "column", "value", "text"),
-    *("gain", "spread", "n", "ci_low", "ci_high", "note"),
-)
+def escape(text: str) -> str:
+    """User text that LaTeX sets literally: no command, no markup, no line break survives."""
+    return "".join(_SPECIAL.get(letter, letter) for letter in printable(text))
+
+
+def prose(text: str) -> str:
+    """A sentence that LaTeX sets literally, with what stands between backticks as code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # a backtick without its twin is a letter like any other
+        return escape(text)
+    return "".join(rf"\texttt{{{escape(part)}}}" if at % 2 else escape(part) for at, part in enumerate(parts))
+
+
+def to_latex(
+    grids: Sequence[Grid],
+    name: str,
+    caption: str,
+    *,
+    notes: Sequence[str] = (),
+    missing: Sequence[Gap] = (),
+    part: int = 1,
+) -> str:
+    """The grids, one below the other, as one table environment; the head of the file names the packages it needs.
+
+    Args:
+        grids: from top to bottom.
+        name: id of the exhibit, the end of its label.
+        caption: a sentence or two above the table, plain text as all others.
+        notes: sentences below it.
+        missing: parts that the runs can't fill, as framed notes.
+        part: 1 for the first table of a file, which brings the commands that all of them use; those after it say
+            that they continue it.
+    """
+    # Without a line of the paper's nobody can mistake a source; with one, every line says its own.
+    has_sources = any(line.source == "paper" for grid in grids for line in grid.lines)
+    text = _template().render(
+        label=_UNLABELLED.sub("-", name) + (f"-{part}" if part > 1 else ""),
+        is_first=part == 1,
+        caption=caption,
+        missing=missing,
+        grids=grids,
+        has_sources=has_sources,
+        notes=notes,
+    )
+    hint = "% Some names need fonts that only XeLaTeX and LuaLaTeX can load.\n"
+    return hint + text if _UNFAMILIAR.search(text) else text
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(
+        block_start_string="<%",
+        block_end_string="%>",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        comment_start_string="<#",
+        comment_end_string="#>",
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(literal=escape, prose=prose, words=_words)
+    environment.globals.update(gap=_gap, alignment=_alignment, side=_side, value=_value)
+    environment.globals.update(shows_gains=shows_gains, gained=_gained, dagger=_DAGGER)
+    source = pathlib.Path(__file__).with_name("table.tex.jinja").read_text(encoding="utf-8")
+    return environment.from_string(source)
+
+
+def _gap(grid: Grid) -> float:
+    return next(points for most, points in _GAPS if len(grid.columns) <= most)
+
+
+def _alignment(grid: Grid, has_sources: bool) -> str:
+    wraps = [(grid.wrap, "l"), *([(0.0, "l")] if has_sources else [])]
+    wraps += [(column.wrap, _side(grid, column)) for column in grid.columns]
+    return "".join(_PARAGRAPH.format(wrap) if wrap else side for wrap, side in wraps)
+
+
+def _side(grid: Grid, column: Column) -> str:
+    """Left for a column of words, right for numbers."""
+    cells = [line.cells[column.title].value for line in grid.lines if column.title in line.cells]
+    return "l" if cells and all(isinstance(value, str) for value in cells) else "r"
+
+
+def _gained(block: Block, line: Line, column: Column) -> str:
+    gained = gain(block, line, column.title)
+    digits = 1 if column.digits is None else column.digits
+    return "" if math.isnan(gained) else _minus(f"{gained:+.{digits}f}")
+
+
+def _value(grid: Grid, block: Block, line: Line, column: Column) -> str:
+    cell = line.cells.get(column.title)
+    if cell is None or (not isinstance(cell.value, str) and math.isnan(cell.value)):
+        return "--"
+    if isinstance(cell.value, str):
+        return _words(cell.value, column.wrap)
+    text = _number(cell.value, column)
+    if not math.isnan(cell.spread):
+        text += rf" $\pm$ {_number(cell.spread, column)}"
+    if line.role != "reference" and cell.value == best_value(grid, column, block, line.source):
+        text = rf"\textbf{{{text}}}"
+    return f"{text}{_DAGGER}" if cell.note else text
+
+
+def _words(text: str, wrap: float) -> str:
+    return _BREAKABLE.sub(r"\1\\allowbreak{}", escape(text)) if wrap else escape(text)
+
+
+def _number(value: float, column: Column) -> str:
+    if column.digits is not None:
+        return _minus(f"{value:.{column.digits}f}")
+    mantissa, _, exponent = f"{value:.3g}".partition("e")
+    if not exponent:
+        return _minus(mantissa)
+    power = f"$10^{{{int(exponent)}}}$"
+    return power if mantissa == "1" else rf"{_minus(mantissa)} $\times$ {power}"
+
+
+def _minus(number: str) -> str:
+    return number.replace("-", "$-$")

@@ -14,7 +14,17 @@ from driftlens.records.checks import CheckResult, self_checks
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated, title
-from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, samples, span
+from driftlens_reports.paper.drawn import sweep_points
+from driftlens_reports.paper.exhibit import (
+    ExhibitOptions,
+    Gap,
+    Table,
+    needed,
+    plain_columns,
+    samples,
+    span,
+    table,
+)
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
 from driftlens_reports.paper.published import (
     PublishedTable,
@@ -25,8 +35,6 @@ from driftlens_reports.paper.published import (
     source,
 )
 from driftlens_reports.paper.score_tables import shown_variants
-from driftlens_reports.paper.sweeps import sweep_points
-from driftlens_reports.paper.table import Table, needed, plain_columns, table
 
 _CALIBRATE = "`driftlens calibrate RUN --name NAME` adds one."
 _SWEEP = "`driftlens sweep RUN --param n=8,16,32,64,128,256,512` measures them."

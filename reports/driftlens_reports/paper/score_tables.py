@@ -11,7 +11,7 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.variants import control_of, is_control, part_of, title
-from driftlens_reports.paper.exhibit import ExhibitOptions, span
+from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, span, table
 from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Column, Grid, Line, Role, with_average
 from driftlens_reports.paper.published import (
     Family,
@@ -25,7 +25,6 @@ from driftlens_reports.paper.published import (
     published_tables,
     titles_of,
 )
-from driftlens_reports.paper.table import Table, needed, table
 
 MOST_GAINS = 9
 """Columns up to which each cell shows its gain; wider tables show that of the average only."""

@@ -11,7 +11,7 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import apply_theme
-from driftlens_reports.formats.inline import inline_svg
+from driftlens_reports.formats.page import inline_svg
 
 HARMFUL = "&lt;script&gt;alert(1)&lt;/script&gt; url(http://evil.test/a) javascript:x"
 

@@ -82,7 +82,7 @@ def sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             plate.note(axes, f"({letter}) accuracy by {FACTORS[factor]}", _needed(factor))
             continue
         axes.set_xlabel(FACTORS[factor])
-        plate.title(axes, f"({letter})")
+        axes.set_title(f"({letter})")
         if factor == "lam":
             # Labelled in plain digits: 0.05, not a power that would need mathematical text.
             axes.set_xscale("log")

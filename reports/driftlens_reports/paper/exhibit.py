@@ -233,14 +233,9 @@ def span(counts: Sequence[int] | pd.Series[int]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """What a table shows.
+    """What a table shows: grids from top to bottom, of which those without a line are left out, and a caption.
 
-    Attributes:
-        grids: from top to bottom; those without a line are left out.
-        caption: in a sentence or two.
-        runs: those behind its measured lines; named below it.
-        notes: what else a reader must know, in sentences.
-        missing: parts that the runs can't fill.
+    `runs` are those behind its measured lines, which are named below it with `notes`, what else a reader must know.
     """
 
     grids: Sequence[Grid]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 
 from driftlens.errors import DataError, NumericsError
@@ -38,9 +37,6 @@ from driftlens_reports.paper.exhibit import (
 from driftlens_reports.paper.marks import SYMBOLS
 from driftlens_reports.paper.plate import Plate, legend, short
 
-if TYPE_CHECKING:
-    from driftlens.projection import Projection
-
 MOST = 400
 """Samples drawn per panel; more would hide one another."""
 
@@ -54,11 +50,19 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     calibrated = options.calibrated_of(run)
     drift = Picture(View("layer-drift", DRIFT, is_about_one=True), run, options)
     accuracy = Picture(View("accuracy", ACCURACY), run, options)
-    plate, axes, parts = _triptych(options)
+    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
+    if options.is_narrow:
+        left, *parts = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
+    else:
+        top, bottom = plate.figure.subfigures(2, 1, height_ratios=[1.2, 1])
+        left, right = top.subfigures(1, 2, width_ratios=[1.5, 1])
+        parts = [right, bottom]
+    axes = left.subplots(1, 2)
     layout = _layout_of(run, task, ["merged", *filter(None, [calibrated])], "final", options.method)
+    axes[0].set_title(f"(a) final features, {short(task)}")
     for own, variant in zip(axes, ("merged", calibrated), strict=True):
+        own.set_anchor("N")
         _draw_pairs(plate, own, run, layout, variant, "a", "final")
-    plate.title(axes[0], f"(a) final features, {short(task)}")
     panels = drift.place(plate, parts[0], "b")
     change = _add_change(plate, panels[0].axes, run, task, calibrated) if panels else ""
     accuracy.place(plate, parts[1], "c")
@@ -71,21 +75,6 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             *layout.notes,
         ]
     return plate.exhibited([*caption, *drift.caption("b"), change, *accuracy.caption("c"), ROUNDED])
-
-
-def _triptych(options: ExhibitOptions) -> tuple[Plate, list[Axes], list[SubFigure]]:
-    """The figure, the axes of both feature panels, and the parts for drift and accuracy."""
-    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
-    if options.is_narrow:
-        left, *parts = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
-    else:
-        top, bottom = plate.figure.subfigures(2, 1, height_ratios=[1.2, 1])
-        left, right = top.subfigures(1, 2, width_ratios=[1.5, 1])
-        parts = [right, bottom]
-    features = list(left.subplots(1, 2))
-    for axes in features:
-        axes.set_anchor("N")
-    return plate, features, parts
 
 
 def _add_change(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: str | None) -> str:
@@ -199,19 +188,15 @@ def _layout_of(
     drawn, there = spaced(len(kept)), spaced(int(found.quality["n"].max()))
     thinning = f"{drawn} of {there} samples are drawn, evenly from every class"
     notes = [*([] if drawn == there else [thinning]), *found.notes]
+    quality = found.quality[found.quality["variant"].isin(variants)].dropna(subset="trustworthiness")
+    trusted = zip(quality["variant"], quality["trustworthiness"], strict=True)
     return Layout(
         task,
         rows[rows["sample_id"].isin(kept)],
         _METHODS[found.method],
         tuple(f"{task}: {note.removesuffix('.')}." for note in notes),
-        _trust(found, variants),
+        ", ".join(f"{title(variant)} {value:.2f}" for variant, value in trusted),
     )
-
-
-def _trust(found: Projection, variants: Sequence[str]) -> str:
-    rows = found.quality[found.quality["variant"].isin(variants) & found.quality["trustworthiness"].notna()]
-    values = zip(rows["variant"], rows["trustworthiness"], strict=True)
-    return ", ".join(f"{title(variant)} {value:.2f}" for variant, value in values)
 
 
 def _draw_pairs(

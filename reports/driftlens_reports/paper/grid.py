@@ -67,15 +67,10 @@ _DAGGER = r"\textsuperscript{\dag}"
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table, unrounded.
+    """One entry of a table, unrounded: a number, NaN where nothing was measured; or words.
 
-    Attributes:
-        value: a number, NaN where nothing was measured; or words.
-        spread: standard deviation; NaN without.
-        n: test samples behind it; None where unknown.
-        low: lower end of its interval; NaN without.
-        high: upper end.
-        note: what a reader must know about this cell; empty without.
+    `spread` is its standard deviation, `n` the test samples behind it, `low` and `high` the ends of its interval, and
+    `note` what a reader must know about this cell.
     """
 
     value: float | str
@@ -93,16 +88,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table.
+    """One line of a table, with cells by column title; a column that is left out is empty.
 
-    Attributes:
-        label: as shown in the first column.
-        cells: by column title; a column that is left out is empty.
-        role: `reference` lines are never the best, gains count from `plain` ones, `own` ones are shaded.
-        source: who says so.
-        run: id of the run; empty for the paper.
-        variant: of the run; empty for the paper.
-        note: what a reader must know about the whole line; empty without.
+    `reference` lines are never the best, gains count from `plain` ones, `own` ones are shaded. `run`, an id, and
+    `variant` are empty for the paper's lines; `note` is what a reader must know about the whole line.
     """
 
     label: str
@@ -148,14 +137,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Grid:
-    """One tabular.
-
-    Attributes:
-        columns: those of numbers and words; the source has a column of its own.
-        blocks: its lines.
-        first: title of the column of labels.
-        wrap: width of that column, as a column's.
-    """
+    """One tabular; `first` is the title of the column of labels and `wrap` its width, as a column's."""
 
     columns: tuple[Column, ...]
     blocks: tuple[Block, ...]

@@ -45,7 +45,6 @@ class Plate:
         self.charts: list[go.Figure] = []
         self.panels: list[Panel] = []
         self._rows: list[pd.DataFrame] = []
-        self._noted: set[Axes] = set()
 
     def record(
         self,
@@ -73,12 +72,6 @@ class Plate:
     def note(self, axes: Axes, name: str, missing: str) -> None:
         """Put a framed note in place of a panel that the runs can't fill."""
         framed_note(axes, self.lack(name, missing))
-        self._noted.add(axes)
-
-    def title(self, axes: Axes, text: str) -> None:
-        """Head a panel at its left; a note needs no heading, for it names the panel itself."""
-        if axes not in self._noted:
-            axes.set_title(text, loc="left")
 
     def lack(self, name: str, missing: str) -> Gap:
         """Note a part that the runs can't fill, where other things stand in its place."""
@@ -101,6 +94,7 @@ class Plate:
 
 def framed_note(axes: Axes, gap: Gap) -> None:
     """A frame with what is missing in place of a plot, so that nobody takes the gap for a result."""
+    axes.set_title("")  # it names the panel itself
     for axis in (axes.xaxis, axes.yaxis):  # ticks themselves may be shared with other panels
         axis.set_visible(False)
     for spine in axes.spines.values():

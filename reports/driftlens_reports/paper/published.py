@@ -21,35 +21,19 @@ from driftlens.records import layout
 from driftlens.records.run import DriftRun
 from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Line, Role
 
-Part = Literal["base", "expert", "multitask", "single", "merged", "baseline", "calibrated"]
 ErratumKind = Literal["value", "average", "rounding", "columns", "suspect", "gain", "runs"]
 
 Family = Literal["image", "text", "language"]
 
-_ROLES: Mapping[Part, Role] = {
-    **dict.fromkeys(("base", "expert", "multitask", "single"), "reference"),
-    **{"merged": "plain", "baseline": "other", "calibrated": "own"},
-}
 _BACKBONE = re.compile(r"vit[-_ ]?(b|l|base|large)[-_ /]?(?:patch)?(16|32|14)", re.IGNORECASE)
-
-
-_REFERENCES: Mapping[str, Part] = {
-    **{"Pre-trained": "base", "Base": "base"},
-    **{"Fine-tuned (STL)": "expert", "Traditional MTL": "multitask"},
-}
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One printed row.
+    """One printed row of a merger's block, or a reference, which has no merger; `model` is empty where columns name it.
 
-    Attributes:
-        model: backbone or language model; empty where the columns name it.
-        merger: of whose block it is; empty for references.
-        name: as printed, for example "w/ Surgery".
-        values: by column, in the table's unit; NaN where nothing is printed.
-        gains: by column, as printed (two-digit gains are cut short there: "19."); empty without.
-        spread: standard deviation by column; empty without.
+    By column: `values` in the table's unit, NaN where nothing is printed; `gains` as printed, two-digit ones cut short
+    as there ("19."); `spread`, the standard deviation. The latter two are empty where none is printed.
     """
 
     model: str
@@ -60,29 +44,21 @@ class PublishedRow:
     spread: Mapping[str, float]
 
     @property
-    def part(self) -> Part:
+    def role(self) -> Role:
         """The part the row plays: a reference, the merged model, FeatCal, or another calibration."""
-        if self.name in _REFERENCES:
-            return _REFERENCES[self.name]
         if not self.merger:
-            return "single"
+            return "reference"
         if self.name == self.merger:
-            return "merged"
-        return "calibrated" if self.name == "w/ FeatCal" else "baseline"
+            return "plain"
+        return "own" if self.name == "w/ FeatCal" else "other"
 
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """One table of the paper.
+    """One table of the paper, columns and rows in the order printed.
 
-    Attributes:
-        label: its LaTeX label.
-        number: for example "Table 1".
-        title: what it shows, in a few words.
-        suite: which tasks, for example "8 tasks".
-        model: backbone, where all rows share one.
-        columns: in the order printed.
-        rows: in the order printed.
+    `label` is LaTeX's, `number` for example "Table 1", `suite` for example "8 tasks", and `model` the backbone where
+    all rows share one.
     """
 
     label: str
@@ -102,12 +78,8 @@ class Erratum:
         kind: `value` a wrong cell; `average` it carries a wrong cell; `rounding` it is not the mean of the printed
             cells; `columns` task columns are permuted; `suspect` the row looks like another one; `gain` the printed
             gain is not the difference; `runs` the same quantity is printed differently elsewhere.
-        table: label of the table.
-        model: of the row.
-        merger: of the row; empty for references.
-        row: its printed name.
+        table: label of the table; `model`, `merger` and `row`, its printed name, say which row of it.
         columns: the cells; empty means all but the average.
-        note: in a sentence.
         should_be: what ought to be printed; NaN where that is unknown.
     """
 
@@ -218,7 +190,7 @@ def _line(table: PublishedTable, row: PublishedRow, columns: Sequence[str]) -> L
     is_headed = any(other.name == row.merger for other in table.rows)
     label = row.name if is_headed or not row.merger else f"{row.merger} {row.name}"
     whole = {entry.note: "" for name in columns for entry in notes_on(table, row, name) if not entry.columns}
-    return Line(label, cells, _ROLES[row.part], "paper", note=_told(row, "", whole))
+    return Line(label, cells, row.role, "paper", note=_told(row, "", whole))
 
 
 def _told(row: PublishedRow, where: str, notes: Iterable[str]) -> str:

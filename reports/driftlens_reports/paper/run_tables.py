@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,21 +80,20 @@ def _drifts(run: DriftRun, options: ExhibitOptions) -> pd.DataFrame:
 def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, several: bool) -> Grid:
     letters = {"stem": "S", "head": "H"}
     heads = {layer.index: letters.get(layer.role, str(layer.index)) for layer in run.manifest.layers}
-    blocks = []
-    for variant in ("merged", *shown_variants(run, options)):
-        lines: dict[str, dict[str, Cell]] = {}
-        for row in rows[rows["variant"] == variant].to_dict("records"):
-            cell = Cell(100 * row["drift_rel"], n=_count(row["n"]))
-            lines.setdefault(row["task"], {})[heads[row["layer"]]] = cell
-        block = Block(
-            tuple(
-                Line(task, lines[task], "reference", "measured", run.id, variant)
-                for task in run.tasks
-                if task in lines
-            ),
-            f"{title(variant)}{f', {run.name}' if several else ''}",
-        )
-        blocks += [block] if block.lines else []
+    lines: dict[str, list[Line]] = {}
+    for variant, task in itertools.product(("merged", *shown_variants(run, options)), run.tasks):
+        own = rows[(rows["variant"] == variant) & (rows["task"] == task)]
+        cells = {
+            heads[layer]: Cell(100 * drift, n=_count(n))
+            for layer, drift, n in zip(own["layer"], own["drift_rel"], own["n"], strict=True)
+        }
+        if cells:
+            line = Line(task, cells, "reference", "measured", run.id, variant)
+            lines.setdefault(variant, []).append(line)
+    blocks = [
+        Block(tuple(own), f"{title(variant)}{f', {run.name}' if several else ''}")
+        for variant, own in lines.items()
+    ]
     shown = [head for at, head in heads.items() if (rows["layer"] == at).any()]
     return Grid(tuple(Column(head, options.digits, best=None) for head in shown), tuple(blocks), first="Task")
 

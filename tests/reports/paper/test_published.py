@@ -159,14 +159,14 @@ def test_cells_known_to_be_wrong_keep_what_was_printed() -> None:
     ]
 
 
-def test_parts_follow_from_names() -> None:
-    parts = {(row.name, row.part) for _, row in ROWS}
-    assert {part for _, part in parts} == {
-        *("base", "expert", "multitask", "single", "merged", "baseline", "calibrated"),
+def test_roles_follow_from_names() -> None:
+    roles = {(row.name, row.role) for _, row in ROWS}
+    assert {role for _, role in roles} == {"reference", "plain", "other", "own"}
+    assert [role for name, role in roles if name == "w/ FeatCal"] == ["own"]
+    assert {name for name, role in roles if role == "reference"} == {
+        *("Pre-trained", "Base", "Fine-tuned (STL)", "Traditional MTL"),
+        *("Coding Expert", "Instruction Expert", "Math Expert"),
     }
-    assert [part for name, part in parts if name == "w/ FeatCal"] == ["calibrated"]
-    single = sorted(name for name, part in parts if part == "single")
-    assert single == ["Coding Expert", "Instruction Expert", "Math Expert"]
 
 
 def test_what_the_text_states_about_figures_is_in_the_papers_source(tex: list[str]) -> None:

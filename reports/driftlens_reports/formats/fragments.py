@@ -55,7 +55,8 @@ def _grid(table: Table) -> grid.Grid:
     ]
     halves = {at: names.index(f"{names[at]} +-") for at in others if f"{names[at]} +-" in names}
     wraps = _wraps(table, [first, *others])
-    heads = {at: _heading(table.columns[at]) for at in others}
+    units = {"share": " (%)", "points": " (points)"}
+    heads = {at: f"{names[at]}{units.get(table.columns[at].kind, '')}" for at in others}
     columns = [
         grid.Column(head, _digits(table, table.columns[at]), best=None, wrap=wraps[at])
         for at, head in heads.items()
@@ -112,12 +113,6 @@ def _digits(table: Table, column: Column) -> int | None:
             above = math.floor(math.log10(largest)) if largest else 0
             decimals.append(min(max(_SIGNIFICANT - 1 - above, 0), _MOST_DIGITS))
     return max(decimals)
-
-
-def _heading(column: Column) -> str:
-    """Percentages carry their unit in the heading."""
-    unit = {"share": " (%)", "points": " (points)"}.get(column.kind, "")
-    return f"{column.name}{unit}"
 
 
 def _value(cell: Cell, column: Column) -> float | str:

@@ -36,14 +36,9 @@ _KEYS = ("task", "variant", "layer", "sample_id")
 
 @dataclass(frozen=True)
 class View:
-    """One chart of a figure.
+    """One chart of a figure; `quantities` says which of its numbers are recorded, and under which name.
 
-    Attributes:
-        chart: its name.
-        quantities: which of its numbers are recorded, and under which name.
-        is_about_one: whether it shows one task instead of all.
-        is_about_calibrated: whether it shows the calibrated variant against the baseline and no other.
-        options: further options of the chart.
+    It may be about one task instead of all, or about the calibrated variant against the baseline and no other.
     """
 
     chart: str
@@ -54,12 +49,7 @@ class View:
 
 
 class Picture:
-    """A view of a run: the drawn chart, or in words what the run lacks for it.
-
-    Args:
-        view: what is to be drawn.
-        run: the run.
-        options: the writer's choice of tasks and variants.
+    """A view of a run, as the writer chose: the drawn chart, or in words what the run lacks for it.
 
     Raises:
         DataError: the run lacks a task or variant that was asked for.

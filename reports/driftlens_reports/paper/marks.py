@@ -51,14 +51,10 @@ _RGBA = re.compile(r"rgba?\(([^)]*)\)")
 
 @dataclass
 class Panel:
-    """One pair of axes while it is being filled.
+    """One pair of axes while it is being filled; `settings` are the chart's axes `x` and `y`.
 
-    Attributes:
-        axes: where marks go.
-        settings: the chart's axes `x` and `y`.
-        names: names along an axis of names, by its letter, in their order.
-        inside: texts with the bar or cell that they have to fit into, in units of the data.
-        stacked: how high bars of a stack are so far, by where they stand and their sign.
+    `names` are those along an axis of names, by its letter; `inside` has texts with the bar or cell that they have to
+    fit into, in units of the data; `stacked` how high bars are so far, by where they stand and their sign.
     """
 
     axes: Axes

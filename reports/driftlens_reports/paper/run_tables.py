@@ -15,26 +15,11 @@ from driftlens.records.checks import CheckResult, self_checks
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated, title
+from driftlens_reports.paper import exhibit, published
 from driftlens_reports.paper.drawn import sweep_points
-from driftlens_reports.paper.exhibit import (
-    ExhibitOptions,
-    Gap,
-    Table,
-    needed,
-    plain_columns,
-    samples,
-    span,
-    table,
-)
+from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, Table, needed, plain_columns, span, table
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line
-from driftlens_reports.paper.published import (
-    PublishedTable,
-    merge_spec,
-    merger,
-    printed_blocks,
-    settings,
-    source,
-)
+from driftlens_reports.paper.published import PublishedTable, merger, printed_blocks
 from driftlens_reports.paper.score_tables import shown_variants
 
 _CALIBRATE = "`driftlens calibrate RUN --name NAME` adds one."
@@ -65,7 +50,7 @@ def drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
         "Relative drift (%) by task and layer: norm of the feature's difference to the task's expert against the "
         "norm of the expert's feature, sums over samples. Layers in forward order; S is the stem, H the head.",
         runs,
-        [samples(shown) if len(shown) else "", "A dash: not stored, or not measured."],
+        [exhibit.samples(shown) if len(shown) else "", "A dash: not stored, or not measured."],
         [Gap(run.name, how) for run, own in zip(runs, rows, strict=True) if own.empty],
     )
 
@@ -135,7 +120,9 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
     """One line per calibration of every run, then the paper's by model."""
     ours, theirs = [], []
     for run in runs:
-        extra = ", ".join(f"{key} {value}" for key, value in merge_spec(run).items() if key != "method")
+        extra = ", ".join(
+            f"{key} {value}" for key, value in published.merge_spec(run).items() if key != "method"
+        )
         for name, info in _calibrations(run, options).items():
             cells = {
                 "Merger": Cell(f"{merger(run)}{f' ({extra})' if extra else ''}"),
@@ -145,7 +132,7 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
                 "Layers": Cell(span(info.layers) if info.layers else "--"),
             }
             ours.append(Line(f"{run.name}, {name}", cells, "reference", "measured", run.id, calibrated(name)))
-    for entry in settings() if options.paper else ():
+    for entry in published.settings() if options.paper else ():
         cells = {"Method": Cell("FeatCal"), **_coefficients(entry), "n": Cell(str(entry["n"]))}
         theirs.append(Line(entry["model"], cells, "reference", "paper"))
     columns = plain_columns("Merger", "Method", "λ", "ρ", "α", "Updates", "n", "Layers")
@@ -154,7 +141,7 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
         "Settings: ridge λ relative to a Gram matrix of Frobenius norm 1, anchor position ρ from base (0) to "
         "merged model (1), expert share α of the target; n calibration samples per task.",
         [run for run in runs if run.manifest.calibrations],
-        [f"Paper: section 5.1 of {source()}."] if theirs else [],
+        [f"Paper: section 5.1 of {published.source()}."] if theirs else [],
         needed(ours, _CALIBRATE),
     )
 

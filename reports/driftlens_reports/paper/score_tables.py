@@ -11,20 +11,10 @@ import pandas as pd
 
 from driftlens.records.run import DriftRun
 from driftlens.variants import control_of, is_control, part_of, title
+from driftlens_reports.paper import published
 from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, span, table
 from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Column, Grid, Line, Role, with_average
-from driftlens_reports.paper.published import (
-    Family,
-    PublishedTable,
-    backbone,
-    canonical,
-    family,
-    merger,
-    printed_blocks,
-    printed_cell,
-    published_tables,
-    titles_of,
-)
+from driftlens_reports.paper.published import Family, PublishedTable, merger, printed_blocks
 
 MOST_GAINS = 9
 """Columns up to which each cell shows its gain; wider tables show that of the average only."""
@@ -53,7 +43,7 @@ Member = tuple[DriftRun, Mapping[str, str]]
 def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """Accuracy of every run of image classifiers, those on the paper's CLIP-ViT-B/32 and eight tasks together."""
     used = _scored(runs, "image")
-    alike = [run for run in used if titles_of(run, printed)]
+    alike = [run for run in used if published.titles_of(run, printed)]
     others = _measured_grids([run for run in used if run not in alike], options)
     caption = (
         "Accuracy (%) by task. References first, then a block per merger: the merged model as it is, with baselines, "
@@ -64,7 +54,7 @@ def accuracy(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publish
 
 def _full(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
     """The larger backbone, and suites of 14 and 20 tasks."""
-    alike = [run for run in _scored(runs) if titles_of(run, printed)]
+    alike = [run for run in _scored(runs) if published.titles_of(run, printed)]
     caption = f"Accuracy (%) of {printed.model} merged from {printed.suite}."
     what = f"no run given is about {printed.model} and exactly these {printed.suite}"
     how = f"{what}; `driftlens analyze` and `driftlens evaluate` make one."
@@ -72,7 +62,7 @@ def _full(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedT
 
 
 for _name, _label in _FULL.items():
-    _about = f"{published_tables()[_label].model}, {published_tables()[_label].suite}"
+    _about = f"{published.published_tables()[_label].model}, {published.published_tables()[_label].suite}"
     table(_name, title=f"Accuracy by task, {_about}", label=_label)(_full)
 
 
@@ -101,7 +91,7 @@ def experts(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publishe
     rows = {head: row for row in printed.rows for head, (_, name) in _PARTS.items() if row.name == name}
     theirs = []
     for column in printed.columns if rows else ():
-        cells = {head: printed_cell(printed, row, column) for head, row in rows.items()}
+        cells = {head: published.printed_cell(printed, row, column) for head, row in rows.items()}
         theirs.append(Line(column, _with_cost(cells), "reference", "paper"))
     heads = [Column(head, options.digits, best=None) for head in (*_PARTS, "Cost")]
     columns = (*heads, Column("n", 0, best=None))
@@ -199,7 +189,7 @@ def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
 
 def _scored(runs: Sequence[DriftRun], kind: Family | None = None) -> list[DriftRun]:
     """The runs that have any score, of all kinds of models or one."""
-    return [run for run in runs if len(run.accuracy()) and kind in (None, family(run))]
+    return [run for run in runs if len(run.accuracy()) and kind in (None, published.family(run))]
 
 
 def _score_columns(titles: Sequence[str], options: ExhibitOptions) -> tuple[Column, ...]:
@@ -226,12 +216,12 @@ def _measured_grids(runs: Sequence[DriftRun], options: ExhibitOptions) -> list[G
 
 def _joint_grid(runs: Sequence[DriftRun], printed: PublishedTable, options: ExhibitOptions) -> Grid:
     """The paper's table, and above each of its blocks those of the runs with the same tasks and backbone."""
-    wanted = {canonical(task) for task in options.tasks or ()}
+    wanted = {published.canonical(task) for task in options.tasks or ()}
     columns = [name for name in printed.columns if name != AVERAGE]
-    columns = [name for name in columns if canonical(name) in wanted] or columns
+    columns = [name for name in columns if published.canonical(name) in wanted] or columns
     members: list[Member] = []
     for run in runs:
-        tasks = {title: task for task, title in titles_of(run, printed).items()}
+        tasks = {title: task for task, title in published.titles_of(run, printed).items()}
         members.append((run, {tasks[name]: name for name in columns if tasks[name] in options.tasks_of(run)}))
     theirs = printed_blocks(printed, columns=columns)
     blocks = _beside(_references(members, options), list(_blocks(members, options)), theirs)
@@ -254,7 +244,9 @@ def _references(members: Sequence[Member], options: ExhibitOptions) -> tuple[Lin
     """Base and experts of the runs, once each; several runs are told apart by name."""
     found: dict[tuple[object, ...], Line] = {}
     for run, titles in members:
-        for line in _lines(run, titles, options, references=True):
+        for line in _lines(run, titles, options):
+            if line.role != "reference":
+                continue
             told = line if len(members) == 1 else dataclasses.replace(line, label=f"{line.label}, {run.name}")
             # Runs on the same suite share base and experts.
             found.setdefault((line.label, *(line.number(title) for title in titles.values())), told)
@@ -264,9 +256,9 @@ def _references(members: Sequence[Member], options: ExhibitOptions) -> tuple[Lin
 def _blocks(members: Sequence[Member], options: ExhibitOptions) -> Iterator[Block]:
     """A block per run; several runs are told apart by name."""
     for run, titles in members:
-        lines = _lines(run, titles, options, references=False)
+        lines = [line for line in _lines(run, titles, options) if line.role != "reference"]
         if lines:
-            yield Block(lines, run.name if len(members) > 1 else "")
+            yield Block(tuple(lines), run.name if len(members) > 1 else "")
 
 
 def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
@@ -278,20 +270,16 @@ def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
     }
 
 
-def _lines(
-    run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions, *, references: bool
-) -> tuple[Line, ...]:
-    """Base and experts, or else the merged model, baselines and each calibration after its control, in percent.
+def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) -> tuple[Line, ...]:
+    """Base and experts, the merged model, baselines and each calibration after its control, in percent.
 
     Scores are in each task's metric, with their average; what was not scored has no cell, and no line without any.
     `titles` names the column of each task shown.
     """
     wanted: dict[str, tuple[str, Role]] = {"base": ("Base", "reference"), "expert": ("Experts", "reference")}
-    if not references:
-        wanted = {"merged": (merger(run), "plain")}
-        for variant in shown_variants(run, options):
-            role: Role = "own" if part_of(variant) == "calibrated" else "other"
-            wanted[variant] = (f"w/ {title(variant)}", role)
+    wanted["merged"] = (merger(run), "plain")
+    for variant in shown_variants(run, options):
+        wanted[variant] = (f"w/ {title(variant)}", "own" if part_of(variant) == "calibrated" else "other")
     rows = run.accuracy()
     rows = rows[(rows["metric"] == rows["task"].map(_metrics_of(run))) & rows["value"].notna()]
     lines = []
@@ -322,7 +310,7 @@ def _suites(runs: Sequence[DriftRun], options: ExhibitOptions) -> Mapping[str, s
     taken: set[tuple[str, str]] = set()
     for run in runs:
         count = len(options.tasks_of(run))
-        title = f"{count} task{'s' if count > 1 else ''}, {backbone(run) or run.name}"
+        title = f"{count} task{'s' if count > 1 else ''}, {published.backbone(run) or run.name}"
         if (merger(run), title) in taken:
             title = f"{title} ({run.id})"
         taken.add((merger(run), title))
@@ -337,8 +325,8 @@ def _averages(
     lines: dict[str, Line] = {}
     together = " ".join(run.id for run in runs)
     for run in runs:
-        for line in _lines(run, _column_titles(run, options), options, references=references):
-            if AVERAGE in line.cells:
+        for line in _lines(run, _column_titles(run, options), options):
+            if AVERAGE in line.cells and (line.role == "reference") == references:
                 before = lines[line.label].cells if line.label in lines else {}
                 cells = {**before, suites[run.id]: line.cells[AVERAGE]}
                 lines[line.label] = dataclasses.replace(line, cells=cells, run=together)
@@ -348,7 +336,7 @@ def _averages(
 def _by_task(run: DriftRun, options: ExhibitOptions) -> Iterator[Line]:
     """A run's lines of the table of experts."""
     titles = _column_titles(run, options)
-    shown = [line for is_first in (True, False) for line in _lines(run, titles, options, references=is_first)]
+    shown = _lines(run, titles, options)
     lines = {head: line for head, (variant, _) in _PARTS.items() for line in shown if line.variant == variant}
     for column in (*titles.values(), AVERAGE):
         cells = {head: line.cells[column] for head, line in lines.items() if column in line.cells}

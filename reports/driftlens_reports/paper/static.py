@@ -14,19 +14,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import blended_transform_factory
 
-from driftlens_reports.paper.marks import (
-    GUIDE,
-    Panel,
-    add_bars,
-    add_cells,
-    add_scatter,
-    colour,
-    legend_sample,
-    line_style,
-    number,
-    plain,
-    shades_of,
-)
+from driftlens_reports.paper import marks
+from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.style import settle
 
 if TYPE_CHECKING:
@@ -97,14 +86,14 @@ def add_legend(figure: Figure, charts: Iterable[go.Figure]) -> None:
         is_wanted = chart.layout.showlegend is not False and (len(chart.data) > 1 or chart.layout.showlegend)
         for trace in chart.data:
             if is_wanted and trace.name and trace.showlegend is not False and trace.type != "heatmap":
-                entries.setdefault(plain(trace.name), trace)
+                entries.setdefault(marks.plain(trace.name), trace)
     if not entries:
         return
     room = figure.get_figwidth() * 72 / (_LETTER * rcParams["legend.fontsize"])
     is_one_row = sum(len(name) + _SAMPLE for name in entries) <= room
     in_row = int(room / (max(map(len, entries)) + _SAMPLE))
     figure.legend(
-        [legend_sample(trace) for trace in entries.values()],
+        [marks.legend_sample(trace) for trace in entries.values()],
         list(entries),
         loc="outside upper left",
         ncols=len(entries) if is_one_row else max(1, in_row),
@@ -180,17 +169,17 @@ def _fill(chart: go.Figure, pair: Pair, panel: Panel) -> None:
     bars, points = ([trace for trace in own if trace.type.startswith(kind)] for kind in ("bar", "scatter"))
     for trace in own:
         if trace.type == "heatmap":
-            panel.axes.set_facecolor(colour(layout.plot_bgcolor))
-            add_cells(panel, trace, shades_of(layout[trace.coloraxis]))
+            panel.axes.set_facecolor(marks.colour(layout.plot_bgcolor))
+            marks.add_cells(panel, trace, marks.shades_of(layout[trace.coloraxis]))
         elif trace.type == "bar":
             room = (0.8 if layout.bargap is None else 1 - layout.bargap) * _spacing(panel, bars)
             is_grouped = layout.barmode in (None, "group") and trace.base is None and trace.width is None
             shift, width = _apart(trace, bars, room) if is_grouped else (0.0, room)
             width *= 1 - (layout.bargroupgap or 0)
-            add_bars(panel, trace, shift, width, is_stacked=layout.barmode == "stack")
+            marks.add_bars(panel, trace, shift, width, is_stacked=layout.barmode == "stack")
         else:
             is_grouped = layout.scattermode == "group"
-            add_scatter(
+            marks.add_scatter(
                 panel, trace, _apart(trace, points, 1 - (layout.scattergap or 0))[0] if is_grouped else 0.0
             )
 
@@ -225,7 +214,7 @@ def _transform(panel: Panel, placed: Any) -> Any:
 
 def _add_line(panel: Panel, shape: Any) -> None:
     """A line across a panel that stands for no measurement."""
-    style = {**line_style(shape.line), "transform": _transform(panel, shape), "label": GUIDE}
+    style = {**marks.line_style(shape.line), "transform": _transform(panel, shape), "label": marks.GUIDE}
     ends = (shape.x0, shape.x1), (shape.y0, shape.y1)
     (line,) = panel.axes.plot(*ends, marker="", scalex=False, scaley=False, **style)
     line.set_zorder(3 if shape.layer == "above" else 1)
@@ -243,15 +232,15 @@ def _set_axis(panel: Panel, letter: str) -> None:
     if values is not None and len(values):
         texts = settings.ticktext
         if texts is None:
-            texts = values if names else [number(value, form) for value in values]
+            texts = values if names else [marks.number(value, form) for value in values]
         axis.set_major_locator(FixedLocator(list(panel.places(letter, values))))
-        axis.set_ticklabels([plain(text) for text in texts])
+        axis.set_ticklabels([marks.plain(text) for text in texts])
     else:
         width, height = rough_size(panel.axes)
         most = int(2.2 * width if letter == "x" else 3.5 * height)
         bins = MaxNLocator(min(max(most, 2), 6), steps=[1, 2, 2.5, 5, 10])
         axis.set_major_locator(LogLocator(numticks=6) if is_log else bins)
-        axis.set_major_formatter(lambda value, _: number(value, form))
+        axis.set_major_formatter(lambda value, _: marks.number(value, form))
     axis.set_minor_locator(NullLocator())
     side = "bottom" if letter == "x" else "left"
     is_named = bool(names) or settings.ticktext is not None
@@ -290,7 +279,7 @@ def _add_words(
 ) -> None:
     """Titles of panels and axes, words in panels, and how many panels are left out."""
     for entry in chart.layout.annotations:
-        panel, said = _panel_of(panels, entry), plain(entry.text)
+        panel, said = _panel_of(panels, entry), marks.plain(entry.text)
         if panel is not None:
             text = panel.axes.text(entry.x, entry.y, said, transform=_transform(panel, entry))
             text.set(ha=entry.xanchor or "center", va=entry.yanchor or "center")
@@ -299,7 +288,8 @@ def _add_words(
             if np.allclose((entry.x, entry.y), (place.middle, place.top), atol=1e-3):
                 panels[place.pair].axes.set_title(said)
     names = {
-        pair: [plain(panel.settings[letter].title.text) for letter in "xy"] for pair, panel in panels.items()
+        pair: [marks.plain(panel.settings[letter].title.text) for letter in "xy"]
+        for pair, panel in panels.items()
     }
     below = {x for x, _ in names.values() if x}
     is_common = len(below) == 1 and len(panels) > 1
@@ -338,9 +328,11 @@ def _add_scales(chart: go.Figure, figure: Figure | SubFigure, panels: Mapping[Pa
         elif trace.type.startswith("scatter") and trace.marker.showscale:
             scales["points"] = trace.marker, [entry.axes for entry in panels.values()]
     for scale, axes in scales.values():
-        bar = figure.colorbar(shades_of(scale), ax=axes, pad=0.02, aspect=25, ticks=scale.colorbar.tickvals)
+        bar = figure.colorbar(
+            marks.shades_of(scale), ax=axes, pad=0.02, aspect=25, ticks=scale.colorbar.tickvals
+        )
         form = scale.colorbar.tickformat or ".4~g"
-        bar.ax.yaxis.set_major_formatter(lambda value, _, form=form: number(value, form))
-        bar.set_label(plain(scale.colorbar.title.text))
+        bar.ax.yaxis.set_major_formatter(lambda value, _, form=form: marks.number(value, form))
+        bar.set_label(marks.plain(scale.colorbar.title.text))
         bar.outline.set_visible(False)
         bar.solids.set_rasterized(False)  # shapes, where it would be a picture within the picture

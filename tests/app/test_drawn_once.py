@@ -16,7 +16,7 @@ def _figure(*, last: float = 3.0) -> go.Figure:
         go.Scatter(x=np.array([1.0, 2.0]), y=np.array([2.0, last]), marker_size=np.array([4, 5]))
     )
     figure.update_layout(xaxis_title="layer (index)", yaxis={"tickfont": {"size": 20}})
-    return apply_theme(figure, dark=False, key="data", height=300)
+    return apply_theme(figure, dark=False, height=300)
 
 
 def _shown(figure: go.Figure) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _shown(figure: go.Figure) -> dict[str, Any]:
 
 
 def test_the_theme_of_the_axes_stands_in_every_axis_below_what_the_axis_says_itself() -> None:
-    theme = apply_theme(go.Figure(), dark=False, key="data", height=300).layout.template.layout
+    theme = apply_theme(go.Figure(), dark=False, height=300).layout.template.layout
     layout = _shown(drawn_once(_figure()))["layout"]
     assert "template" not in layout
     assert layout["xaxis"]["gridcolor"] == theme.xaxis.gridcolor == palette(False).grid
@@ -54,7 +54,7 @@ def test_a_date_stays_a_date() -> None:
 
 
 def test_axes_that_only_traces_name_keep_the_theme() -> None:
-    bare = apply_theme(go.Figure(go.Scatter(x=[1, 2], y=[2, 3])), dark=True, key="data", height=300)
+    bare = apply_theme(go.Figure(go.Scatter(x=[1, 2], y=[2, 3])), dark=True, height=300)
     assert drawn_once(bare).layout.template.layout.xaxis.gridcolor == palette(True).grid
 
 

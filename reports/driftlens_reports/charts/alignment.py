@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace
 
 OUTSIDE = "stem and head"
 _VALUE = "mean cosine of task vectors"
@@ -55,8 +56,6 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Two panels on one axis of cosines."""
-    from plotly.subplots import make_subplots
-
     params = _params(run, options)
     index = {layer.path: layer.index for layer in run.manifest.layers}
     own, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
@@ -69,7 +68,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         for place, rows, by in ((1, layers, "layer"), (2, groups, "module group")):
             part = rows[rows["variant"] == variant]
             figure.add_trace(_trace(run, part, str(variant), by, dark=options.dark), row=1, col=place)
-    theme.apply_theme(figure, height=420, **words.themed(run, "alignment", options))
+    theme.apply_theme(figure, height=420, dark=options.dark)
     figure.update_layout(
         scattermode="group",
         scattergap=0.4,
@@ -91,12 +90,12 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _trace(run: DriftRun, rows: pd.DataFrame, variant: str, by: str, *, dark: bool) -> Trace:
+def _trace(run: DriftRun, rows: pd.DataFrame, variant: str, by: str, *, dark: bool) -> go.Scatter:
     style = theme.look(run.variants, variant, dark=dark)
     is_layer = by == "layer"
     ends = marks.whiskers(rows[_VALUE], rows["lowest"], rows["highest"], style.colour, thickness=1, width=2)
     where = "layer %{x}" if is_layer else "%{x}"
-    return marks.scatter(
+    return go.Scatter(
         x=rows[by].tolist() if is_layer else [words.literal(str(group)) for group in rows[by]],
         y=rows[_VALUE].tolist(),
         error_y=ends,

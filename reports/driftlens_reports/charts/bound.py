@@ -65,7 +65,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=["norm of the score drift (score units, log)"],
         columns=2,
         height=230,
-        **words.themed(run, "bound", options),
+        dark=options.dark,
     )
     names = list(drawn["variant"].unique())
     texts = (marks.literal_column(drawn["task"]) + ", " + marks.literal_column(drawn["sample_id"])).to_numpy()

@@ -7,19 +7,17 @@ keeps a list of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 __all__ = ["SECTIONS", "Chart", "ChartOptions", "Drawn", "by_rank", "chart", "charts", "parts_of"]
 
@@ -149,7 +147,10 @@ class Chart:
         lacking = self.missing(run, chosen)
         if lacking is not None:
             raise DataError(f"{self.name}: {lacking}")
-        return self.render(run, chosen)
+        drawn = self.render(run, chosen)
+        # Zoom and hidden traces stay as long as this does: when only the theme changes.
+        drawn.figure.layout.uirevision = f"{run.id} {self.name} {astuple(replace(chosen, dark=False))}"
+        return drawn
 
 
 charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts")

@@ -7,13 +7,13 @@ from itertools import product
 from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers
-from driftlens_reports.charts.marks import Trace
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
 _CARRIED, _SWAPPED = "carried share", "swapped share"
@@ -77,7 +77,7 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
         x_title="share of final drift (%)",
         y_titles=["variant (name)"],
         height=max(_BAR * len(variants) + 12, _LEAST),
-        **words.themed(run, "contributions", options),
+        dark=options.dark,
     )
     layers, remainders = rows[rows["role"] != REST], rows[rows["role"] == REST]
     for at, task in enumerate(tasks):
@@ -129,7 +129,7 @@ def _stack(rows: pd.DataFrame) -> pd.DataFrame:
     return segments.assign(start=values.groupby(values < 0).cumsum() - values)
 
 
-def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> Trace:
+def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> go.Bar:
     """One segment per layer and variant, coloured by depth."""
     # Colours are worked out here: plotly can't choose readable text on those of a colour axis.
     colours = [
@@ -147,7 +147,7 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
     )
 
 
-def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: bool) -> Trace:
+def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: bool) -> go.Bar:
     """The hatched bar of each variant."""
     colours = theme.palette(dark)
     hatch = {"shape": "x", "fgcolor": colours.ink, "bgcolor": colours.surface, "size": 5, "solidity": 0.4}
@@ -156,9 +156,9 @@ def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: 
     )
 
 
-def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> Trace:
+def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> go.Bar:
     pairs = zip(rows["task"], rows["variant"], strict=True)
-    return marks.bar(
+    return go.Bar(
         orientation="h",
         x=rows[CONTRIBUTED].astype(float).tolist(),
         base=rows["start"].tolist(),
@@ -172,7 +172,7 @@ def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: 
     )
 
 
-def _depth(run: DriftRun, dark: bool) -> Trace:
+def _depth(run: DriftRun, dark: bool) -> go.Scatter:
     """Nothing but the colour bar; 0 on it keeps the stem apart from the background."""
     beside = marks.colour_bar(
         title={"text": "layer (index)", "side": "right"}, tickvals=panels.layer_axis(run)["tickvals"]
@@ -181,7 +181,7 @@ def _depth(run: DriftRun, dark: bool) -> Trace:
         **{"color": [0], "cmin": 0, "cmax": panels.last_layer(run), "showscale": True},
         **{"colorscale": theme.scale(theme.palette(dark).sequential), "colorbar": beside},
     }
-    return marks.scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
+    return go.Scatter(x=[None], y=[None], mode="markers", showlegend=False, marker=marker)
 
 
 @chart(
@@ -207,7 +207,7 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
         y_titles=["share of final drift (%)"],
         columns=min(len(variants), panels.MOST_COLUMNS),
         height=120,
-        **words.themed(run, "splits", options),
+        dark=options.dark,
     )
     names = {_CARRIED: "carried by Jacobians", _SWAPPED: "swapping prefixes"}
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
@@ -218,7 +218,7 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     quiet = theme.palette(options.dark).quiet
     for column, name in names.items():
         entry = {"name": name, "legendgroup": column, "offsetgroup": column}
-        grid.add(0, marks.bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
+        grid.add(0, go.Bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
     grid.add_line("y", 0.0)
     grid.set_axes(x=panels.layer_axis(run), y={"tickformat": theme.TICK_SHARE})
     grid.figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0)
@@ -244,9 +244,9 @@ def _remainder_notes(rows: pd.DataFrame) -> list[str]:
     return [f"Largest remainder: {percent(float(row['remainder_share']))} ({row['task']}, {row['variant']})."]
 
 
-def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> Trace:
+def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
     task, variant = words.literal(str(rows["task"].iloc[0])), words.shown(rows["variant"].iloc[0])
-    return marks.bar(
+    return go.Bar(
         x=rows["layer"].tolist(),
         y=marks.gapped(rows[column].astype(float)),
         error_y=_whiskers(rows, column, theme.palette(dark).ink),
@@ -315,14 +315,14 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
         x_title=f"layer (index: 1 stem, {last} head; rest: in no layer)",
         y_titles=[_TARGETS[target] for target in targets],
         columns=len(targets),
-        **words.themed(run, "adjoint", options),
+        dark=options.dark,
     )
     dots = {"color": theme.palette(options.dark).ink, "symbol": "circle-open", "size": 5}
     for at, (variant, target) in enumerate(product(names, targets)):
         mean, tasks = (
             table[(table["variant"] == variant) & (table["target"] == target)] for table in (means, rows)
         )
-        bars = marks.bar(
+        bars = go.Bar(
             x=_spots(mean, last),
             y=mean[_MEAN].tolist(),
             text=[place if place == REST else f"layer {place}" for place in mean["place"]],
@@ -332,7 +332,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         grid.add(at, bars)
         if rows["task"].nunique() > 1:
-            points = marks.scatter(
+            points = go.Scatter(
                 x=_spots(tasks, last),
                 y=tasks[_MEAN].tolist(),
                 text=[words.literal(str(task)) for task in tasks["task"]],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 from numpy.typing import NDArray
+from plotly.subplots import make_subplots
 
 from driftlens.records.intervals import wilson
 from driftlens.records.reading import number, percent
@@ -15,9 +17,6 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.panels import panel_grid
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _BINS, CONFIDENCE_BINS = 20, 10
 _CERTIFIED, _KEPT_ONLY, _KEPT, _FLIPPED = "certified", "kept without certificate", "kept", "flipped"
@@ -36,7 +35,6 @@ def _stacks(
     height: int,
     *,
     dark: bool,
-    key: str,
 ) -> go.Figure:
     """A panel of stacked bars per variant of the rows, of which `bars` are the settings for an outcome."""
     names = list(rows["variant"].unique())
@@ -47,7 +45,6 @@ def _stacks(
         columns=len(names) if len(names) <= 4 else 3,
         height=height,
         dark=dark,
-        key=key,
     )
     colours = theme.palette(dark)
     for at, variant in enumerate(names):
@@ -57,7 +54,7 @@ def _stacks(
             fill["pattern"] = {"shape": hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
             settings = bars(rows[rows["variant"] == variant], outcome)
             entry = marks.named(outcome, outcome, legend=at == 0)
-            grid.add(at, marks.bar(marker=fill, **entry, **settings))
+            grid.add(at, go.Bar(marker=fill, **entry, **settings))
     grid.figure.update_layout(barmode="stack")
     return grid.figure
 
@@ -101,7 +98,7 @@ def margins(run: DriftRun, options: ChartOptions) -> Drawn:
 
     titles, height = ("share of samples (%)", "task (name)"), 60 + 26 * len(tasks)
     outcomes = (_CERTIFIED, _KEPT_ONLY, _FLIPPED)
-    figure = _stacks(rows, outcomes, bars, titles, height, **words.themed(run, "margins", options))
+    figure = _stacks(rows, outcomes, bars, titles, height, dark=options.dark)
     figure.update_layout(bargap=0.3, legend_traceorder="normal")
     figure.update_xaxes(range=[0, 1], tickformat=theme.TICK_SHARE)
     figure.update_yaxes(**marks.category_axis(tasks), autorange="reversed")
@@ -152,8 +149,7 @@ def flips(run: DriftRun, options: ChartOptions) -> Drawn:
         }
 
     titles = ("expert's margin (score units)", "samples (count)")
-    themed = words.themed(run, "flips", options)
-    figure = _stacks(rows, (_FLIPPED, _KEPT), bars, titles, 220, **themed)
+    figure = _stacks(rows, (_FLIPPED, _KEPT), bars, titles, 220, dark=options.dark)
     figure.update_layout(bargap=0)
     figure.update_xaxes(tickformat=theme.TICK_NUMBER)
     figure.update_yaxes(tickformat=theme.TICK_NUMBER, rangemode="tozero")
@@ -243,8 +239,6 @@ def _reliabilities(samples: pd.DataFrame) -> pd.DataFrame:
 )
 def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     """A reliability diagram and a histogram, the expert's beside every variant's."""
-    from plotly.subplots import make_subplots
-
     samples = _believed(run, options)
     rows = _reliabilities(samples)
     figure = make_subplots(1, 2, column_widths=[0.58, 0.42], horizontal_spacing=0.1)
@@ -252,7 +246,7 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
     for name, bins in rows.groupby("variant", sort=False):
         variant, style = str(name), theme.look(run.variants, str(name), dark=options.dark)
         colour, shown = style.colour, words.shown(variant)
-        curve = marks.scatter(
+        curve = go.Scatter(
             x=marks.gapped(bins["confidence"]),
             y=marks.gapped(bins["accuracy"]),
             error_y=marks.whiskers(bins["accuracy"], bins["low"], bins["high"], colour, thickness=1, width=3),
@@ -264,7 +258,7 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
             hovertemplate=f"confidence %{{x:{theme.SHARE}}}, accuracy %{{y:{theme.SHARE}}}<br>%{{text}}",
             **marks.named(variant, shown, legend=True),
         )
-        counts = marks.bar(
+        counts = go.Bar(
             x=((bins["from"] + bins["to"]) / 2).tolist(),
             y=bins["samples"].tolist(),
             marker={**marks.hatched(style, size=4), "line": {"width": 0.5, "color": surface}},
@@ -272,7 +266,7 @@ def confidence(run: DriftRun, options: ChartOptions) -> Drawn:
             **marks.named(variant, shown, legend=False),
         )
         figure.add_traces([curve, counts], rows=[1, 1], cols=[1, 2])
-    theme.apply_theme(figure, height=440, **words.themed(run, "confidence", options))
+    theme.apply_theme(figure, height=440, dark=options.dark)
     marks.identity_line(figure, 0, 1, dark=options.dark, row=1, col=1)
     figure.update_layout(barmode="group", bargap=0.15, bargroupgap=0)
     reach = [-0.02, 1.02]

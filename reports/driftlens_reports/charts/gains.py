@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens import variants
 from driftlens.records.intervals import student, unpaired_difference
@@ -16,7 +17,6 @@ from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 NO_RIVAL = "needs a variant besides the baseline; `driftlens calibrate RUN --name NAME` adds one."
-HEIGHT = 460
 _COSINE, _ACCURACY = "cosine gain", "accuracy gain (points)"
 
 
@@ -93,7 +93,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         [words.label(task) for task in tasks],
         x_title=f"cosine, {words.literal(baseline)} (1: as the expert)",
         y_titles=["cosine, others (1: as the expert)"],
-        **words.themed(run, "sample-cosine", options),
+        dark=options.dark,
     )
     shown_before: set[str] = set()
     for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
@@ -203,8 +203,6 @@ def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
 )
 def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     """One cloud of labelled points per variant, with lines at no gain."""
-    import plotly.graph_objects as go
-
     rows = _rows(run, options)
     figure = go.Figure()
     names = [str(name) for name in rows["variant"].unique()]
@@ -220,7 +218,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         # A name goes on the other side than that of the next higher point, which may be close.
         places = part[_ACCURACY].rank(method="first").astype(int)
-        cloud = marks.scatter(
+        cloud = go.Scatter(
             x=part[_COSINE].tolist(),
             y=part[_ACCURACY].tolist(),
             error_x=across,
@@ -234,7 +232,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             hovertemplate="%{text}<br>cosine %{x:+.3f}, accuracy %{y:+.1f} points",
         )
         figure.add_trace(cloud)
-    theme.apply_theme(figure, height=HEIGHT, **words.themed(run, "gains", options))
+    theme.apply_theme(figure, height=460, dark=options.dark)
     line = {"color": theme.palette(options.dark).quiet, "width": 1}
     figure.add_hline(0, line=line, layer="below")
     figure.add_vline(0, line=line, layer="below")

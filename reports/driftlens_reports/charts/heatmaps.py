@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
@@ -17,9 +18,6 @@ from driftlens_reports.charts.alignment import block_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows, with_ends
 from driftlens_reports.charts.layer_curves import of_layers
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _ROW, _LEAST, _GAP, _TOP, _BOTTOM = 26, 72, 44, 32, 56
 """Pixels: of a row of cells, of a panel, between panels, above and below them."""
@@ -75,12 +73,8 @@ def draw_cells(
     y_title: str,
     beyond: str = "",
     dark: bool,
-    key: str,
 ) -> go.Figure:
     """The panels below one another, with a colour bar for each scale; `beyond` names a column behind the head."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
     names, layers = list(cells[0].values.index), list(cells[0].values.columns)
     height = max(_ROW * len(names) + 8, _LEAST)
     inner = len(cells) * height + (len(cells) - 1) * _GAP
@@ -104,7 +98,7 @@ def draw_cells(
         )
         figure.add_trace(coloured, row=at, col=1)
         figure.add_trace(_numbers(coloured, scales[panel.scale]), row=at, col=1)
-    theme.apply_theme(figure, dark=dark, key=key, height=inner + _TOP + _BOTTOM)
+    theme.apply_theme(figure, dark=dark, height=inner + _TOP + _BOTTOM)
     shown_names = [words.label(name) for name in names]
     figure.update_xaxes(**panels.layer_axis(run, beyond), showgrid=False)
     figure.update_xaxes(title_text=panels.layer_title(run), row=len(cells), col=1)
@@ -136,7 +130,7 @@ def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:
     places = np.argwhere(~np.isnan(drawn.z))
     values = [float(drawn.z[at, across]) for at, across in places]
     behind = [theme.shade(shades.colours, (value - shades.low) / extent) for value in values]
-    return marks.bar(
+    return go.Bar(
         x=[drawn.x[across] for _, across in places],
         base=[float(at) - 0.5 for at, _ in places],
         y=[1.0] * len(values),
@@ -153,7 +147,7 @@ def _numbers(drawn: go.Heatmap, shades: Scale) -> go.Bar:
 
 
 def _task_cells(
-    run: DriftRun, rows: pd.DataFrame, column: str, shades: Scale, *, beyond: str = "", dark: bool, key: str
+    run: DriftRun, rows: pd.DataFrame, column: str, shades: Scale, *, beyond: str = "", dark: bool
 ) -> go.Figure:
     """One panel per variant of rows of the layer table, tasks down; `beyond` is a column shown behind the head."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
@@ -176,7 +170,7 @@ def _task_cells(
         cells.append(
             Cells(words.shown(str(variant)), values, texts, more=more.fillna("") if has_intervals else None)
         )
-    return draw_cells(run, cells, [shades], y_title="task (name)", beyond=beyond, dark=dark, key=key)
+    return draw_cells(run, cells, [shades], y_title="task (name)", beyond=beyond, dark=dark)
 
 
 @chart(
@@ -203,7 +197,7 @@ def heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     shades = Scale(
         panels.titled(what, "layers", source), 0.0, highest, theme.palette(options.dark).sequential
     )
-    figure = _task_cells(run, rows, column, shades, **words.themed(run, "heatmap", options))
+    figure = _task_cells(run, rows, column, shades, dark=options.dark)
     alt = f"Heatmap of the {column} by task and layer. {words.peak_sentence(rows, column)}"
     return of_layers(run, figure, rows, column, alt=alt, notes=words.gap_notes(run, rows, column))
 
@@ -225,7 +219,7 @@ def cka(run: DriftRun, options: ChartOptions) -> Drawn:
     lowest = min(0.0, float(rows["cka"].astype(float).min()))
     colours = theme.palette(options.dark).sequential[::-1]  # what is unlike stands out, as drift does
     shades = Scale(panels.titled("CKA", "layers", "cka"), lowest, 1.0, colours, lambda value: f"{value:.2f}")
-    figure = _task_cells(run, rows, "cka", shades, **words.themed(run, "cka", options))
+    figure = _task_cells(run, rows, "cka", shades, dark=options.dark)
     alt = f"Heatmap of CKA with the expert by task and layer. {words.peak_sentence(rows, 'cka', lowest=True)}"
     return of_layers(run, figure, rows, "cka", alt=alt, notes=words.gap_notes(run, rows, "cka"))
 
@@ -255,8 +249,7 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
         write=lambda value: f"{round(value, 2) + 0.0:.0%}",
         hover=theme.SHARE,
     )
-    themed = words.themed(run, "contributions-heatmap", options)
-    figure = _task_cells(run, rows, CONTRIBUTED, shades, beyond=REST, **themed)
+    figure = _task_cells(run, rows, CONTRIBUTED, shades, beyond=REST, dark=options.dark)
     alt = f"Heatmap of signed shares of the final drift by task and layer. {words.peak_share(rows, CONTRIBUTED)}"
     return of_layers(
         run,
@@ -321,10 +314,9 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
             table = own.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
             texts, above = table["text"].fillna(""), f"{words.label(str(name))}: {title}"
             cells.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
-    themed = words.themed(run, "calibration-log", options)
     kept = ["name", "layer", "site", "kind", "lam", *_NAMES.values(), "objective ratio"]
     return Drawn(
-        draw_cells(run, cells, scales, y_title="site (name)", **themed),
+        draw_cells(run, cells, scales, y_title="site (name)", dark=options.dark),
         alt=f"Calibration log. {_in_words(rows)}.",
         data=rows[kept],
         notes=(

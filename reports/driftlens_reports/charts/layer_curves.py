@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens.records.reading import error
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace
 from driftlens_reports.charts.theme import Look
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
 _LONE = 0.2
@@ -54,7 +51,9 @@ class Curves:
     beside: tuple[str, str] | None = None
     line: float | None = None
 
-    def traces(self, rows: pd.DataFrame, style: Look, *, legend: bool, opacity: float) -> Iterator[Trace]:
+    def traces(
+        self, rows: pd.DataFrame, style: Look, *, legend: bool, opacity: float
+    ) -> Iterator[go.Scatter]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
         if self.band:
             yield band(rows, *self.band, style, opacity=opacity)
@@ -74,7 +73,6 @@ def draw_curves(
     rows: pd.DataFrame,
     *kinds: Curves,
     dark: bool,
-    key: str,
     variants: Sequence[str] = (),
     **settings: Any,
 ) -> go.Figure:
@@ -92,7 +90,6 @@ def draw_curves(
         y_titles=[kind.title for kind in kinds],
         legend=[words.shown(variant) for variant in names],
         dark=dark,
-        key=key,
     )
     opacity = min(0.14, 0.5 / max(1, len(names)))  # the more bands lie over one another, the less
     in_legend: set[str] = set()
@@ -120,7 +117,7 @@ def curve(
     legend: bool = False,
     number: str = theme.NUMBER,
     **changes: Any,
-) -> Trace:
+) -> go.Scatter:
     """One variant's values by layer on one task, from rows by layer; NaN makes a gap.
 
     `what` a value is stands in the hover text; `changes` are further settings of the trace.
@@ -139,10 +136,10 @@ def curve(
         ],
         "hovertemplate": f"%{{text}}<br>{what} %{{y:{number}}}",
     }
-    return marks.scatter(**{**settings, **changes})
+    return go.Scatter(**{**settings, **changes})
 
 
-def band(rows: pd.DataFrame, low: str, high: str, style: Look, *, opacity: float) -> Trace:
+def band(rows: pd.DataFrame, low: str, high: str, style: Look, *, opacity: float) -> go.Scatter:
     """The area between two columns; it stops where either has no number.
 
     Rows as for `curve`, whose legend entry shows and hides it too.
@@ -158,7 +155,7 @@ def band(rows: pd.DataFrame, low: str, high: str, style: Look, *, opacity: float
         lows, highs = run[low].astype(float).tolist(), run[high].astype(float).tolist()
         x += [*layers, *reversed(layers), None]
         y += [*lows, *reversed(highs), None]
-    return marks.scatter(
+    return go.Scatter(
         x=x[:-1],
         y=y[:-1],
         mode="lines",
@@ -217,7 +214,7 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     band = (low, high) if low else None
     title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
     kind = Curves(_DRIFTS[source], title, axis, band=band)
-    figure = draw_curves(run, rows, kind, **words.themed(run, "layer-drift", options))
+    figure = draw_curves(run, rows, kind, dark=options.dark)
     alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
     return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[said] if said else [])
 
@@ -245,7 +242,7 @@ def base_distance(run: DriftRun, options: ChartOptions) -> Drawn:
         panels.titled(_DISTANCE, "layers", "drift_vs_base"),
     )
     kind = Curves(_DISTANCE, title, axis, line=1.0)
-    figure = draw_curves(run, rows, kind, **words.themed(run, "base-distance", options))
+    figure = draw_curves(run, rows, kind, dark=options.dark)
     alt = "Drift against the distance from base to expert, by layer, with a line at 1. "
     return of_layers(run, figure, rows, _DISTANCE, alt=alt + words.final_sentence(rows, _DISTANCE))
 
@@ -282,7 +279,7 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
         for (name, (source, what)), axis in zip(_PARTS.items(), axes, strict=True)
     ]
     kinds[2] = replace(kinds[2], line=0.0)
-    figure = draw_curves(run, rows, *kinds, **words.themed(run, "decomposition", options))
+    figure = draw_curves(run, rows, *kinds, dark=options.dark)
     alt = "Local mismatch, propagation and cross term by layer. "
     alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
     return of_layers(run, figure, rows, "reference", *_PARTS, alt=alt)
@@ -321,7 +318,7 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         if pd.isna(largest)
         else f"Largest Jacobian error {error(float(largest))}, relative to the propagation."
     )
-    figure = draw_curves(run, rows, kind, **words.themed(run, "amplification", options))
+    figure = draw_curves(run, rows, kind, dark=options.dark)
     columns = ("amplification", "lower", "upper", *names.values(), "jacobian samples")
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
     return of_layers(run, figure, rows, *columns, alt=alt, notes=[said])
@@ -361,7 +358,7 @@ def growth(run: DriftRun, options: ChartOptions) -> Drawn:
     what = "samples with gamma above eta"
     axis = {"tickformat": theme.TICK_SHARE, "autorangeoptions": panels.whole(-0.03, 1.03)}
     shares = Curves("share that grows", "share of samples (%)", axis, what, what, theme.SHARE)
-    figure = draw_curves(run, rows, ratios, shares, **words.themed(run, "growth", options))
+    figure = draw_curves(run, rows, ratios, shares, dark=options.dark)
     alt = "Gain excess, mismatch ratio and the share of samples whose drift must grow, by layer. "
     alt += f"Share: {words.peak_sentence(rows, 'share that grows')}"
     return of_layers(run, figure, rows, *_GROWTH.values(), alt=alt)
@@ -401,7 +398,7 @@ def spectral(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     largest = rows["residual"].astype(float).max()
     taken = f"Jacobians are of {words.ranged(rows['jacobian samples'], 'diagnosis sample')} per task."
-    figure = draw_curves(run, rows, kind, **words.themed(run, "spectral", options))
+    figure = draw_curves(run, rows, kind, dark=options.dark)
     columns = ("spectral norm", "residual", "error", "amplification", "jacobian samples")
     alt = "Spectral norm by layer beside the amplification of the actual drift. "
     alt += words.peak_sentence(rows, "spectral norm")

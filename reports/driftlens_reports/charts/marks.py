@@ -1,23 +1,18 @@
-"""The marks that charts draw with: bars, points, clouds of samples, whiskers. The first of them imports plotly."""
+"""The marks that charts draw with: bars, points, clouds of samples, whiskers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens.records.reading import percent
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SMALL, Look, palette
 from driftlens_reports.charts.words import counted, label, literal
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
-Trace: TypeAlias = Any
-"""A trace of plotly's, which has no types of its own."""
 
 MOST_SVG = 5000
 """Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
@@ -27,24 +22,10 @@ these as SVG; and a page may hold few figures that use it.
 """
 
 
-def bar(**settings: Any) -> Trace:
-    """Bars; settings as plotly names them."""
-    import plotly.graph_objects as go
-
-    return go.Bar(**settings)
-
-
-def scatter(**settings: Any) -> Trace:
-    """Points or lines; settings as plotly names them."""
-    import plotly.graph_objects as go
-
-    return go.Scatter(**settings)
-
-
-def points(x: pd.Series[Any], y: pd.Series[Any], look: Look, *, total: int, **settings: Any) -> Trace:
+def points(
+    x: pd.Series[Any], y: pd.Series[Any], look: Look, *, total: int, **settings: Any
+) -> go.Scatter | go.Scattergl:
     """A cloud of points in a variant's colours; `total` in the whole figure decides what draws them."""
-    import plotly.graph_objects as go
-
     draw = go.Scatter if total <= MOST_SVG else go.Scattergl
     marker = {"color": look.colour, "symbol": look.symbol, "size": 5, "opacity": 0.7, "line": {"width": 0}}
     places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}

@@ -35,15 +35,27 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
     Raises:
         RunError: the layer table can't be read.
     """
-    rows = _running_rows(run, calibrated(name), found)
+    measured, variant = run.layers(), calibrated(name)
+    merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
+    lines = {"merged": merged, variant: pd.Series(found, dtype=float).sort_index()}
+    rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
+    rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
+    rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
     title = titled("mean L2 drift", "layers", "drift_l2_mean")
     kind = Curves(_MEAN, title, {"tickformat": TICK_NUMBER, "rangemode": "tozero"})
     # Already its look of later: shades and marks follow from the variants that come before it.
     known = list(dict.fromkeys([*run.variants, *rows["variant"]]))
-    key = f"{run.id} running {name}"
+    figure = draw_curves(run, rows, kind, dark=dark, variants=known, titles=[""])
+    figure.layout.uirevision = f"{run.id} running {name}"
+    said = "No layer is calibrated yet."
+    if found:
+        layer = max(found)
+        before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
+        done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
+        said = f"{done} so far; at layer {layer}: calibrated {number(found[layer])}{before}."
     return Drawn(
-        draw_curves(run, rows, kind, dark=dark, key=key, variants=known, titles=[""]),
-        alt=f"Mean drift by layer while the calibration runs. {_progress_in_words(rows, run, found)}",
+        figure,
+        alt=f"Mean drift by layer while the calibration runs. {said}",
         data=rows[["variant", "layer", "role", "path", _MEAN]],
         notes=(
             "Mean over tasks.",
@@ -52,30 +64,11 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
     )
 
 
-def _running_rows(run: DriftRun, variant: str, found: Mapping[int, float]) -> pd.DataFrame:
-    measured = run.layers()
-    merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
-    lines = {"merged": merged, variant: pd.Series(found, dtype=float).sort_index()}
-    rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
-    rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
-    return rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
-
-
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with each layer's role and path."""
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, of) for entry in run.manifest.layers] for name, of in columns.items()}
     return rows.merge(pd.DataFrame(layers), on="layer", how="left")
-
-
-def _progress_in_words(rows: pd.DataFrame, run: DriftRun, found: Mapping[int, float]) -> str:
-    if not found:
-        return "No layer is calibrated yet."
-    layer = max(found)
-    there = rows[(rows["layer"] == layer) & (rows["variant"] == "merged")][_MEAN]
-    before = f", merged {number(float(there.iloc[0]))}" if len(there) else ""
-    done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
-    return f"{done} so far; at layer {layer}: calibrated {number(found[layer])}{before}."
 
 
 def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOptions) -> Drawn:
@@ -86,40 +79,28 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
         RunError: the sample table can't be read.
     """
     samples = ordered(run.samples(task), [task], chosen_variants(run, options))
-    rows = _sample_rows(run, samples, task, sample_id)
-    measured = [name for name in (_DRIFT, _SHARE) if rows[name].notna().any()]
-    values = {"tickformat": TICK_NUMBER}
-    drift = Curves(_DRIFT, "L2 drift (feature units)", {**values, "rangemode": "tozero"}, "Drift by layer")
-    share = Curves(_SHARE, "share (ratio)", values, "Share of its final drift", line=0.0)
-    measured = [kind for kind in (drift, share) if rows[kind.column].notna().any()]
-    figure = draw_curves(
-        run,
-        rows,
-        *measured,
-        dark=options.dark,
-        key=f"{run.id} sample {task} {sample_id}",
-        titles=[kind.name for kind in measured],
-        height=190,
-        share_y=False,
-    )
-    last = rows[rows["layer"] == rows["layer"].max()]
-    said = by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
-    return Drawn(
-        figure,
-        alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
-        data=rows.drop(columns="n"),
-        notes=_sample_notes(samples, has_shares=share in measured),
-    )
-
-
-def _sample_rows(run: DriftRun, samples: pd.DataFrame, task: str, sample_id: str) -> pd.DataFrame:
     rows = samples[samples["sample_id"] == sample_id]
     if rows.empty:
         raise DataError(
             f"task {task!r} has no diagnosis sample {sample_id!r}", hint="Choose one of the table."
         )
     rows = _placed(run, rows).rename(columns={"drift_l2": _DRIFT, "final_share": _SHARE})
-    return rows[["task", "variant", "layer", "role", "path", _DRIFT, _SHARE]].assign(n=1)
+    rows = rows[["task", "variant", "layer", "role", "path", _DRIFT, _SHARE]]
+    values = {"tickformat": TICK_NUMBER}
+    drift = Curves(_DRIFT, "L2 drift (feature units)", {**values, "rangemode": "tozero"}, "Drift by layer")
+    share = Curves(_SHARE, "share (ratio)", values, "Share of its final drift", line=0.0)
+    measured = [kind for kind in (drift, share) if rows[kind.column].notna().any()]
+    titles = [kind.name for kind in measured]
+    figure = draw_curves(run, rows, *measured, dark=options.dark, titles=titles, height=190, share_y=False)
+    figure.layout.uirevision = f"{run.id} sample {task} {sample_id}"
+    last = rows[rows["layer"] == rows["layer"].max()]
+    said = by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
+    return Drawn(
+        figure,
+        alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
+        data=rows,
+        notes=_sample_notes(samples, has_shares=share in measured),
+    )
 
 
 def _sample_notes(samples: pd.DataFrame, *, has_shares: bool) -> tuple[str, ...]:
@@ -146,9 +127,10 @@ def change_curves(found: Comparison, *, dark: bool) -> Drawn:
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
     kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": TICK_NUMBER}, line=0.0)
-    key = f"{found.before.id} {found.after.id} {found.pairs}"
+    figure = draw_curves(run, rows, kind, dark=dark)
+    figure.layout.uirevision = f"{found.before.id} {found.after.id} {found.pairs}"
     return Drawn(
-        draw_curves(run, rows, kind, dark=dark, key=key),
+        figure,
         alt=f"Change of mean drift by layer. {_change_in_words(rows)}",
         data=found.layers,
         notes=("Mean over diagnosis samples, after minus before: below zero is an improvement.",),

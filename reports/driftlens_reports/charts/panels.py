@@ -5,18 +5,17 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, lay_out, palette, theme_layout
 from driftlens_reports.charts.words import literal
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
@@ -158,7 +157,6 @@ def panel_grid(
     x_title: str,
     y_titles: Sequence[str],
     dark: bool,
-    key: str,
     columns: int = MOST_COLUMNS,
     height: int = 190,
     share_y: bool = True,
@@ -172,14 +170,12 @@ def panel_grid(
         x_title: title of the x axes, below the middle column.
         y_titles: one for all panels, which then have one y axis range, or one per column, each with a range of its own.
         dark: which theme.
-        key: names the data shown, as for `apply_theme`.
         columns: panels in a row; fewer if there are fewer panels.
         height: of a panel, in pixels.
         share_y: False gives every panel a y range of its own.
         legend: what the legend will say, so that there is room for it above the panels.
         below: room for more lines below every panel, in pixels.
     """
-    from plotly.subplots import make_subplots
 
     columns = min(columns, len(titles))
     rows = -(-len(titles) // columns)
@@ -213,7 +209,6 @@ def panel_grid(
     settings = {
         **theme,
         **axes,
-        "uirevision": key,
         "height": inner + top + _BOTTOM + below,
         "margin": {**theme["margin"], "t": top, "b": theme["margin"]["b"] + below},
         "annotations": [{**entry.to_plotly_json(), "font": font} for entry in figure.layout.annotations],

@@ -6,42 +6,19 @@ First what such charts share, then accuracy, cosine to the expert, and cosine of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens.records.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.records.reading import estimate, number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace
-from driftlens_reports.charts.theme import Look
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 AVERAGE = "mean of tasks"
-HEIGHT = 400
-
-
-@dataclass(frozen=True)
-class Marks:
-    """What the marks show.
-
-    Attributes:
-        column: column of the value; `low` and `high` beside it, where they are, become whiskers.
-        title: of the value axis, unit included.
-        interval: what hovered text calls the whiskers.
-        as_bars: whether bars from zero, for shares; points otherwise.
-    """
-
-    column: str
-    title: str
-    interval: str = ""
-    as_bars: bool = False
 
 
 def with_average(
@@ -68,25 +45,58 @@ def with_average(
     return pd.concat([rows, added.astype(kinds)], ignore_index=True)
 
 
-def task_figure(run: DriftRun, rows: pd.DataFrame, kind: Marks, *, dark: bool, key: str) -> go.Figure:
-    """A figure of the rows (task, variant, value): tasks along the axis, variants side by side."""
-    import plotly.graph_objects as go
+def task_figure(
+    run: DriftRun,
+    rows: pd.DataFrame,
+    column: str,
+    title: str,
+    *,
+    interval: str = "",
+    as_bars: bool = False,
+    dark: bool,
+) -> go.Figure:
+    """A figure of the rows (task, variant, value): tasks along the axis, variants side by side.
 
-    figure = go.Figure()
+    `low` and `high`, where they are, become whiskers, which hovered text calls `interval`. Shares are bars from zero,
+    other values points.
+    """
+    figure, colours = go.Figure(), theme.palette(dark)
+    write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
     for variant, own in rows.groupby("variant", sort=False):
         style = theme.look(run.variants, str(variant), dark=dark)
-        for at, part in enumerate(_with_and_without_whiskers(own)):
-            figure.add_trace(_trace(part, kind, style, dark, legend=at == 0))
+        # Apart by whether they have whiskers: plotly draws a missing one as one of no length.
+        has = own["low"].notna() if "low" in own else pd.Series(False, index=own.index)
+        for at, part in enumerate(part for part in (own[has], own[~has]) if len(part)):
+            values, tasks = part[column].astype(float), [words.literal(str(task)) for task in part["task"]]
+            ends = None
+            if has[part.index[0]]:
+                colour = colours.ink if as_bars else style.colour
+                ends = marks.whiskers(values, part["low"], part["high"], colour, thickness=1.2, width=3)
+            common: dict[str, Any] = {
+                "x": tasks,
+                "y": marks.gapped(values),
+                **marks.named(str(variant), words.shown(str(variant)), legend=at == 0),
+                "offsetgroup": str(variant),
+                "text": tasks,
+                "customdata": marks.interval_texts(part, "low", "high", interval, write),
+                "hovertemplate": f"%{{text}}<br>{column} %{{y:{form}}}%{{customdata}}",
+                "error_y": ends,
+            }
+            if as_bars:
+                trace = go.Bar(**common, textposition="none", marker=marks.hatched(style))
+            else:
+                marker = {"color": style.colour, "symbol": style.symbol, "size": 9}
+                trace = go.Scatter(**common, mode="markers", marker=marker)
+            figure.add_trace(trace)
     figure.update_layout(scattermode="group", scattergap=0.4, barmode="group", bargap=0.25, bargroupgap=0.08)
-    theme.apply_theme(figure, dark=dark, key=key, height=HEIGHT)
+    theme.apply_theme(figure, dark=dark, height=400)
     tasks = [str(task) for task in rows["task"].unique()]
     figure.update_xaxes(title_text="task (name)", **marks.category_axis(tasks))
-    tick, start = (theme.TICK_SHARE, "tozero") if kind.as_bars else (theme.TICK_NUMBER, "normal")
-    figure.update_yaxes(title_text=kind.title, tickformat=tick, rangemode=start)
+    tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
+    figure.update_yaxes(title_text=title, tickformat=tick, rangemode=start)
     if AVERAGE in tasks:
-        figure.add_vline(
-            len(tasks) - 1.5, line={"color": theme.palette(dark).quiet, "width": 1, "dash": "dot"}
-        )
+        line = {"color": colours.quiet, "width": 1, "dash": "dot"}
+        figure.add_vline(len(tasks) - 1.5, line=line)
     return figure
 
 
@@ -101,40 +111,6 @@ def averages_in_words(rows: pd.DataFrame, column: str, *, has_intervals: bool = 
     return words.by_variant(zip(last["variant"], texts, strict=True))
 
 
-def _trace(rows: pd.DataFrame, kind: Marks, style: Look, dark: bool, *, legend: bool) -> Trace:
-    variant = str(rows["variant"].iloc[0])
-    values = rows[kind.column].astype(float)
-    tasks = [words.literal(str(task)) for task in rows["task"]]
-    colour = theme.palette(dark).ink if kind.as_bars else style.colour
-    write, form = (percent, theme.SHARE) if kind.as_bars else (number, theme.NUMBER)
-    ends = None
-    if "low" in rows and not rows["low"].isna().any():
-        ends = marks.whiskers(values, rows["low"], rows["high"], colour, thickness=1.2, width=3)
-    common: dict[str, Any] = {
-        "x": tasks,
-        "y": marks.gapped(values),
-        **marks.named(variant, words.shown(variant), legend=legend),
-        "offsetgroup": variant,
-        "text": tasks,
-        "customdata": marks.interval_texts(rows, "low", "high", kind.interval, write),
-        "hovertemplate": f"%{{text}}<br>{kind.column} %{{y:{form}}}%{{customdata}}",
-        "error_y": ends,
-    }
-    if kind.as_bars:
-        return marks.bar(**common, textposition="none", marker=marks.hatched(style))
-    marker = {"color": style.colour, "symbol": style.symbol, "size": 9}
-    return marks.scatter(**common, mode="markers", marker=marker)
-
-
-def _with_and_without_whiskers(rows: pd.DataFrame) -> list[pd.DataFrame]:
-    """The rows apart by whether they have whiskers: plotly draws a missing one as one of no length."""
-    if "low" not in rows:
-        return [rows]
-    has = rows["low"].notna()
-    return [part for part in (rows[has], rows[~has]) if len(part)]
-
-
-_ACCURACY = Marks("accuracy", "accuracy (% of test samples)", "95 % Wilson interval", as_bars=True)
 _ACCURACIES = {"value": "accuracy", "ci_low": "low", "ci_high": "high"}
 
 
@@ -164,8 +140,9 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     columns = ["task", "variant", "n", "seed", *_ACCURACIES]
     rows = _accuracies(run, options)[columns].rename(columns=_ACCURACIES)
     rows = with_average(rows, "accuracy", tasks, has_intervals=True)
+    title, said = "accuracy (% of test samples)", "95 % Wilson interval"
     return Drawn(
-        task_figure(run, rows, _ACCURACY, **words.themed(run, "accuracy", options)),
+        task_figure(run, rows, "accuracy", title, interval=said, as_bars=True, dark=options.dark),
         alt=f"Accuracy over {words.counted(len(tasks), 'task')}: "
         f"{averages_in_words(rows, 'accuracy', has_intervals=True)}.",
         data=rows,
@@ -220,9 +197,9 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = means.merge(bands, on=["task", "variant"], how="left")
     rows = with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
     said = _SPREADS.get(options.band, "")
-    kind = Marks("mean cosine", "mean cosine to the expert (1: same direction)", said)
+    title = "mean cosine to the expert (1: same direction)"
     return Drawn(
-        task_figure(run, rows, kind, **words.themed(run, "task-cosine", options)),
+        task_figure(run, rows, "mean cosine", title, interval=said, dark=options.dark),
         alt=f"Mean cosine of the {picking.layer_name(options)} to the expert's over "
         f"{words.counted(len(tasks), 'task')}: "
         f"{averages_in_words(_cosines(at_layer, tasks), 'cos_mean', has_intervals=True)}.",
@@ -271,9 +248,9 @@ def backbone_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks, column = picking.chosen_tasks(run, options), _VECTORS["cos"]
     rows = _backbones(run, options)[["task", "variant", *_VECTORS]].rename(columns=_VECTORS)
     rows = with_average(rows, column, tasks)
-    kind = Marks(column, "cosine of task vectors (1: same direction)")
+    title = "cosine of task vectors (1: same direction)"
     return Drawn(
-        task_figure(run, rows, kind, **words.themed(run, "backbone-alignment", options)),
+        task_figure(run, rows, column, title, dark=options.dark),
         alt=f"Cosine of task vectors to the expert's over the whole backbone and {words.counted(len(tasks), 'task')}: "
         f"{averages_in_words(rows, column)}.",
         data=rows,

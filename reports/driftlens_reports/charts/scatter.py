@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from driftlens import variants
 from driftlens.errors import DataError
@@ -14,10 +15,6 @@ from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _MOST_COLUMNS = 2
 """Panels in a row: more would be too narrow for their words in a telephone's window."""
@@ -129,7 +126,7 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         height=_HEIGHT,
         legend=[entry.name for entry in legend],
         below=_BELOW,
-        **words.themed(run, "scatter", options),
+        dark=options.dark,
     )
     for at, variant in enumerate(names):
         part = drawn[drawn["variant"] == variant]
@@ -210,7 +207,7 @@ def _draw_ways(
             ]
             for letter in "xy"
         }
-        ways = marks.scatter(
+        ways = go.Scatter(
             x=places["x"][:-1],
             y=places["y"][:-1],
             mode="lines+markers",
@@ -255,13 +252,13 @@ def _class_marks(labels: pd.Series[Any], every: pd.Series[Any], *, dark: bool) -
     return {"color": colours, "symbol": symbols, "opacity": 0.8}
 
 
-def _class_legend(every: pd.Series[Any], *, dark: bool) -> list[Trace]:
+def _class_legend(every: pd.Series[Any], *, dark: bool) -> list[go.Scatter]:
     """Legend entries that name the classes; none where there are too many to read."""
     looks = _looks(every, dark)
     if len(looks) > _MOST_NAMED:
         return []
     return [
-        marks.scatter(
+        go.Scatter(
             x=[None],
             y=[None],
             mode="markers",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SWEEPS
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
-from driftlens_reports.charts.marks import Trace
 from driftlens_reports.charts.per_task import AVERAGE
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 _SETTINGS = {
     "lam": "lambda (ridge, log)",
@@ -77,8 +74,6 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
 )
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels: measures down, settings across."""
-    from plotly.subplots import make_subplots
-
     rows = _swept(run, options)
     measures = _measures(rows, options)
     settings = [name for name in _SETTINGS if (rows["sweep"] == name).any()]
@@ -99,7 +94,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             found.append(points)
             for trace in _traces(points, setting, measure, options.dark, legend=down == across == 1):
                 figure.add_trace(trace, row=down, col=across)
-    theme.apply_theme(figure, height=inner + _TOP + _BOTTOM, **words.themed(run, "sweeps", options))
+    theme.apply_theme(figure, height=inner + _TOP + _BOTTOM, dark=options.dark)
     swept = {name: rows.loc[rows["sweep"] == name, name].astype(float) for name in settings}
     _finish(figure, measures, swept)
     data = pd.concat(found, ignore_index=True)
@@ -116,7 +111,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
 
 def _traces(
     points: pd.DataFrame, setting: str, measure: _Measure, dark: bool, *, legend: bool
-) -> list[Trace]:
+) -> list[go.Scatter]:
     """The tasks thin, their mean bold with whiskers, and a ring around the default."""
     colours = theme.palette(dark)
     main = colours.roles["calibrated"][0]
@@ -148,7 +143,7 @@ def _traces(
     ]
 
 
-def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> Trace:
+def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
     """One trace with a line per task, apart by gaps: a trace each would be slow where tasks are many."""
     x: list[float | None] = []
     y: list[float | None] = []
@@ -157,7 +152,7 @@ def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> Trace:
         x += [*own[setting].tolist(), None]
         y += [*marks.gapped(own["mean"]), None]
         text += [words.literal(str(task))] * (len(own) + 1)
-    return marks.scatter(
+    return go.Scatter(
         x=x[:-1],
         y=y[:-1],
         text=text[:-1],

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import plotly.graph_objects as go
 
 from driftlens.variants import Part, part_of
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 SIZE, SMALL = 13, 11
@@ -99,32 +98,27 @@ class Look:
     hatch: str
 
 
-_SYMBOLS: Mapping[Part, Sequence[str]] = {
-    "base": ("triangle-up",),
-    "expert": ("circle",),
-    "merged": ("square",),
-    "calibrated": ("diamond", "star", "hexagon", "bowtie"),
-    "baseline": ("triangle-down", "cross", "x", "pentagon"),
+_MARKS: Mapping[Part, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
+    "base": (("triangle-up",), ("dot",), (".",)),
+    "expert": (("circle",), ("longdash",), ("x",)),
+    "merged": (("square",), ("dash",), ("/",)),
+    "calibrated": (
+        ("diamond", "star", "hexagon", "bowtie"),
+        ("solid", "10px,2px", "8px,2px,2px,2px"),
+        ("", "-", "|"),
+    ),
+    "baseline": (
+        ("triangle-down", "cross", "x", "pentagon"),
+        ("dashdot", "longdashdot", "4px,2px"),
+        ("\\", "+", "-"),
+    ),
 }
+"""By part: symbols, dashes and hatches of its first, second and third variant, as with shades."""
 GLYPHS = {
     **{"triangle-up": "▲", "circle": "●", "square": "■", "diamond": "◆"},
     **{"triangle-down": "▼", "star": "★", "cross": "✚", "x": "✖"},
 }
 """Symbols as letters, as far as common fonts have them."""
-_DASHES: Mapping[Part, Sequence[str]] = {
-    "base": ("dot",),
-    "expert": ("longdash",),
-    "merged": ("dash",),
-    "calibrated": ("solid", "10px,2px", "8px,2px,2px,2px"),
-    "baseline": ("dashdot", "longdashdot", "4px,2px"),
-}
-_HATCHES: Mapping[Part, Sequence[str]] = {
-    "base": (".",),
-    "expert": ("x",),
-    "merged": ("/",),
-    "calibrated": ("", "-", "|"),
-    "baseline": ("\\", "+", "-"),
-}
 
 
 def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
@@ -135,10 +129,7 @@ def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
     part = part_of(variant)
     alike = [name for name in variants if part_of(name) == part]
     at = alike.index(variant) if variant in alike else 0
-    shades, symbols, dashes, hatches = (
-        table[part] for table in (palette(dark).roles, _SYMBOLS, _DASHES, _HATCHES)
-    )
-    return Look(*(marks[at % len(marks)] for marks in (shades, symbols, dashes, hatches)))
+    return Look(*(marks[at % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
 
 
 def scale(colours: Sequence[str]) -> list[tuple[float, str]]:
@@ -171,12 +162,9 @@ def _channels(colour: str) -> tuple[int, ...]:
     return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
 
 
-def apply_theme(figure: go.Figure, *, dark: bool, key: str, height: int) -> go.Figure:
-    """`figure` itself, with the theme's layout and a height in pixels; it is as wide as there is room.
-
-    As long as `key`, which names the data shown, stays, zoom and hidden traces stay too.
-    """
-    return lay_out(figure, {**theme_layout(dark), "uirevision": key, "height": height})
+def apply_theme(figure: go.Figure, *, dark: bool, height: int) -> go.Figure:
+    """`figure` itself, with the theme's layout and a height in pixels; it is as wide as there is room."""
+    return lay_out(figure, {**theme_layout(dark), "height": height})
 
 
 def lay_out(figure: go.Figure, settings: Mapping[str, Any]) -> go.Figure:

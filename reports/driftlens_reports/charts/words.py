@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import pandas as pd
 from driftlens import variants
 from driftlens.records.reading import number, percent, printable
 from driftlens.records.run import DriftRun
-from driftlens_reports.charts.picking import ChartOptions
 
 LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
@@ -94,12 +92,6 @@ def overlap_notes(run: DriftRun) -> list[str]:
     return [
         f"{text}." for text in run.manifest.notices if "calibration and diagnosis draw from the same" in text
     ]
-
-
-def themed(run: DriftRun, chart: str, options: ChartOptions) -> dict[str, Any]:
-    """The theme of a figure, and what names its data: zoom stays while only the theme changes."""
-    chosen = dataclasses.replace(options, dark=False)
-    return {"dark": options.dark, "key": f"{run.id} {chart} {dataclasses.astuple(chosen)}"}
 
 
 def final_sentence(rows: pd.DataFrame, column: str) -> str:

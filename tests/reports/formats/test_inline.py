@@ -20,7 +20,7 @@ def chart() -> go.Figure:
     bars = go.Bar(
         x=[HARMFUL, "b"], y=[1.0, 2.0], name=HARMFUL, marker={"pattern": {"shape": "/"}}, showlegend=True
     )
-    return apply_theme(go.Figure(bars), dark=False, key="k", height=300)
+    return apply_theme(go.Figure(bars), dark=False, height=300)
 
 
 def test_only_shapes_and_words_are_left() -> None:

@@ -30,7 +30,7 @@ def page() -> Iterator[None]:
 
 def themed(*traces: object, **layout: object) -> go.Figure:
     figure = go.Figure(traces)
-    apply_theme(figure, dark=False, key="test", height=300)
+    apply_theme(figure, dark=False, height=300)
     return figure.update_layout(layout)
 
 
@@ -108,14 +108,14 @@ def test_a_number_is_left_out_where_its_cell_has_no_room() -> None:
 
 def test_panels_share_a_scale_and_only_so_many_are_drawn() -> None:
     names = [f"panel {at}" for at in range(30)]
-    grid = panel_grid(names, x_title="layer", y_titles=["drift"], dark=False, key="k")
+    grid = panel_grid(names, x_title="layer", y_titles=["drift"], dark=False)
     for at in range(30):
         grid.add(at, go.Scatter(x=[1, 2], y=[0, at], mode="lines"))
     figure = drawn(grid.figure)
     assert [axes.get_title(loc="left") for axes in figure.axes] == names[:MOST_PANELS]
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
     assert "12 of 30 panels are drawn" in words(figure)
-    few = panel_grid(names[:3], x_title="layer", y_titles=["drift"], dark=False, key="k")
+    few = panel_grid(names[:3], x_title="layer", y_titles=["drift"], dark=False)
     for at in range(3):
         few.add(at, go.Scatter(x=[1, 2], y=[0, at], mode="lines"))
     assert "panels are drawn" not in words(drawn(few.figure))
@@ -131,7 +131,7 @@ def test_axes_are_those_of_the_chart() -> None:
 
 
 def test_an_axis_from_zero_still_shows_what_another_panel_has_below_it() -> None:
-    grid = panel_grid(["below", "above"], x_title="layer", y_titles=["share"], dark=False, key="k")
+    grid = panel_grid(["below", "above"], x_title="layer", y_titles=["share"], dark=False)
     for at, sizes in enumerate(([-2.0, 1.0], [3.0, 4.0])):
         grid.add(at, go.Scatter(x=[1, 2], y=sizes, mode="lines"))
     grid.set_axes(x={}, y={"rangemode": "tozero"})

@@ -42,10 +42,6 @@ def with_ends(rows: pd.DataFrame, column: str) -> list[str]:
     return [name for name in (column, f"{column} low", f"{column} high") if name in rows]
 
 
-def _intervals(rows: pd.DataFrame, column: str) -> list[str]:
-    return marks.interval_texts(rows, f"{column} low", f"{column} high")
-
-
 def _whiskers(rows: pd.DataFrame, column: str, colour: str) -> dict[str, Any] | None:
     # Of some bars alone, plotly would draw the others with whiskers of no length.
     column, *ends = with_ends(rows, column)
@@ -113,20 +109,17 @@ def stacked(rows: pd.DataFrame) -> pd.DataFrame:
 
     The remainder is a row of its own behind the head, with role `remainder` and no layer.
     """
-    stacks = [_stack(part) for _, part in rows.groupby(["task", "variant"], sort=False)]
+    stacks = []
+    for _, own in rows.groupby(["task", "variant"], sort=False):
+        heads = own[own["remainder_share"].notna()]
+        remainder = heads.drop(columns=with_ends(own, CONTRIBUTED)).assign(
+            **{CONTRIBUTED: heads["remainder_share"], "role": REST, "path": "", "layer": pd.NA}
+        )
+        parts = [part for part in (own[own[CONTRIBUTED].notna()], remainder) if len(part)]
+        segments = pd.concat(parts or [remainder])
+        values = segments[CONTRIBUTED].astype(float)
+        stacks.append(segments.assign(start=values.groupby(values < 0).cumsum() - values))
     return pd.concat(stacks, ignore_index=True)
-
-
-def _stack(rows: pd.DataFrame) -> pd.DataFrame:
-    heads = rows[rows["remainder_share"].notna()]
-    remainder = heads.drop(columns=with_ends(rows, CONTRIBUTED)).assign(
-        **{CONTRIBUTED: heads["remainder_share"], "role": REST, "path": "", "layer": pd.NA}
-    )
-    segments = pd.concat(
-        [part for part in (rows[rows[CONTRIBUTED].notna()], remainder) if len(part)] or [remainder]
-    )
-    values = segments[CONTRIBUTED].astype(float)
-    return segments.assign(start=values.groupby(values < 0).cumsum() - values)
 
 
 def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) -> go.Bar:
@@ -158,6 +151,7 @@ def _remainders(rows: pd.DataFrame, variants: list[str], dark: bool, *, legend: 
 
 def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: bool) -> go.Bar:
     pairs = zip(rows["task"], rows["variant"], strict=True)
+    texts = marks.interval_texts(rows, f"{CONTRIBUTED} low", f"{CONTRIBUTED} high")
     return go.Bar(
         orientation="h",
         x=rows[CONTRIBUTED].astype(float).tolist(),
@@ -166,7 +160,7 @@ def _segments(rows: pd.DataFrame, places: list[str], variants: list[str], dark: 
         width=0.7,
         marker_line={"color": theme.palette(dark).quiet, "width": 0.5},
         hovertext=[f"{words.literal(str(task))}, {words.shown(variant)}" for task, variant in pairs],
-        customdata=list(zip(places, _intervals(rows, CONTRIBUTED), strict=True)),
+        customdata=list(zip(places, texts, strict=True)),
         hovertemplate="%{hovertext}<br>%{customdata[0]}<br>"
         f"share %{{value:{theme.SHARE}}}%{{customdata[1]}}<extra></extra>",
     )
@@ -224,6 +218,11 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0)
     carried, swapped = (words.peak_share(rows, column) for column in names)
     columns = [*with_ends(rows, _CARRIED), *with_ends(rows, _SWAPPED)]
+    notes, remainder = [_INTERVALS] if len(columns) > 2 else [], rows["remainder_share"].astype(float)
+    if remainder.notna().any():
+        row = rows.loc[remainder.abs().idxmax()]
+        share = percent(float(row["remainder_share"]))
+        notes.append(f"Largest remainder: {share} ({row['task']}, {row['variant']}).")
     return of_layers(
         run,
         grid.figure,
@@ -231,17 +230,8 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
         *columns,
         REST,
         alt=f"Two splits of the final drift by layer. Carried: {carried} Swapped: {swapped}",
-        notes=[*([_INTERVALS] if len(columns) > 2 else []), *_remainder_notes(rows)],
+        notes=notes,
     )
-
-
-def _remainder_notes(rows: pd.DataFrame) -> list[str]:
-    """How much of the final drift no layer's carried share accounts for, at most."""
-    remainder = rows["remainder_share"].astype(float)
-    if not remainder.notna().any():
-        return []
-    row = rows.loc[remainder.abs().idxmax()]
-    return [f"Largest remainder: {percent(float(row['remainder_share']))} ({row['task']}, {row['variant']})."]
 
 
 def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
@@ -257,7 +247,7 @@ def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
         offsetgroup=column,
         text=[f"{task}, {place}" for place in panels.layer_places(rows)],
         textposition="none",
-        customdata=_intervals(rows, column),
+        customdata=marks.interval_texts(rows, f"{column} low", f"{column} high"),
         hovertemplate=f"%{{text}}<br>{column} %{{y:{theme.SHARE}}}%{{customdata}}<extra>{variant}</extra>",
     )
 

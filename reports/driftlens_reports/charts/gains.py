@@ -112,7 +112,25 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for at, task in enumerate(tasks):
         marks.identity_line(grid.figure, low, 1, dark=options.dark, **grid.place(at))
-        _write_gains(grid, at, run, means[means["task"] == task], dark=options.dark)
+        # Each variant's mean gain beside its symbol, in the corner below the line where few points are.
+        lines = []
+        for variant, gain in means.loc[means["task"] == task, ["variant", "mean gain"]].itertuples(
+            index=False
+        ):
+            symbol = theme.look(run.variants, variant, dark=options.dark).symbol
+            lines.append(f"{theme.GLYPHS.get(symbol, words.shown(variant))} {gain:+.3f}")
+        axis = str(at + 1) if at else ""
+        grid.figure.add_annotation(
+            text="<br>".join(lines),
+            xref=f"x{axis} domain",
+            yref=f"y{axis} domain",
+            **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
+            align="right",
+            showarrow=False,
+            font=marks.ink(dark=options.dark),
+            # Points may lie below it all the same.
+            bgcolor=theme.faded(theme.palette(options.dark).surface, 0.8),
+        )
     reach = [low - 0.03, 1.03]
     grid.figure.update_xaxes(range=reach, tickformat=theme.TICK_NUMBER)
     grid.figure.update_yaxes(range=reach, tickformat=theme.TICK_NUMBER)
@@ -122,25 +140,6 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
         f"{_extremes_in_words(means, 'mean gain')}.",
         data=drawn.merge(means, on=["task", "variant"], how="left"),
         notes=(*thinned, *words.table_notes(run, rows, over_tasks=False)),
-    )
-
-
-def _write_gains(grid: panels.Grid, at: int, run: DriftRun, means: pd.DataFrame, *, dark: bool) -> None:
-    """Each variant's mean gain beside its symbol, in the corner below the line where few points are."""
-    lines = []
-    for variant, gain in zip(means["variant"], means["mean gain"], strict=True):
-        symbol = theme.look(run.variants, variant, dark=dark).symbol
-        lines.append(f"{theme.GLYPHS.get(symbol, words.shown(variant))} {gain:+.3f}")
-    axis = str(at + 1) if at else ""
-    grid.figure.add_annotation(
-        text="<br>".join(lines),
-        xref=f"x{axis} domain",
-        yref=f"y{axis} domain",
-        **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
-        align="right",
-        showarrow=False,
-        font=marks.ink(dark=dark),
-        bgcolor=theme.faded(theme.palette(dark).surface, 0.8),  # points may lie below it all the same
     )
 
 

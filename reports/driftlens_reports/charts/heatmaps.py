@@ -14,10 +14,10 @@ from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated
 from driftlens_reports.charts import marks, panels, picking, theme, words
-from driftlens_reports.charts.alignment import block_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.contributions import CONTRIBUTED, REST, share_rows, with_ends
 from driftlens_reports.charts.layer_curves import of_layers
+from driftlens_reports.charts.per_task import block_of
 
 _ROW, _LEAST, _GAP, _TOP, _BOTTOM = 26, 72, 44, 32, 56
 """Pixels: of a row of cells, of a panel, between panels, above and below them."""

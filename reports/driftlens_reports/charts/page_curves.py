@@ -93,29 +93,24 @@ def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOption
     titles = [kind.name for kind in measured]
     figure = draw_curves(run, rows, *measured, dark=options.dark, titles=titles, height=190, share_y=False)
     figure.layout.uirevision = f"{run.id} sample {task} {sample_id}"
+    shares = ", and the share of its final drift from each layer" if share in measured else ""
+    notes = [f"Drift of this sample alone, in feature units{shares}."]
+    explained = samples.loc[samples["final_share"].notna(), "sample_id"].nunique()
+    if not shares and explained:
+        of_all = f"{explained} of {counted(samples['sample_id'].nunique(), 'sample')}"
+        notes.append(
+            f"Contributions were measured on {of_all}; metrics.jacobian.samples in the spec raises it."
+        )
+    elif not shares:
+        command = SAMPLES.filled_by(["final_share"])
+        notes.append(f"Contributions were not measured here; `{command}` adds them.")
     last = rows[rows["layer"] == rows["layer"].max()]
     said = by_variant(zip(last["variant"], last[_DRIFT].map(number), strict=True))
     return Drawn(
         figure,
         alt=f"Drift of the sample {sample_id} by layer. At the last one: {said}.",
         data=rows,
-        notes=_sample_notes(samples, has_shares=share in measured),
-    )
-
-
-def _sample_notes(samples: pd.DataFrame, *, has_shares: bool) -> tuple[str, ...]:
-    """What the panels show; without the second one, on how many samples there is one, and what gives more."""
-    if has_shares:
-        return (
-            "Drift of this sample alone, in feature units, and the share of its final drift from each layer.",
-        )
-    explained = samples.loc[samples["final_share"].notna(), "sample_id"].nunique()
-    of_all = f"{explained} of {counted(samples['sample_id'].nunique(), 'sample')}"
-    return (
-        "Drift of this sample alone, in feature units.",
-        f"Contributions were measured on {of_all}; metrics.jacobian.samples in the spec raises it."
-        if explained
-        else f"Contributions were not measured here; `{SAMPLES.filled_by(['final_share'])}` adds them.",
+        notes=tuple(notes),
     )
 
 
@@ -127,20 +122,18 @@ def change_curves(found: Comparison, *, dark: bool) -> Drawn:
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
     kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": TICK_NUMBER}, line=0.0)
+    said, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
+    change = last[_CHANGE].dropna()
+    if len(change):
+        fewer, mean = int((change < 0).sum()), number(float(change.mean()))
+        said = (
+            f"At the last layer it falls in {fewer} of {len(change)} comparisons; the mean change is {mean}."
+        )
     figure = draw_curves(run, rows, kind, dark=dark)
     figure.layout.uirevision = f"{found.before.id} {found.after.id} {found.pairs}"
     return Drawn(
         figure,
-        alt=f"Change of mean drift by layer. {_change_in_words(rows)}",
+        alt=f"Change of mean drift by layer. {said}",
         data=found.layers,
         notes=("Mean over diagnosis samples, after minus before: below zero is an improvement.",),
     )
-
-
-def _change_in_words(rows: pd.DataFrame) -> str:
-    last = rows[(rows["layer"] == rows["layer"].max()) & rows[_CHANGE].notna()]
-    if last.empty:
-        return "Nothing was measured at the last layer."
-    fewer = int((last[_CHANGE] < 0).sum())
-    mean = number(float(last[_CHANGE].mean()))
-    return f"At the last layer it falls in {fewer} of {len(last)} comparisons; the mean change is {mean}."

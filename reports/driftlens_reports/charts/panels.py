@@ -177,7 +177,7 @@ def panel_grid(
         below: room for more lines below every panel, in pixels.
     """
 
-    columns = min(columns, len(titles))
+    columns, is_common = min(columns, len(titles)), len(y_titles) == 1
     rows = -(-len(titles) // columns)
     gap = _GAP + _TITLE + below
     inner = rows * height + (rows - 1) * gap
@@ -186,7 +186,7 @@ def panel_grid(
         columns,
         subplot_titles=list(titles),
         vertical_spacing=gap / inner if rows > 1 else 0,
-        horizontal_spacing=(0.05 if len(y_titles) == 1 and share_y else 0.09) if columns > 1 else 0,
+        horizontal_spacing=(0.05 if is_common and share_y else 0.09) if columns > 1 else 0,
     )
     axes: dict[str, dict[str, Any]] = {}
     for at in range(rows * columns):
@@ -198,9 +198,15 @@ def panel_grid(
             "title": {"text": x_title} if is_lowest and at % columns == (columns - 1) // 2 else None,
             "visible": is_panel,
         }
-        axes[_axis("y", at)] = {"visible": False}
-        if is_panel:
-            axes[_axis("y", at)] = _y_axis(at, columns, y_titles, share_y)
+        # Whose range the panel has: the first axis of a group leads, as plotly refuses one that matches itself.
+        first = 0 if is_common else at % columns
+        axes[_axis("y", at)] = {
+            "matches": _axis("y", first, "") if share_y and at != first else None,
+            "showticklabels": at % columns == 0 or not (is_common and share_y),
+            "title": {"text": y_titles[first]} if at % columns == 0 or not is_common else None,
+        }
+        if not is_panel:
+            axes[_axis("y", at)] = {"visible": False}
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
     # Of one row where the names are not known.
@@ -215,17 +221,3 @@ def panel_grid(
     }
     lay_out(figure, settings)
     return Grid(figure, columns, len(titles), dark)
-
-
-def _y_axis(at: int, columns: int, y_titles: Sequence[str], share_y: bool) -> dict[str, Any]:
-    """Whose range a panel's y axis has, and whether it is labelled."""
-    column = at % columns
-    is_common = len(y_titles) == 1
-    first = 0 if is_common else column
-    is_labelled = column == 0 or not (is_common and share_y)
-    return {
-        # The first axis of a group leads: plotly refuses an axis that matches itself.
-        "matches": ("y" if first == 0 else f"y{first + 1}") if share_y and at != first else None,
-        "showticklabels": is_labelled,
-        "title": {"text": y_titles[first]} if column == 0 or not is_common else None,
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -83,15 +83,15 @@ def layer_rows(run: DriftRun, options: ChartOptions, *, base: bool = False) -> p
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
     """The rows of these tasks and variants, in the order given, and by layer where there are layers."""
-    keep = rows["task"].isin(tasks) & rows["variant"].isin(variants)
-    task_at = {task: at for at, task in enumerate(tasks)}
-    variant_at = {variant: at for at, variant in enumerate(variants)}
-    found = rows[keep]
-    places = {"task": found["task"].map(task_at), "variant": found["variant"].map(variant_at)}
-    if "layer" in found:
-        places["layer"] = found["layer"]
-    order = pd.DataFrame(places).sort_values([*places], kind="stable").index
-    return found.loc[order].reset_index(drop=True)
+    places = {"task": pd.Index(tasks), "variant": pd.Index(variants)}
+
+    def place(column: pd.Series[Any]) -> pd.Series[Any]:
+        names = places.get(column.name)
+        return column if names is None else pd.Series(names.get_indexer(column), index=column.index)
+
+    found = rows[rows["task"].isin(tasks) & rows["variant"].isin(variants)]
+    by = [name for name in ("task", "variant", "layer") if name in found]
+    return found.sort_values(by, key=place, kind="stable", ignore_index=True)
 
 
 def rows_at(

@@ -130,7 +130,23 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     for at, variant in enumerate(names):
         part = drawn[drawn["variant"] == variant]
-        _draw_panel(run, grid, at, part, drawn, options)
+        trace = marks.points(
+            part["x"],
+            part["y"],
+            theme.look(run.variants, variant, dark=options.dark),
+            total=len(drawn),
+            name=words.shown(variant),
+            showlegend=False,
+            text=[_hover(row) for row in part.to_dict("records")],
+            # What the app learns of points that a reader selects.
+            customdata=part["sample_id"].tolist(),
+            hovertemplate="%{text}<extra></extra>",
+        )
+        if options.colour == "class":
+            trace.update(marker=_class_marks(part["label"], drawn["label"], dark=options.dark))
+        if options.colour == "drift" and part["drift"].notna().any():
+            trace.update(marker={"color": part["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9})
+        grid.add(at, trace)
         _write_below(grid, at, axes[0], found.quality, variant)
     grid.figure.add_traces(legend)
     if options.colour == "drift" and drawn["drift"].notna().any():
@@ -155,29 +171,6 @@ def _axis_titles(found: Projection) -> tuple[str, str]:
         return f"{found.method} 1 (no unit)", f"{found.method} 2 (no unit)"
     first, second = (words.literal(percent(share)) for share in found.explained_variance)
     return f"PC 1 ({first} of variance)", f"PC 2 ({second} of variance)"
-
-
-def _draw_panel(
-    run: DriftRun, grid: panels.Grid, at: int, part: pd.DataFrame, drawn: pd.DataFrame, options: ChartOptions
-) -> None:
-    variant = str(part["variant"].iloc[0])
-    trace = marks.points(
-        part["x"],
-        part["y"],
-        theme.look(run.variants, variant, dark=options.dark),
-        total=len(drawn),
-        name=words.shown(variant),
-        showlegend=False,
-        text=[_hover(row) for row in part.to_dict("records")],
-        # What the app learns of points that a reader selects.
-        customdata=part["sample_id"].tolist(),
-        hovertemplate="%{text}<extra></extra>",
-    )
-    if options.colour == "class":
-        trace.update(marker=_class_marks(part["label"], drawn["label"], dark=options.dark))
-    if options.colour == "drift" and part["drift"].notna().any():
-        trace.update(marker={"color": part["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9})
-    grid.figure.add_trace(trace, **grid.place(at))
 
 
 def _hover(row: dict[str, Any]) -> str:

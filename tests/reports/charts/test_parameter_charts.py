@@ -14,8 +14,8 @@ from driftlens.records.manifest import LayerInfo
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens.records.tables import conform
-from driftlens_reports.charts.alignment import OUTSIDE, group_of
 from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.charts.per_task import OUTSIDE, group_of
 from tests.records.full_run import SITES
 from tests.reports.charts.recording import finite
 

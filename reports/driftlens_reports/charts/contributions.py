@@ -20,7 +20,6 @@ _CARRIED, _SWAPPED = "carried share", "swapped share"
 _TARGETS = {"loss": "part of the loss change (nat)", "margin": "part of the margin change (score units)"}
 _MEAN = "mean part"
 _BAR, _LEAST = 30, 70
-_ENDS = ("", "_low", "_high")
 _INTERVALS = "Whiskers: 95 % intervals over the samples with Jacobians, which were drawn again (bootstrap)."
 
 
@@ -29,12 +28,11 @@ def share_rows(run: DriftRun, options: ChartOptions, names: Mapping[str, str]) -
 
     Runs of an older schema have none.
     """
-    new = {
-        f"{share}{end}": f"{name}{end.replace('_', ' ')}" for share, name in names.items() for end in _ENDS
-    }
+    ends = ("", "_low", "_high")
+    new = {f"{share}{end}": f"{name}{end.replace('_', ' ')}" for share, name in names.items() for end in ends}
     rows = picking.layer_rows(run, options).rename(columns=new)
-    ends = [name for name in new.values() if name.endswith((" low", " high"))]
-    return rows.drop(columns=[name for name in ends if rows[name].isna().all()])
+    intervals = [name for name in new.values() if name.endswith((" low", " high"))]
+    return rows.drop(columns=[name for name in intervals if rows[name].isna().all()])
 
 
 def with_ends(rows: pd.DataFrame, column: str) -> list[str]:
@@ -92,16 +90,10 @@ def contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     # Numbers of segments that are too narrow for one size are left out; hovering tells.
     written = {"minsize": theme.SMALL - 2, "mode": "hide"}
     grid.figure.update_layout(barmode="overlay", uniformtext=written, margin=panels.room_beside(titles))
-    said = words.peak_share(layers, CONTRIBUTED)
+    alt = f"Stacked signed shares of the final drift by layer. {words.peak_share(layers, CONTRIBUTED)}"
     columns = [*with_ends(rows, CONTRIBUTED), "start"]
-    return of_layers(
-        run,
-        grid.figure,
-        rows,
-        *columns,
-        alt=f"Stacked signed shares of the final drift by layer. {said}",
-        notes=[_INTERVALS] if len(columns) > 2 else [],
-    )
+    notes = [_INTERVALS] if len(columns) > 2 else []
+    return of_layers(run, grid.figure, rows, *columns, alt=alt, notes=notes)
 
 
 def stacked(rows: pd.DataFrame) -> pd.DataFrame:
@@ -223,15 +215,9 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
         row = rows.loc[remainder.abs().idxmax()]
         share = percent(float(row["remainder_share"]))
         notes.append(f"Largest remainder: {share} ({row['task']}, {row['variant']}).")
-    return of_layers(
-        run,
-        grid.figure,
-        rows.rename(columns={"remainder_share": REST}),
-        *columns,
-        REST,
-        alt=f"Two splits of the final drift by layer. Carried: {carried} Swapped: {swapped}",
-        notes=notes,
-    )
+    rows, alt = rows.rename(columns={"remainder_share": REST}), "Two splits of the final drift by layer. "
+    alt += f"Carried: {carried} Swapped: {swapped}"
+    return of_layers(run, grid.figure, rows, *columns, REST, alt=alt, notes=notes)
 
 
 def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
@@ -255,13 +241,8 @@ def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
 def _fill(colour: str, column: str, dark: bool) -> dict[str, object]:
     if column == _CARRIED:
         return {"color": colour, "line": {"color": colour, "width": 1}}
-    hatch = {
-        "shape": "/",
-        "fgcolor": colour,
-        "bgcolor": theme.palette(dark).surface,
-        "size": 5,
-        "solidity": 0.35,
-    }
+    behind = theme.palette(dark).surface
+    hatch = {"shape": "/", "fgcolor": colour, "bgcolor": behind, "size": 5, "solidity": 0.35}
     return {"color": theme.faded(colour, 1), "pattern": hatch, "line": {"color": colour, "width": 1}}
 
 

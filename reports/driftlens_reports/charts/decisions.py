@@ -305,9 +305,8 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = outputs.merge(drifts, on=["task", "variant", "sample_id"], how="left")
     bounds = {name: rows[column] * rows["drift_l2"] for name, (column, _) in _ESTIMATES.items()}
     kept = rows[["task", "variant", "sample_id", "label"]]
-    return kept.assign(**{_ACTUAL: rows["score_drift_l2"], **bounds}).astype(
-        dict.fromkeys([_ACTUAL, *bounds], float)
-    )
+    values = pd.DataFrame({_ACTUAL: rows["score_drift_l2"], **bounds}, dtype=float)
+    return pd.concat([kept, values], axis=1)
 
 
 def _bounded(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -372,12 +371,7 @@ def bound(run: DriftRun, options: ChartOptions) -> Drawn:
     said = "without a place on logarithmic axes: no drift, or no finite bound."
     left_out = [f"{words.counted(lost, 'point')} {said}"] if lost else []
     counts, *overlaps = words.table_notes(run, rows, over_tasks=False)
-    return Drawn(
-        grid.figure,
-        alt=_used_in_words(rows),
-        data=drawn,
-        notes=(*thinned, counts, *left_out, *overlaps),
-    )
+    return Drawn(grid.figure, _used_in_words(rows), drawn, (*thinned, counts, *left_out, *overlaps))
 
 
 def _drawable(rows: pd.DataFrame, estimate: str) -> pd.Series[bool]:

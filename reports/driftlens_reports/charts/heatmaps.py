@@ -251,15 +251,8 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     figure = _task_cells(run, rows, CONTRIBUTED, shades, beyond=REST, dark=options.dark)
     alt = f"Heatmap of signed shares of the final drift by task and layer. {words.peak_share(rows, CONTRIBUTED)}"
-    return of_layers(
-        run,
-        figure,
-        rows,
-        *with_ends(rows, CONTRIBUTED),
-        REST,
-        alt=alt,
-        notes=words.gap_notes(run, rows, CONTRIBUTED),
-    )
+    notes, columns = words.gap_notes(run, rows, CONTRIBUTED), [*with_ends(rows, CONTRIBUTED), REST]
+    return of_layers(run, figure, rows, *columns, alt=alt, notes=notes)
 
 
 _MEASURES = {

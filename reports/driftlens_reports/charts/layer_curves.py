@@ -237,11 +237,8 @@ _DISTANCE = "drift / base distance"
 def base_distance(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1: beyond it, merging has undone what fine-tuning gained."""
     rows = picking.layer_rows(run, options).rename(columns={"drift_vs_base": _DISTANCE})
-    axis, title = (
-        panels.value_axis(options, include=[1.0]),
-        panels.titled(_DISTANCE, "layers", "drift_vs_base"),
-    )
-    kind = Curves(_DISTANCE, title, axis, line=1.0)
+    title = panels.titled(_DISTANCE, "layers", "drift_vs_base")
+    kind = Curves(_DISTANCE, title, panels.value_axis(options, include=[1.0]), line=1.0)
     figure = draw_curves(run, rows, kind, dark=options.dark)
     alt = "Drift against the distance from base to expert, by layer, with a line at 1. "
     return of_layers(run, figure, rows, _DISTANCE, alt=alt + words.final_sentence(rows, _DISTANCE))
@@ -269,9 +266,8 @@ _PARTS = {
 )
 def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     """A row of three panels per task; both norms have one y axis range, the cross term another."""
-    rows = picking.layer_rows(run, options).rename(
-        columns={source: name for name, (source, _) in _PARTS.items()}
-    )
+    names = {source: name for name, (source, _) in _PARTS.items()}
+    rows = picking.layer_rows(run, options).rename(columns=names)
     norms = panels.value_axis(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [

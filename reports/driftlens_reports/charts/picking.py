@@ -76,9 +76,9 @@ def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False)
     return [name for name in everything if name in named | controls]
 
 
-def layer_rows(run: DriftRun, options: ChartOptions, *, base: bool = False) -> pd.DataFrame:
+def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Rows of the layer table of the chosen tasks and variants, in that order, by layer."""
-    return chosen(run, options, run.layers(), base=base)
+    return chosen(run, options, run.layers())
 
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
@@ -113,9 +113,9 @@ def rows_at(
     return ordered(rows, chosen_tasks(run, options), chosen)
 
 
-def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame, *, base: bool = False) -> pd.DataFrame:
+def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the chosen tasks and variants, in their order, and by layer where there are layers."""
-    return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options, base=base))
+    return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
 
 
 def layer_name(options: ChartOptions) -> str:
@@ -126,8 +126,7 @@ def layer_name(options: ChartOptions) -> str:
 def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:
     """Rows of the output table of the chosen tasks and variants, in their order, where all these columns are known."""
     rows = run.outputs()
-    known = rows[rows[list(columns)].notna().all(axis=1)]
-    return chosen(run, options, known)
+    return chosen(run, options, rows[rows[list(columns)].notna().all(axis=1)])
 
 
 def lacking(run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str]) -> str | None:

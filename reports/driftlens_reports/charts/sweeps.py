@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -95,8 +94,18 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             for trace in _traces(points, setting, measure, options.dark, legend=down == across == 1):
                 figure.add_trace(trace, row=down, col=across)
     theme.apply_theme(figure, height=inner + _TOP + _BOTTOM, dark=options.dark)
-    swept = {name: rows.loc[rows["sweep"] == name, name].astype(float) for name in settings}
-    _finish(figure, measures, swept)
+    figure.update_layout(margin_t=_TOP)
+    for across, setting in enumerate(settings, start=1):
+        figure.update_xaxes(tickformat=theme.TICK_NUMBER, col=across)
+        if setting in _LOGARITHMIC:
+            values = rows.loc[rows["sweep"] == setting, setting].astype(float)
+            # Over two decades or more, a label per decade; what plotly chooses itself overlaps in narrow panels.
+            is_wide = values.min() > 0 and values.max() / values.min() >= 100
+            figure.update_xaxes(type="log", dtick=1 if is_wide else None, col=across)
+        figure.update_xaxes(title_text=_SETTINGS[setting], row=len(measures), col=across)
+    for down, measure in enumerate(measures, start=1):
+        figure.update_yaxes(tickformat=measure.tick, row=down)
+        figure.update_yaxes(title_text=measure.title, row=down, col=1)
     data = pd.concat(found, ignore_index=True)
     first, main = measures[0], main_task(data)
     means = data[(data["measure"] == first.column) & (data["task"] == main) & data["mean"].notna()]
@@ -159,20 +168,6 @@ def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:
         connectgaps=False,
         hovertemplate=f"%{{text}}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
     )
-
-
-def _finish(figure: go.Figure, measures: Sequence[_Measure], swept: Mapping[str, pd.Series[float]]) -> None:
-    for across, (setting, values) in enumerate(swept.items(), start=1):
-        figure.update_xaxes(tickformat=theme.TICK_NUMBER, col=across)
-        if setting in _LOGARITHMIC:
-            # Over two decades or more, a label per decade; what plotly chooses itself overlaps in narrow panels.
-            is_wide = values.min() > 0 and values.max() / values.min() >= 100
-            figure.update_xaxes(type="log", dtick=1 if is_wide else None, col=across)
-        figure.update_xaxes(title_text=_SETTINGS[setting], row=len(measures), col=across)
-    for down, measure in enumerate(measures, start=1):
-        figure.update_yaxes(tickformat=measure.tick, row=down)
-        figure.update_yaxes(title_text=measure.title, row=down, col=1)
-    figure.update_layout(margin_t=_TOP)
 
 
 def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:

@@ -21,9 +21,10 @@ from a run's tables (`driftlens.records`), its charts (`driftlens_reports.charts
 Streamlit executes the file as `__main__` whenever the page is drawn; the navigation imports it to read `PAGE`. Unless
 `PAGE` says `needs_run=False`, the page runs only with a readable run, chosen in the sidebar that the shell draws (run,
 task, variants, layer, measure of drift; all of it in the URL). The title is the shell's too, and so are errors: raise
-`DriftLensError`, and the page says what happened and what to do; `with shown_errors():` keeps one part's error from
-taking the rest along. A job that a page starts needs a function in `jobs/requests.py` and no more. Which charts a page
-shows, charts say themselves: `show_parts` asks their registry.
+`DriftLensError`, and the page says what happened and what to do, so docstrings here say what is refused, not which
+errors are passed on. `with shown_errors():` keeps one part's error from taking the rest along. A job that a page starts
+needs a function in `jobs/requests.py` and no more. Which charts a page shows, charts say themselves: `show_parts` asks
+their registry.
 
 | module | what |
 |---|---|

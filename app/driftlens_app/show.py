@@ -145,11 +145,10 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         chart = charts[name]
         st.subheader(plain(chart.title), anchor=False, help=chart.hint)
         lacking = chart.missing(run, options)
-        if lacking is not None:
-            note(plain(lacking))
-            return None
-        drawn = _drawn(name, run, options, "on_select" in plotly)
-        return show_drawn(name, run.id, drawn, chart.caption, **plotly)
+        if lacking is None:
+            drawn = _drawn(name, run, options, "on_select" in plotly)
+            return show_drawn(name, run.id, drawn, chart.caption, **plotly)
+        note(plain(lacking))
     return None
 
 

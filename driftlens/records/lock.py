@@ -47,7 +47,7 @@ class Owner:
     @classmethod
     def this_process(cls) -> Owner:
         """The process that asks, alive now."""
-        return cls(os.getpid(), _process_started(os.getpid()), platform.node(), utc_now())
+        return cls(os.getpid(), process_started(os.getpid()), platform.node(), utc_now())
 
     @property
     def is_alive(self) -> bool:
@@ -56,7 +56,7 @@ class Owner:
             return (
                 datetime.now(UTC) - datetime.fromisoformat(self.heartbeat)
             ).total_seconds() < _FRESH_SECONDS
-        started = _process_started(self.pid)
+        started = process_started(self.pid)
         if started is None or self.process_started is None:
             return False
         return abs(started - self.process_started) < _CLOCK_TOLERANCE
@@ -181,7 +181,7 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
     )
 
 
-def _process_started(pid: int) -> float | None:
+def process_started(pid: int) -> float | None:
     """When the process began, or None when there is no such process."""
     try:
         process = psutil.Process(pid)

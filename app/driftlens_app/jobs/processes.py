@@ -11,11 +11,10 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from driftlens.errors import DriftLensError, RunError, RunLockedError
-from driftlens.records.lock import living_owner_of, utc_now
+from driftlens.records.lock import living_owner_of, process_started, utc_now
 from driftlens_app.jobs import command_line
 from driftlens_app.jobs.record import Job, Request, job_of, note_cancelled, write_job
 from driftlens_app.settings import Settings, require_inside, require_links_inside
@@ -95,7 +94,7 @@ def _started(request: Request) -> Job:
             run=request.run,
             log=log,
             pid=process.pid,
-            process_started=_beginning(process.pid),
+            process_started=process_started(process.pid),
             host=platform.node(),
             started=started,
             settings=dict(request.settings),
@@ -106,14 +105,6 @@ def _started(request: Request) -> Job:
         process.wait()
         raise
     return job
-
-
-def _beginning(pid: int) -> float | None:
-    """When the process began, in seconds since 1970; None where it is gone already."""
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
 
 
 def exit_code(pid: int) -> int | None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -153,7 +152,7 @@ def last_progress(log: Path) -> ProgressEvent | None:
 def running_drift(job: Job) -> dict[int, float]:
     """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
     found: dict[int, float] = {}
-    for event in map(_object, _end(job.run / EVENTS, _EVENT_BYTES)[0]):
+    for event in map(_object, _lines(job.run / EVENTS, _EVENT_BYTES)):
         if event is None or str(event.get("time", "")) < job.started:
             continue  # half a line, left for the next look, or an earlier job's
         numbers = event.get("metrics", event)
@@ -161,13 +160,6 @@ def running_drift(job: Job) -> dict[int, float]:
         if isinstance(layer, int | float) and isinstance(drift, int | float):
             found[int(layer)] = float(drift)
     return dict(sorted(found.items()))
-
-
-def _lines(log: Path) -> Iterator[str]:
-    """Whole lines from the end of the file, at most as much as a page can show."""
-    if is_file_inside(log):
-        lines, is_whole = _end(log, _TAIL_BYTES)
-        yield from lines if is_whole else lines[1:]
 
 
 def _said(line: str) -> str:
@@ -188,12 +180,15 @@ def _object(line: str) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
-def _end(file: Path, most: int) -> tuple[list[str], bool]:
-    """The lines in the last bytes of a file, and whether that is all of it; none where it can't be read."""
+def _lines(file: Path, most: int = _TAIL_BYTES) -> list[str]:
+    """The lines that begin in the last bytes of a file; none where it can't be read, or leaves the root."""
+    if not is_file_inside(file):
+        return []
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
             opened.seek(max(0, size - most))
-            return opened.read().decode("utf-8", errors="replace").splitlines(), size <= most
+            lines = opened.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
-        return [], True
+        return []
+    return lines if size <= most else lines[1:]

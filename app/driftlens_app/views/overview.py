@@ -149,8 +149,7 @@ def _card(
 def _flips(run: DriftRun, variant: str, tasks: Sequence[str]) -> dict[str, float]:
     rows = run.outputs(variant=variant)
     rows = rows[rows["task"].isin(list(tasks)) & rows["flipped"].notna()]
-    shares = rows.groupby("task")["flipped"].mean()
-    return {str(task): float(share) for task, share in shares.items()}
+    return rows.astype({"flipped": float}).groupby("task")["flipped"].mean().to_dict()
 
 
 def _mean(values: dict[str, float]) -> float:

@@ -14,7 +14,7 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.records.checks import self_checks
-from driftlens.records.reading import error, size
+from driftlens.records.reading import error, is_measured, size
 from driftlens.records.run import DriftRun
 from driftlens.records.status import Failure
 from driftlens_app.jobs import command_line
@@ -222,15 +222,14 @@ def _checks(run: DriftRun) -> None:
     results = self_checks(run).results
     rows = pd.DataFrame(
         {
-            "result": [result.status for result in results],
-            "check": [result.name for result in results],
-            "largest error": [
-                "–" if result.value != result.value else error(result.value) for result in results
-            ],
-            "limit": [f"{result.relation} {result.threshold:g}" for result in results],
-            "where": [result.where for result in results],
-            "rows": [result.n for result in results],
+            "result": result.status,
+            "check": result.name,
+            "largest error": error(result.value) if is_measured(result.value) else "–",
+            "limit": f"{result.relation} {result.threshold:g}",
+            "where": result.where,
+            "rows": result.n,
         }
+        for result in results
     )
     for result in results:
         st.markdown(f":material/{_ICONS[result.status]}: **{result.status}** {plain(result.title)}")

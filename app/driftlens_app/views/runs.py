@@ -44,7 +44,8 @@ def show() -> None:
     _table(shown)
     for run in shown:
         if run.problem:
-            st.warning(_reason(run), icon=":material/warning:")
+            reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
+            st.warning("\n\n".join(filter(None, (reason, plain(run.hint)))), icon=":material/warning:")
         for text in run.left:
             note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
 
@@ -80,11 +81,6 @@ def _row(run: RunSummary) -> dict[str, object]:
 def _matches(run: RunSummary, wanted: str) -> bool:
     texts = (run.name, run.id, run.path.name, *run.tasks, *run.variants)
     return all(any(word in text.casefold() for text in texts) for word in wanted.casefold().split())
-
-
-def _reason(run: RunSummary) -> str:
-    reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
-    return f"{reason}\n\n{plain(run.hint)}" if run.hint else reason
 
 
 if __name__ == "__main__":

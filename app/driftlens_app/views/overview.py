@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import pandas as pd
 import streamlit as st
 
 from driftlens.records.checks import self_checks
-from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import error, is_measured, number, percent, size
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
@@ -44,7 +42,7 @@ def show() -> None:
 
 def _show_cards(chosen: Selection) -> None:
     """Final drift, cosine and changed decisions of one variant, compared with the merged model, and the closure."""
-    run, tasks = chosen.run, chosen.tasks
+    run = chosen.run
     variant = _shown_variant(run, chosen.variants)
     if variant is None:
         reason = "The run has no merged model to look at yet."
@@ -54,21 +52,21 @@ def _show_cards(chosen: Selection) -> None:
         return
     over = "all tasks" if chosen.task is None else chosen.task
     st.subheader(f"Final feature: {plain(title(variant))}, {plain(over)}", anchor=False)
-    before = "merged" if variant != "merged" and "merged" in run.variants else None
-    final = [entry for entry in outcomes(run) if entry.task in tasks]
+    before = "merged" if variant != "merged" else ""  # the latter is a column of gaps
+    final = run.layers(layer="final") if run.manifest.layers else run.layers()
 
-    def sides(name: str) -> list[dict[str, float]]:
-        """The numbers of this name by task, now and before."""
-        return [
-            {entry.task: getattr(entry, name).value for entry in final if entry.variant == of}
-            for of in (variant, before)
-        ]
+    def sides(rows: pd.DataFrame, column: str) -> tuple[pd.Series[float], pd.Series[float]]:
+        """The column's means by task, now and before."""
+        numbers = rows[rows["task"].isin(chosen.tasks)].astype({column: float})
+        means = numbers.pivot_table(index="task", columns="variant", values=column)
+        means = means.reindex(columns=[variant, before])
+        return means[variant], means[before]
 
     places = st.columns(4)
     _card(
         places[0],
         "Relative final drift" if chosen.relative else "Final drift",
-        *sides("relative" if chosen.relative else "drift"),
+        *sides(final, "drift_rel" if chosen.relative else "drift_l2_mean"),
         words=number,
         help="Mean L2 distance of the final feature to the expert's, over samples, then over tasks."
         + (" In units of the expert's feature norm." if chosen.relative else ""),
@@ -76,7 +74,7 @@ def _show_cards(chosen: Selection) -> None:
     _card(
         places[1],
         "Cosine to expert",
-        *sides("cosine"),
+        *sides(final, "cos_mean"),
         words=number,
         lower_is_better=False,
         help="Mean cosine of the final feature to the expert's, over samples, then over tasks.",
@@ -84,8 +82,7 @@ def _show_cards(chosen: Selection) -> None:
     _card(
         places[2],
         "Changed decisions",
-        _flips(run, variant, tasks),
-        _flips(run, before, tasks) if before else {},
+        *sides(run.outputs(), "flipped"),
         words=percent,
         difference=lambda share: f"{100 * share:.1f} points",
         help="Share of diagnosis samples whose predicted class differs from the expert's.",
@@ -119,8 +116,8 @@ def _shown_variant(run: DriftRun, asked: Sequence[str]) -> str | None:
 def _card(
     place: Any,
     label: str,
-    now: dict[str, float],
-    then: dict[str, float],
+    now: pd.Series[float],
+    then: pd.Series[float],
     *,
     words: Callable[[float], str],
     difference: Callable[[float], str] = number,
@@ -128,32 +125,21 @@ def _card(
     lower_is_better: bool = True,
 ) -> None:
     """The mean over tasks, its change in the card's own unit, and which task is worst."""
-    measured = {task: value for task, value in now.items() if is_measured(value)}
-    mean, before = _mean(measured), _mean({task: then[task] for task in measured if task in then})
+    measured = now.dropna()
+    mean, before = measured.mean(), then[measured.index].mean(skipna=False)
     # The sign comes first, as Streamlit reads it.
     change = f"{'-' if mean < before else '+'}{difference(abs(mean - before))} against merged"
-    is_known = not (math.isnan(mean) or math.isnan(before))
-    worst = (max if lower_is_better else min)(measured, key=lambda task: measured[task], default="")
     with place.container(border=True, height="stretch"):
         st.metric(
             label,
             words(mean),
-            change if is_known else None,
+            change if is_measured(mean) and is_measured(before) else None,
             delta_color="inverse" if lower_is_better else "normal",
             help=help,
         )
         if len(measured) > 1:
+            worst = measured.idxmax() if lower_is_better else measured.idxmin()
             st.caption(plain(f"worst: {worst} {words(measured[worst])}"))
-
-
-def _flips(run: DriftRun, variant: str, tasks: Sequence[str]) -> dict[str, float]:
-    rows = run.outputs(variant=variant)
-    rows = rows[rows["task"].isin(list(tasks)) & rows["flipped"].notna()]
-    return rows.astype({"flipped": float}).groupby("task")["flipped"].mean().to_dict()
-
-
-def _mean(values: dict[str, float]) -> float:
-    return sum(values.values()) / len(values) if values else math.nan
 
 
 def _origins(chosen: Selection) -> None:

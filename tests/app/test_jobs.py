@@ -314,6 +314,6 @@ def test_at_most_two_commands_are_waited_for_at_a_time(
     monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(script)))
     with ThreadPoolExecutor(5) as visitors:
         asked = [[str(tmp_path / f"busy-{at}")] for at in range(5)]
-        found = [*visitors.map(lambda arguments: command_line.answer(arguments, tmp_path, 60), asked)]
+        found = [*visitors.map(lambda arguments: command_line.answer(arguments, tmp_path), asked)]
     assert all(done.returncode == 0 for done in found)
     assert max(int(done.stdout) for done in found) <= 2

@@ -38,12 +38,11 @@ def environment() -> dict[str, str]:
     return {**inherited, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def answer(
-    arguments: Sequence[str], folder: Path, patience: float = PATIENCE_SECONDS
-) -> subprocess.CompletedProcess[str]:
-    """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said; it may time out.
+def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The ended command `driftlens ARGUMENTS`, run in `folder`, with what it said.
 
-    Two run at a time, however many visitors ask; the others wait, and their patience begins with their turn.
+    Two run at a time, however many visitors ask; the others wait, and their patience begins with their turn. One that
+    takes longer is ended, by a `subprocess.TimeoutExpired`.
     """
     with _TURNS:
         return subprocess.run(
@@ -53,7 +52,7 @@ def answer(
             text=True,
             cwd=folder,
             env=environment(),
-            timeout=patience,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
 

@@ -15,8 +15,7 @@ import pandas as pd
 from driftlens.files import PathLike
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.projection import store
-from driftlens.projection.layouts import lay_out
-from driftlens.projection.points import Array, Points, load_points, quality
+from driftlens.projection.layouts import Array, Points, lay_out, load_points, quality
 from driftlens.projection.store import (
     METHODS,
     FitOn,

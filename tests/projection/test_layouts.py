@@ -11,7 +11,7 @@ from sklearn.decomposition import PCA
 from sklearn.manifold import trustworthiness
 
 import driftlens as dl
-from driftlens.projection.points import thinned
+from driftlens.projection.layouts import thinned
 from driftlens.records.run import DriftRun
 from tests.projection.clouds import Array, cloud, directions, places, run_of
 

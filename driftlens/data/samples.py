@@ -69,11 +69,9 @@ class SampleSet:
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
-    """Digest of all ids and of the contents of a few samples, evenly spread; in hexadecimal.
+    """Digest of all ids, in any order, and of the contents of a few samples, evenly spread; in hexadecimal.
 
-    Args:
-        ids: of all samples, in any order.
-        read: position -> the sample: text, numbers, an image or tensor, or a mapping or sequence of such.
+    A sample is text, numbers, an image or tensor, or a mapping or sequence of such.
     """
     order = sorted(range(len(ids)), key=lambda position: ids[position])
     found = hashlib.sha256("\n".join(ids[position] for position in order).encode("utf-8", "surrogatepass"))
@@ -116,15 +114,8 @@ def draw(
 ) -> tuple[int, ...]:
     """Positions of the drawn samples, in the order drawn; `all` keeps the split's own order.
 
-    The same arguments give the same samples on every machine, and a smaller `n` a beginning of a larger one.
-
-    Args:
-        view: the samples there are.
-        n: how many to draw, or `all`.
-        seed: decides which.
-        task: the task's name; two tasks on the same data draw differently.
-        split: what the samples are for.
-        exclude_ids: samples that must not be drawn.
+    The same arguments give the same samples on every machine, and a smaller `n` a beginning of a larger one. Two tasks
+    on the same data draw differently. Samples of `exclude_ids` are not drawn.
 
     Raises:
         DataError: fewer samples than `n` are left; the hint names the key to change.
@@ -163,12 +154,7 @@ def _too_few(view: SplitView, n: int | Literal["all"], left: int, task: str, spl
 
 
 def unequal_counts(counts: Mapping[str, int], split: Split) -> tuple[str, ...]:
-    """A notice that tasks use different numbers of samples, or nothing where they agree.
-
-    Args:
-        counts: samples per task.
-        split: what the samples are for.
-    """
+    """A notice that tasks use different numbers of samples, or nothing where they agree."""
     if len(set(counts.values())) < 2:
         return ()
     listed = ", ".join(f"{task} {count}" for task, count in sorted(counts.items()))

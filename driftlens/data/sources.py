@@ -75,12 +75,7 @@ def refused(what: str, hint: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
-    """Refuse what is not one grey [h, w] or one colour [h, w, 3] image of bytes.
-
-    Args:
-        shape: shape of one image.
-        dtype: its kind of number.
-        where: what messages call it: file and array.
+    """Refuse what is not one grey [h, w] or one colour [h, w, 3] image of bytes, by its shape and dtype.
 
     Raises:
         DataError: another shape or kind of number; the hint says how to convert it.

@@ -32,26 +32,19 @@ class TaskData:
         class_names: all classes, in the head's order where it names them; None for data without labels.
         notices: what a reader of the results must be told about the samples.
         overlap: how many diagnosis samples are also calibration samples; results are stamped unless it is 0.
+        calibration: samples to calibrate on.
+        diagnosis: samples on which drift is measured; drawn from the test split unless they have one of their own.
+        test: samples on which accuracy is measured; never one of the calibration samples.
     """
 
     task: str
     class_names: tuple[str, ...] | None
     notices: tuple[str, ...]
     overlap: int
-    _sets: Mapping[Split, SampleSet]
+    calibration: SampleSet
+    diagnosis: SampleSet
+    test: SampleSet
     _views: Mapping[Split, SplitView]
-
-    def calibration(self) -> SampleSet:
-        """Samples to calibrate on."""
-        return self._sets["calibration"]
-
-    def diagnosis(self) -> SampleSet:
-        """Samples on which drift is measured; drawn from the test split unless they have one of their own."""
-        return self._sets["diagnosis"]
-
-    def test(self) -> SampleSet:
-        """Samples on which accuracy is measured; never one of the calibration samples."""
-        return self._sets["test"]
 
     @property
     def has_pictures(self) -> bool:
@@ -131,7 +124,9 @@ def open_task_data(
     }
     shares = views["diagnosis"].origin == views["calibration"].origin  # else equal ids mean different samples
     overlap = len(set(calibration.ids) & set(sets["diagnosis"].ids)) if shares else 0
-    return TaskData(task, class_names, tuple(_notices(task, views, sets, overlap)), overlap, sets, views)
+    return TaskData(
+        task, class_names, tuple(_notices(task, views, sets, overlap)), overlap, **sets, _views=views
+    )
 
 
 def _agreed_classes(
@@ -207,11 +202,7 @@ def require_same_classes(
 ) -> None:
     """Refuse data whose classes are not those of the head; order plays no part.
 
-    Args:
-        data: the classes as the data source names them.
-        head: the classes of the head's rows.
-        where: what messages call the data: task and split.
-        all_of_head: whether the data must have every class; splits that serve no accuracy need not.
+    With `all_of_head` the data must have every class; splits that serve no accuracy need not.
 
     Raises:
         DataError: the sets differ; the message lists what only one of them has, the hint names alike.

@@ -27,7 +27,7 @@ from driftlens.engine.site_selection import site_path
 from driftlens.errors import NumericsError, SpecError
 from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.norm_affine import NormMoments
-from driftlens.linalg.output_cross import output_cross
+from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 UNIFORM = "uniform"
@@ -223,7 +223,7 @@ class LinearSums:
         if self._task is None:
             self._gram.clear()
             weight = stacked(expert, self.sites)
-            cross = output_cross(
+            cross = OutputCross(
                 weight,
                 _stacked_bias(expert, self.sites),
                 alpha=self.wanted.expert_share,

@@ -303,10 +303,10 @@ def _before(path: str, attachment: Attachment) -> Callable[..., tuple[tuple[Any,
     def change(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        place = find_features(path, args, kwargs)
+        place, features = find_features(path, args, kwargs)
         if isinstance(place, int):
-            return (*args[:place], attachment(args[place]), *args[place + 1 :]), kwargs
-        return args, {**kwargs, place: attachment(kwargs[place])}
+            return (*args[:place], attachment(features), *args[place + 1 :]), kwargs
+        return args, {**kwargs, place: attachment(features)}
 
     return change
 

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from driftlens.errors import ShapeError
 
-INVARIANCES = frozenset({"orthogonal", "isotropic_scaling", "translation", "sample_order"})
-"""What leaves the value unchanged; an invertible linear map of the features does not."""
-
 
 def linear_cka(left: Tensor, right: Tensor) -> Tensor:
     """How alike two sets of features of the same samples are.
@@ -21,6 +18,9 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
     1 for features equal up to rotation and scale, 0 on average for unrelated ones. With K = left left' and M = right
     right', both with zero diagonals, it is HSIC(K, M) / sqrt(HSIC(K, K) HSIC(M, M)), where HSIC is the unbiased
     estimator [tr(K M) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'K M 1 / (n-2)] / (n (n-3)).
+
+    Rotations, scale, shifts and a common order of the samples leave it unchanged; other linear maps of the features do
+    not.
 
     Args:
         left: [n, d].

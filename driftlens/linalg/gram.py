@@ -43,12 +43,7 @@ class GramSum:
     """A growing sum of rows' outer products, [k, k], lower triangle only.
 
     Products are taken in the dtype of the rows, sums in `dtype`: float32 products of some thousand rows are good to
-    about 1e-6, and summing many of them in float64 loses nothing more.
-
-    Args:
-        k: width of the rows.
-        dtype: of the sum.
-        device: of rows and sum.
+    about 1e-6, and summing many of them in float64 loses nothing more. Rows and sum lie on `device`.
     """
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -89,10 +84,7 @@ class GramSum:
     def quadratic(self, vectors: Tensor, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """v' (more + more' + scale * S) v of this sum S for every row v of `vectors`, [o, k]: [o], in their dtype.
 
-        Args:
-            vectors: [o, k].
-            more: [k, k], not symmetric as a rule; None leaves it out.
-            scale: of this sum.
+        `more` is [k, k], not symmetric as a rule; None leaves it out.
         """
         found = vectors.new_zeros(len(vectors))
         for rows, columns in self._tiles:

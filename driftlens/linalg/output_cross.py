@@ -11,7 +11,6 @@ Products are taken in the dtype of the rows, sums in a dtype of choice.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,20 +29,39 @@ class OutputSums(NamedTuple):
     energy: Tensor | None
 
 
-class OutputCross(ABC):
-    """Growing sums of wanted outputs with inputs.
+class OutputCross:
+    """Growing sums of wanted outputs with inputs, in the way that takes fewer operations.
+
+    Through the inputs that is C, the sum of t x', and W once at the end. For the energies the expert's outputs make up
+    for a Gram matrix of t: row by row w of W, with G the sum of x x',
+
+        sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
 
     Args:
         weight: W, [O, k].
         bias: b, [O].
         alpha: share of the expert in what is wanted.
+        num_rows: about how many rows there will be.
         dtype: of the sums.
         energies: whether (W t)^2 is wanted.
+
+    Attributes:
+        row_by_row: whether every row's wanted output is computed, one after the other.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor, *, alpha: float, dtype: torch.dtype, energies: bool
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        alpha: float,
+        num_rows: int,
+        dtype: torch.dtype,
+        energies: bool,
     ) -> None:
+        outputs, k = weight.shape
+        through_inputs = num_rows * k**2 + outputs * k**2 + (outputs * k**2 // 2 if energies else 0)
+        self.row_by_row = 2 * num_rows * outputs * k <= through_inputs
         self._weight = weight
         self._bias = bias
         self._alpha = alpha
@@ -80,7 +98,8 @@ class OutputCross(ABC):
                 f"{list(rows.shape)}, {list(expert_rows.shape)}, {[list(part.shape) for part in expert_outputs]} "
                 f"and {list(counted)}"
             )
-        more = self._of(rows, expert_rows, expert_outputs, weights)
+        of_these = self._of_outputs if self.row_by_row else self._of_inputs
+        more = of_these(rows, expert_rows, expert_outputs, weights)
         if self._sums is not None:
             held = self._sums
             more = OutputSums(
@@ -90,35 +109,7 @@ class OutputCross(ABC):
             )
         self._sums = more
 
-    @abstractmethod
-    def _of(
-        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
-    ) -> OutputSums:
-        """What is kept of these rows, ready to be added up."""
-
-    def sums(self, gram: GramSum) -> OutputSums:
-        """What the rows add up to; `gram` is the sum of x x' over the same rows."""
-        assert self._sums is not None
-        return self._sums
-
-
-def output_cross(
-    weight: Tensor, bias: Tensor, *, alpha: float, num_rows: int, dtype: torch.dtype, energies: bool
-) -> OutputCross:
-    """Sums that start at zero, grown in the way that takes fewer operations for about so many rows."""
-    outputs, k = weight.shape
-    by_rows = 2 * num_rows * outputs * k
-    by_inputs = num_rows * k**2 + outputs * k**2
-    if energies:
-        by_inputs += outputs * k**2 // 2
-    way = ByRows if by_rows <= by_inputs else ByInputs
-    return way(weight, bias, alpha=alpha, dtype=dtype, energies=energies)
-
-
-class ByRows(OutputCross):
-    """Every row's wanted output, one after the other."""
-
-    def _of(
+    def _of_outputs(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> OutputSums:
         wanted = rows @ self._weight.mT
@@ -129,16 +120,7 @@ class ByRows(OutputCross):
         counted = wanted if weights is None else wanted * weights[:, None]
         return OutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
 
-
-class ByInputs(OutputCross):
-    """C, the sum of t x', and W once at the end.
-
-    For the energies the expert's outputs make up for a Gram matrix of t: row by row w of W, with G the sum of x x',
-
-        sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
-    """
-
-    def _of(
+    def _of_inputs(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> OutputSums:
         targets = torch.lerp(rows, expert_rows, self._alpha)
@@ -151,8 +133,11 @@ class ByInputs(OutputCross):
         return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
 
     def sums(self, gram: GramSum) -> OutputSums:
-        """See `OutputCross`."""
-        cross, target, energy = super().sums(gram)
+        """What the rows add up to; `gram` is the sum of x x' over the same rows."""
+        assert self._sums is not None
+        if self.row_by_row:
+            return self._sums
+        cross, target, energy = self._sums
         weight, rest = self._weight, 1 - self._alpha
         cross = cross.to(weight)
         if energy is not None:

@@ -238,12 +238,7 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
 
 
 def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:
-    """(node, weight) pairs on [0, 1]: eight per panel, and as many panels as the change of scores asks for.
-
-    Args:
-        change: d, [n, classes].
-        panels: how many panels instead.
-    """
+    """(node, weight) pairs on [0, 1]: eight per panel, `panels` or as many as `change` [n, classes] asks for."""
     if panels is None:
         spread = float((change.amax(dim=1) - change.amin(dim=1)).max()) if change.numel() else 0.0
         panels = max(1, math.ceil(spread / PANEL))

@@ -113,9 +113,8 @@ class Dissection:
         named = raw_inputs(inputs)
         mask = padding_mask(named, self.mask)
         recording = observe(self._named_blocks(module), lambda: run(module, named), keep=True)
-        states = [
-            without_padding(path, x, mask) for path, x in zip(self._ends(), recording.features, strict=True)
-        ]
+        ends = zip([self.paths[0], *self.paths], recording.features, strict=True)
+        states = [without_padding(path, x, mask) for path, x in ends]
         return [{"hidden": hidden} for hidden in [*states, _head_output(recording.output, mask)]]
 
     def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
@@ -125,9 +124,7 @@ class Dissection:
         masks, positions and rotary tables, and wrong for what is computed from weights: an encoder's output, a
         position bias, an embedding of a condition.
 
-        Args:
-            models: by name, each of this structure.
-            inputs: a batch on which they are compared, bit by bit.
+        Models are given by name, each of this structure, and compared bit by bit on the batch `inputs`.
 
         Raises:
             IncompatibleModelsError: names the block, its argument and the two models.
@@ -155,9 +152,6 @@ class Dissection:
             for path, frame in zip(self.paths, frames, strict=True)
             for argument, tensor in tensors_given(frame).items()
         }
-
-    def _ends(self) -> list[str]:
-        return [self.paths[0], *self.paths]
 
     def _named_blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         return {path: module.get_submodule(path) for path in self.paths}

@@ -116,8 +116,8 @@ def raw_inputs(inputs: Any) -> Inputs:
     )
 
 
-def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str:
-    """Where a block's features stand among its arguments: the first tensor, positional ones first.
+def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
+    """Where a block's features stand among its arguments, and they: the first tensor, positional ones first.
 
     Raises:
         SpecError: the block is called without any tensor.
@@ -125,7 +125,7 @@ def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
-            return place
+            return place, value
     raise SpecError(f"block {path!r} is called without a tensor", hint=OTHER_LIST)
 
 

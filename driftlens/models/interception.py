@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -64,8 +65,7 @@ def run_until(block: nn.Module, run: Callable[[], object]) -> Tensor:
     """
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        place = find_features("the first", args, kwargs)
-        raise _Reached(args[place] if isinstance(place, int) else kwargs[place])
+        raise _Reached(find_features("the first", args, kwargs)[1])
 
     with contextlib.ExitStack() as hooks:
         hooks.callback(block.register_forward_pre_hook(stop, with_kwargs=True, prepend=True).remove)
@@ -96,6 +96,7 @@ def _restore_forward(block: nn.Module, forward: Any) -> None:
         block.__dict__["forward"] = forward
 
 
+@dataclass
 class Recording:
     """What flowed through the blocks in one ordinary forward pass.
 
@@ -105,40 +106,9 @@ class Recording:
         output: what the model returned.
     """
 
-    def __init__(self, paths: Sequence[str], *, keep: bool) -> None:
-        self.frames: list[Frame] = []
-        self.features: list[Tensor] = []
-        self.output: Any = None
-        self._paths = paths
-        self._keep = keep
-        self._left: tuple[Tensor, int] | None = None
-
-    def enter(self, position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook before a block: the features must be those that left the block before."""
-        path = self._paths[position]
-        if position != len(self.frames):
-            raise SpecError(f"block {path!r} runs out of turn, as number {len(self.frames)}", hint=OTHER_LIST)
-        place = find_features(path, args, kwargs)
-        hidden = args[place] if isinstance(place, int) else kwargs[place]
-        if self._left is not None and not _unchanged(*self._left, hidden):
-            raise SpecError(
-                f"the model changes the features between {self._paths[position - 1]!r} and {path!r}",
-                hint=OTHER_LIST,
-            )
-        if self._keep and not self.features:
-            self.features.append(hidden.clone())
-
-    def leave(
-        self, position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Hook behind a block."""
-        path = self._paths[position]
-        hidden = features_of(path, output)
-        if self._keep:
-            # A copy, because the next block may write into its input.
-            self.features.append(hidden.clone())
-        self._left = hidden, _version(hidden)
-        self.frames.append(_frame(find_features(path, args, kwargs), args, kwargs, output))
+    frames: list[Frame] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    output: Any = None
 
 
 def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool) -> Recording:
@@ -147,27 +117,53 @@ def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep:
     Raises:
         SpecError: the blocks don't run once each, in their order, each on what the one before returned.
     """
-    recording = Recording(list(blocks), keep=keep)
+    recording, paths = Recording(), list(blocks)
+    left: tuple[Tensor, int] | None = None
+
+    def enter(position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        path = paths[position]
+        if position != len(recording.frames):
+            raise SpecError(
+                f"block {path!r} runs out of turn, as number {len(recording.frames)}", hint=OTHER_LIST
+            )
+        _, hidden = find_features(path, args, kwargs)
+        if left is not None and not _unchanged(*left, hidden):
+            raise SpecError(
+                f"the model changes the features between {paths[position - 1]!r} and {path!r}",
+                hint=OTHER_LIST,
+            )
+        if keep and not recording.features:
+            recording.features.append(hidden.clone())
+
+    def leave(
+        position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        nonlocal left
+        path = paths[position]
+        hidden = features_of(path, output)
+        if keep:
+            # A copy, because the next block may write into its input.
+            recording.features.append(hidden.clone())
+        left = hidden, _version(hidden)
+        place, reached = find_features(path, args, kwargs)
+        frame = Frame(
+            args=tuple(None if at == place else value for at, value in enumerate(args)),
+            kwargs={name: None if name == place else value for name, value in kwargs.items()},
+            place=place,
+            rest=None if isinstance(output, Tensor) else output[1:],
+            dtype=reached.dtype,
+        )
+        recording.frames.append(frame)
+
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for position, block in enumerate(blocks.values()):
-            before, behind = partial(recording.enter, position), partial(recording.leave, position)
+            before, behind = partial(enter, position), partial(leave, position)
             hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
             hooks.callback(block.register_forward_hook(behind, with_kwargs=True).remove)
         recording.output = run()
     if len(recording.frames) < len(blocks):
-        raise SpecError(f"block {list(blocks)[len(recording.frames)]!r} never runs", hint=OTHER_LIST)
+        raise SpecError(f"block {paths[len(recording.frames)]!r} never runs", hint=OTHER_LIST)
     return recording
-
-
-def _frame(place: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Frame:
-    hidden = args[place] if isinstance(place, int) else kwargs[place]
-    return Frame(
-        args=tuple(None if position == place else value for position, value in enumerate(args)),
-        kwargs={name: None if name == place else value for name, value in kwargs.items()},
-        place=place,
-        rest=None if isinstance(output, Tensor) else output[1:],
-        dtype=hidden.dtype,
-    )
 
 
 def _unchanged(left: Tensor, version: int, arriving: Tensor) -> bool:

@@ -48,7 +48,12 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
     """
     import transformers
 
-    stated = dict(config) if config is not None else _hf_default(image_size)
+    default = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": min(image_size)},
+        "crop_size": {"height": image_size[0], "width": image_size[1]},
+    }
+    stated = dict(default if config is None else config)
     kind = str(stated.get("image_processor_type") or stated.get("feature_extractor_type") or "CLIP")
     if not kind.startswith("CLIP"):
         raise IncompatibleModelsError(
@@ -94,14 +99,6 @@ def open_clip_preprocess(
 
     notice = _default_notice(source, "preprocess_cfg") if config is None else ""
     return _checked(Preprocess("open_clip torchvision-PIL", transform, stated, notice), image_size, source)
-
-
-def _hf_default(image_size: tuple[int, int]) -> dict[str, Any]:
-    return {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": min(image_size)},
-        "crop_size": {"height": image_size[0], "width": image_size[1]},
-    }
 
 
 def _default_notice(source: str, what: str) -> str:

@@ -33,9 +33,35 @@ _ALIGNMENT = 8
 
 
 class Patched:
-    """A source with some tensors replaced, which also iterates over (key, tensor). See `patched`."""
+    """A source with some tensors replaced: the base's own keys, order and dtypes; one tensor is read at a time.
+
+    It also iterates over (key, tensor), as `save_state_dict` wants them.
+
+    Args:
+        base: where all other tensors come from.
+        updates: key of `base` -> new value, in any floating-point dtype; cast to the base's.
+
+    Raises:
+        CheckpointError: `base` has no such key, or holds integers there.
+        ShapeError: an update has another shape than the base's tensor.
+        NumericsError: an update is NaN or infinite, or becomes so in the base's dtype.
+    """
 
     def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:
+        for key, update in updates.items():
+            require_key(base, key)
+            header = base.headers[key]
+            if tuple(update.shape) != header.shape:
+                raise ShapeError(
+                    f"{key!r} has shape {list(header.shape)} in {base.name}, its update {list(update.shape)}",
+                    hint="Updates come in the layout of the base's own checkpoint.",
+                    key=key,
+                )
+            if update.is_floating_point() and not header.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{base.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
+                )
+            check_finite(f"the update of {base.name}", key, update.to(header.dtype))
         self.name = base.name
         self.headers = base.headers
         self._base = base
@@ -53,38 +79,6 @@ class Patched:
             yield key, self.read(key)
 
 
-def patched(base: StateSource, updates: Mapping[str, Tensor]) -> Patched:
-    """`base` with some tensors replaced: the base's own keys, order and dtypes, read one at a time.
-
-    Args:
-        base: where all other tensors come from.
-        updates: key of `base` -> new value, in any floating-point dtype; cast to the base's.
-
-    Returns:
-        A `StateSource` that also iterates over (key, tensor), as `save_state_dict` wants them.
-
-    Raises:
-        CheckpointError: `base` has no such key, or holds integers there.
-        ShapeError: an update has another shape than the base's tensor.
-        NumericsError: an update is NaN or infinite, or becomes so in the base's dtype.
-    """
-    for key, update in updates.items():
-        require_key(base, key)
-        header = base.headers[key]
-        if tuple(update.shape) != header.shape:
-            raise ShapeError(
-                f"{key!r} has shape {list(header.shape)} in {base.name}, its update {list(update.shape)}",
-                hint="Updates come in the layout of the base's own checkpoint.",
-                key=key,
-            )
-        if update.is_floating_point() and not header.dtype.is_floating_point:
-            raise CheckpointError(
-                f"{base.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
-            )
-        check_finite(f"the update of {base.name}", key, update.to(header.dtype))
-    return Patched(base, updates)
-
-
 def save_state_dict(
     path: str | os.PathLike[str],
     tensors: Patched | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
@@ -92,7 +86,7 @@ def save_state_dict(
 ) -> None:
     """Write tensors as a safetensors file; on any failure nothing is left and a file that was there stays.
 
-    What `patched` returns is streamed, so that one tensor is in memory at a time; other iterables are
+    A `Patched` source is streamed, so that one tensor is in memory at a time; other iterables are
     collected first. Tensors that share storage are written separately.
 
     Args:
@@ -188,7 +182,7 @@ def save_model(
     Args:
         architecture: of both.
         base: the base under its own key names; text tower and logit scale come from it.
-        model: the model to save, under the skeleton's key names (see `patched` and `fused`).
+        model: the model to save, under the skeleton's key names (see `Patched` and `fused`).
         path: ending in `.safetensors`, a state dict; anything else, a folder that the original library loads.
         metadata: strings for the header of the weights.
         card: text of the folder's README.md.
@@ -202,7 +196,7 @@ def save_model(
     target = pathlib.Path(path)
     if target.suffix == ".safetensors":
         save_state_dict(
-            target, patched(base, OnDemand(canonical, lambda key: model.read(canonical[key]))), metadata
+            target, Patched(base, OnDemand(canonical, lambda key: model.read(canonical[key]))), metadata
         )
         return
     if architecture.folder is None:
@@ -212,7 +206,7 @@ def save_model(
         )
     names = _library_names(architecture, base, architecture.folder)
     updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-    weights = patched(renamed(base, names), OnDemand(updates, lambda key: model.read(updates[key])))
+    weights = Patched(renamed(base, names), OnDemand(updates, lambda key: model.read(updates[key])))
     with atomic_folder(target) as folder:
         for file, content in architecture.folder.configs.items():
             write_json_atomic(folder / file, content)

@@ -9,12 +9,12 @@ every model. Rows of padding are zeros wherever the batch's mask says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.errors import NumericsError, SpecError
@@ -177,7 +177,8 @@ def _traced(parts: Dissection, example: Any) -> tuple[list[tuple[Site, ...]], li
     sites: list[tuple[Site, ...]] = []
     is_residual: list[bool] = []
     with torch.no_grad():
-        before, features = _touched(outer, lambda: parts.stem(outer, state, side))
+        with _Watch() as before:
+            features = parts.stem(outer, state, side)
         for position, (block, path) in enumerate(zip(parts.blocks, parts.paths, strict=True)):
             hidden = features["hidden"]
             args, kwargs = frame_at(side, position).arguments(hidden.clone())
@@ -186,33 +187,24 @@ def _traced(parts: Dissection, example: Any) -> tuple[list[tuple[Site, ...]], li
             features = {"hidden": features_of(path, output)}
             sites.append(found)
             is_residual.append(features["hidden"].shape == hidden.shape)
-        everywhere, _ = _touched(outer, lambda: parts.head(outer, features, side))
-    return sites, is_residual, everywhere - before
-
-
-def _touched(tensors: Mapping[str, Tensor], run: Callable[[], Any]) -> tuple[frozenset[str], Any]:
-    """Names of the tensors that some operation reads while `run` runs, and what it returned."""
-    with _Watch(tensors) as watch:
-        output = run()
-    return frozenset(watch.seen), output
+        with _Watch() as behind:
+            parts.head(outer, features, side)
+    head_only = behind.seen - before.seen
+    return sites, is_residual, frozenset(name for name, value in outer.items() if id(value) in head_only)
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    """Remembers all that operations are given, by `id`; ask only for what is alive throughout."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
-        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self.seen: set[int] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        mapped((list(args), kwargs or {}), self._note)
+        mapped((list(args), kwargs or {}), lambda value: self.seen.add(id(value)))
         return func(*args, **(kwargs or {}))
-
-    def _note(self, value: Any) -> None:
-        name = self._names.get(id(value))
-        if name is not None:
-            self.seen.add(name)
 
 
 def check_deterministic(module: nn.Module, batch: Any) -> None:

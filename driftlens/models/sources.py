@@ -56,12 +56,7 @@ class TensorHeader:
 
 
 class OnDemand(Mapping[K, Tensor], Generic[K]):
-    """Tensors by name, each read whenever it is asked for and not kept.
-
-    Args:
-        keys: names of the tensors.
-        read: gives the tensor of a name.
-    """
+    """Tensors by name, each read by `read` whenever it is asked for and not kept."""
 
     def __init__(self, keys: Collection[K], read: Callable[[K], Tensor]) -> None:
         self._keys = keys
@@ -108,12 +103,7 @@ class StateSource(Protocol):
 
 
 class TensorsSource:
-    """Tensors that are in memory already, or mapped into it, as a source; none is copied.
-
-    Args:
-        name: what messages call it.
-        tensors: key -> tensor, in the order of the headers.
-    """
+    """Tensors that are in memory already, or mapped into it, as a source; none is copied."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         self.name = name
@@ -133,9 +123,6 @@ class TensorsSource:
 
 class SafetensorsSource:
     """One `.safetensors` file. The header is read at once, a tensor when it is asked for.
-
-    Args:
-        path: the file.
 
     Raises:
         CheckpointError: it is missing, truncated, corrupt or holds no tensors.
@@ -227,9 +214,7 @@ def module_source(module: nn.Module, name: str) -> StateSource:
 class Composed:
     """Tensors of other sources under keys of choice: shards as one model, other names, a missing tensor filled in.
 
-    Args:
-        name: what messages call it.
-        places: key -> the source and the key there, in the order of the headers.
+    `places` says for each key, in the order of the headers, the source and the key there.
     """
 
     def __init__(self, name: str, places: Mapping[str, tuple[StateSource, str]]) -> None:

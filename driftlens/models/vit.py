@@ -287,7 +287,7 @@ class ClipViT(ABC):
                 self._head(tower, names, prefix, len(blocks) + 2),
             ),
             start=_start,
-            library_states=partial(_library_states, paths=paths, run=run),
+            library_states=partial(library_states, paths=paths, run=run),
             token_weights=_token_weight_rules(tower.get_parameter(names.positions).shape[0]),
             settings=self._settings(tower),
             modality=IMAGE,
@@ -395,10 +395,21 @@ def _start(inputs: Tensor) -> tuple[State, SideInputs]:
     return {"pixels": inputs}, SideInputs()
 
 
-def _library_states(module: nn.Module, inputs: Tensor, *, paths: Sequence[str], run: str) -> list[State]:
-    forward = getattr(module, run) if run else module
-    recorded = record_outputs([module.get_submodule(path) for path in paths], lambda: forward(inputs))
-    return [{"hidden": output} for output in recorded]
+def library_states(module: nn.Module, inputs: Tensor, *, paths: Sequence[str], run: str) -> list[State]:
+    """What the modules at `paths` return in one pass without gradients; the hooks are gone afterwards.
+
+    Of tuples (encoder layers of transformers 4) the first entry counts. `run` is what is called, see `_library_pass`.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def keep(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        seen[path] = output[0] if isinstance(output, tuple) else output
+
+    with ExitStack() as hooks, torch.no_grad():
+        for path in paths:
+            hooks.callback(module.get_submodule(path).register_forward_hook(partial(keep, path)).remove)
+        (getattr(module, run) if run else module)(inputs)
+    return [{"hidden": seen[path]} for path in paths]
 
 
 def _token_weight_rules(num_tokens: int) -> dict[str, Callable[[State, SideInputs], Tensor]]:
@@ -441,21 +452,3 @@ def scrambled(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return module.eval()
-
-
-def record_outputs(modules: Sequence[nn.Module], run: Callable[[], object]) -> list[Tensor]:
-    """Output of each of `modules` while `run` runs without gradients, in the order of `modules`.
-
-    Modules that return tuples (encoder layers of transformers 4) are recorded by their first entry. The
-    hooks are gone afterwards, also when `run` fails.
-    """
-    seen: dict[int, Tensor] = {}
-
-    def keep(position: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        seen[position] = output[0] if isinstance(output, tuple) else output
-
-    with ExitStack() as hooks, torch.no_grad():
-        for position, module in enumerate(modules):
-            hooks.callback(module.register_forward_hook(partial(keep, position)).remove)
-        run()
-    return [seen[position] for position in range(len(modules))]

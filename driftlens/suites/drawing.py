@@ -35,7 +35,6 @@ FONTS = (
     *("cmb10", "cmr10", "cmss10", "cmti10", "cmtt10"),
 )
 UPRIGHT_FONTS = tuple(name for name in FONTS if not any(slant in name for slant in ("Obl", "Ita", "ti")))
-BOLD_FONTS = tuple(name for name in FONTS if "Bol" in name or name == "cmb10")
 
 GLYPH = 48
 """Height in pixels at which a glyph is kept before it is placed."""
@@ -116,12 +115,7 @@ def _face(font: str) -> ImageFont.FreeTypeFont:
 
 @functools.lru_cache(maxsize=1024)
 def glyph(text: str, font: str) -> Image.Image:
-    """The mask of `text`, cropped to its ink and GLYPH pixels high; do not modify it, it is shared.
-
-    Args:
-        text: one or a few characters.
-        font: one of FONTS.
-    """
+    """The mask of a few characters in one of FONTS, cropped to its ink, GLYPH pixels high; don't modify it."""
     face = _face(font)
     left, top, right, bottom = (int(edge) for edge in face.getbbox(text))
     mask = Image.new("L", (right - left, bottom - top))

@@ -136,9 +136,7 @@ def train_base(
 def contrastive_loss(scores: Tensor, position: Tensor) -> Tensor:
     """Mean of both directions' cross-entropies.
 
-    Args:
-        scores: [n, c], pictures against the distinct captions of the batch.
-        position: [n], the caption that belongs to each picture.
+    `scores` [n, c] are pictures against the batch's distinct captions, `position` [n] is each picture's own caption.
     """
     belongs = F.one_hot(position, scores.shape[1]).to(scores.dtype)
     share = (belongs / belongs.sum(dim=0)).mT
@@ -153,15 +151,9 @@ def train_expert(
     seed: int,
     on_step: OnStep,
 ) -> None:
-    """Fine-tune the image tower in place by cross-entropy through a head that stays as it is.
+    """Fine-tune the base's image tower in place by cross-entropy through a head that stays as it is.
 
-    Args:
-        tower: image tower with the base's weights.
-        pictures: what it is trained on.
-        head: [classes, d], class embeddings times the logit scale.
-        schedule: how long and how fast.
-        seed: of the order of pictures and of their shifts.
-        on_step: called after every step.
+    `head` [classes, d] is class embeddings times the logit scale; `seed` decides pictures' order and shifts.
     """
     generator = torch.Generator().manual_seed(seed)
     pixels, labels = pictures.pixels(), torch.from_numpy(pictures.labels)
@@ -224,11 +216,7 @@ def orthogonalized(matrix: Tensor, iterations: int = 5) -> Tensor:
     """About the nearest matrix with orthonormal rows (or columns): all singular values near 1, directions kept.
 
     Newton-Schulz iteration with the quintic of Muon (kellerjordan.github.io/posts/muon); it stops while singular
-    values are between about 0.7 and 1.2, which is good enough for a step.
-
-    Args:
-        matrix: [o, k].
-        iterations: number of multiplications by the quintic.
+    values are between about 0.7 and 1.2, which is good enough for a step. `matrix` is [o, k].
     """
     a, b, c = _QUINTIC
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT

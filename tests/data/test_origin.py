@@ -31,7 +31,7 @@ def origins(folder: Path, *, n_diagnosis: int = 3, **values: Any) -> tuple[str, 
         lambda pictures: len(pictures),
         reads="image",
     )
-    return data.diagnosis().origin(), data.test().origin()
+    return data.diagnosis.origin(), data.test.origin()
 
 
 def written(folder: Path, shade: int = 10) -> Path:

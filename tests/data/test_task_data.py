@@ -48,7 +48,7 @@ def shade_of(sample_id: str) -> int:
 
 def test_inputs_labels_and_ids_stay_together(folders: dict[str, str]) -> None:
     data = opened(folders)
-    for samples, count in ((data.calibration(), 4), (data.diagnosis(), 3), (data.test(), 10)):
+    for samples, count in ((data.calibration, 4), (data.diagnosis, 3), (data.test, 10)):
         assert len(samples) == count
         loaded = torch.cat([batch.inputs for batch in samples.batches()])
         assert loaded.tolist() == [shade_of(sample) for sample in samples.ids]
@@ -61,7 +61,7 @@ def test_inputs_labels_and_ids_stay_together(folders: dict[str, str]) -> None:
 def test_opening_again_draws_the_same_and_another_seed_does_not(folders: dict[str, str]) -> None:
     def ids(seed: int) -> tuple[str, ...]:
         defaults = DataDefaults(n=6, n_diagnosis=3, seed=seed)
-        return open_task_data("t", entry_of(**folders), defaults, first_red, reads="image").calibration().ids
+        return open_task_data("t", entry_of(**folders), defaults, first_red, reads="image").calibration.ids
 
     assert ids(1) == ids(1)
     assert ids(1) != ids(2)
@@ -69,30 +69,30 @@ def test_opening_again_draws_the_same_and_another_seed_does_not(folders: dict[st
 
 def test_a_tasks_own_counts_stand_above_the_defaults(folders: dict[str, str]) -> None:
     data = opened({**folders, "n": 2, "n_test": 7})
-    assert [len(samples) for samples in (data.calibration(), data.diagnosis(), data.test())] == [2, 3, 7]
+    assert [len(samples) for samples in (data.calibration, data.diagnosis, data.test)] == [2, 3, 7]
 
 
 def test_diagnosis_draws_from_the_test_split_unless_it_has_its_own(
     folders: dict[str, str], tmp_path: Path
 ) -> None:
-    assert set(opened(folders).diagnosis().ids) <= set(opened(folders).test().ids)
+    assert set(opened(folders).diagnosis.ids) <= set(opened(folders).test.ids)
     own = write_images(tmp_path / "val", {f"a/{i}.png": 10 + i for i in range(90, 93)})
     data = opened({**folders, "diagnosis": str(own)})
-    assert set(data.diagnosis().ids) == {"a/90.png", "a/91.png", "a/92.png"}
+    assert set(data.diagnosis.ids) == {"a/90.png", "a/91.png", "a/92.png"}
 
 
 def test_equal_ids_of_different_folders_are_no_overlap(folders: dict[str, str]) -> None:
     data = opened(folders, counts=(12, 10, "all"))
-    assert set(data.calibration().ids) > set(data.diagnosis().ids)
+    assert set(data.calibration.ids) > set(data.diagnosis.ids)
     assert (data.overlap, data.notices) == (0, ())
 
 
 def test_one_folder_for_calibration_and_test_keeps_their_samples_apart(folders: dict[str, str]) -> None:
     data = opened({**folders, "test": folders["calibration"]}, counts=(4, 8, "all"))
-    calibration = set(data.calibration().ids)
-    assert not calibration & set(data.test().ids)
-    assert not calibration & set(data.diagnosis().ids)
-    assert len(data.test()) == 12 - 4
+    calibration = set(data.calibration.ids)
+    assert not calibration & set(data.test.ids)
+    assert not calibration & set(data.diagnosis.ids)
+    assert len(data.test) == 12 - 4
     assert data.overlap == 0
     assert any("kept out of the test" in notice for notice in data.notices)
 
@@ -116,7 +116,7 @@ def test_no_test_sample_left_beside_calibration_is_refused(folders: dict[str, st
 def test_the_head_orders_the_classes_and_the_data_is_met_by_name(folders: dict[str, str]) -> None:
     data = opened(folders, head_classes=("花", "a"))
     assert data.class_names == ("花", "a")
-    assert data.test().labels == opened(folders).test().labels
+    assert data.test.labels == opened(folders).test.labels
 
 
 def test_classes_that_differ_from_the_heads_are_refused_with_both_lists(folders: dict[str, str]) -> None:
@@ -128,7 +128,7 @@ def test_classes_that_differ_from_the_heads_are_refused_with_both_lists(folders:
 def test_only_the_test_split_must_show_every_class(folders: dict[str, str], tmp_path: Path) -> None:
     few = write_images(tmp_path / "few", {f"a/{i}.png": i for i in range(5)})
     assert set(
-        opened({**folders, "calibration": str(few)}, head_classes=("a", "花")).calibration().labels or ()
+        opened({**folders, "calibration": str(few)}, head_classes=("a", "花")).calibration.labels or ()
     ) == {"a"}
     with pytest.raises(DataError, match="only in head: '花'"):
         opened({**folders, "test": str(few)}, head_classes=("a", "花"))
@@ -137,7 +137,7 @@ def test_only_the_test_split_must_show_every_class(folders: dict[str, str], tmp_
 def test_samples_without_labels_have_no_accuracy_and_say_so(folders: dict[str, str], tmp_path: Path) -> None:
     bare = write_images(tmp_path / "bare", {f"{i}.png": i for i in range(5)})
     data = opened({**folders, "test": str(bare)}, head_classes=("a", "花"))
-    assert (data.test().labels, data.diagnosis().labels) == (None, None)
+    assert (data.test.labels, data.diagnosis.labels) == (None, None)
     assert data.notices == ("Autos 車: the test samples have no labels, so there is no accuracy",)
 
 
@@ -159,11 +159,11 @@ def test_real_arrays_meet_a_head_in_another_order(real: Path) -> None:
     with np.load(file, allow_pickle=False) as raw:
         names, numbers, pixels = raw["class_names"].tolist(), raw["y_test"], raw["x_test"]
     data = opened({"kind": "npz", "file": str(file)}, counts=(64, 32, "all"), head_classes=names[::-1])
-    assert data.test().labels == tuple(names[number] for number in numbers)
+    assert data.test.labels == tuple(names[number] for number in numbers)
     assert data.class_names == tuple(names[::-1])
-    rows = [int(sample.removeprefix("test/")) for sample in data.diagnosis().ids]
-    assert data.diagnosis().labels == tuple(names[numbers[row]] for row in rows)
-    assert data.diagnosis().load(range(32)).tolist() == pixels[rows][:, 0, 0, 0].tolist()
+    rows = [int(sample.removeprefix("test/")) for sample in data.diagnosis.ids]
+    assert data.diagnosis.labels == tuple(names[numbers[row]] for row in rows)
+    assert data.diagnosis.load(range(32)).tolist() == pixels[rows][:, 0, 0, 0].tolist()
 
 
 def test_a_source_with_some_labels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +185,6 @@ def test_text_samples_reach_a_text_model_and_no_other(tmp_path: Path) -> None:
     assert "need a text model" in caught.value.hint
     defaults = DataDefaults(n=2, n_diagnosis=2)
     data = open_task_data("t", entry_of(**values), defaults, list, reads="text")
-    samples = data.test()
+    samples = data.test
     assert samples.load(range(2)) == [(f"i{line}", f"t{line}") for line in samples.ids]
     assert samples.labels is None

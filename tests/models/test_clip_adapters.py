@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.models.hf_clip_vit import HfClipViT
 from driftlens.models.open_clip_vit import OpenClipViT
-from driftlens.models.vit import activation_name, record_outputs
+from driftlens.models.vit import activation_name, library_states
 from tests.models.clip import chain_states, largest_difference, parameters, under_transformers_names
 from tests.models.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole, pixels
 
@@ -294,7 +294,16 @@ def test_outputs_are_recorded_in_the_order_asked_for() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, str]:
             return first(x), "as transformers 4 did"
 
-    pair, x = Pair(), torch.ones(1, 2)
-    outputs = record_outputs([second, pair], lambda: second(pair(x)[0]))
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.second = Pair(), second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.pair(x)[0])
+
+    x = torch.ones(1, 2)
+    states = library_states(Both(), x, paths=["second", "pair"], run="")
+    outputs = [state["hidden"] for state in states]
     torch.testing.assert_close(outputs, [second(first(x)).detach(), first(x).detach()])
     assert not any(output.requires_grad for output in outputs)

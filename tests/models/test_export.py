@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from driftlens.errors import IncompatibleModelsError, RunError, SpecError
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import fused, patched, save_model
+from driftlens.models.saving import Patched, fused, save_model
 from driftlens.models.sources import StateSource, TensorsSource, module_source
 from tests.models.clip import chain_states, parameters
 from tests.models.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
@@ -45,7 +45,7 @@ def doubled(architecture: Architecture, base: StateSource) -> StateSource:
         for layer in architecture.chain.layers
         for name, value in parameters(layer, weights).items()
     }
-    return patched(tower, fused(architecture.chain, changes, tower))
+    return Patched(tower, fused(architecture.chain, changes, tower))
 
 
 @pytest.mark.parametrize("build", [open_clip_tower, hf_tower], ids=["open_clip", "transformers"])

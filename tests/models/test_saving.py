@@ -15,7 +15,7 @@ from torch import Tensor
 
 from driftlens.errors import CheckpointError, NumericsError, RunError, ShapeError
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import patched, save_state_dict
+from driftlens.models.saving import Patched, save_state_dict
 from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, content_digest
 
 
@@ -68,7 +68,7 @@ def test_every_tensor_is_aligned_to_its_width(weights: dict[str, Tensor], tmp_pa
 def test_pairs_and_mappings_are_written_alike(weights: dict[str, Tensor], tmp_path: pathlib.Path) -> None:
     save_state_dict(tmp_path / "a.safetensors", weights)
     save_state_dict(tmp_path / "b.safetensors", ((key, value) for key, value in weights.items()))
-    save_state_dict(tmp_path / "c.safetensors", patched(TensorsSource("base", weights), {}))
+    save_state_dict(tmp_path / "c.safetensors", Patched(TensorsSource("base", weights), {}))
     written = {(tmp_path / f"{name}.safetensors").read_bytes() for name in "abc"}
     assert len(written) == 1
 
@@ -91,7 +91,7 @@ def test_a_number_type_the_format_does_not_know_is_refused(tmp_path: pathlib.Pat
 
 def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: pathlib.Path) -> None:
     update = torch.linspace(-1, 1, 5, dtype=torch.float64)
-    result = patched(base, {"half": update})
+    result = Patched(base, {"half": update})
     assert [key for key, _ in result] == list(base.headers)
     assert torch.equal(result.read("half"), update.half())
     assert torch.equal(result.read("half", (1, 3)), update[1:3].half())
@@ -119,7 +119,7 @@ def test_updates_that_would_spoil_the_base_are_refused(
     key: str, value: Tensor, error: type[Exception], message: str, base: StateSource
 ) -> None:
     with pytest.raises(error, match=message):
-        patched(base, {key: value})
+        Patched(base, {key: value})
 
 
 class Counting:
@@ -143,7 +143,7 @@ class Counting:
 
 def test_patched_weights_are_streamed(tmp_path: pathlib.Path) -> None:
     source = Counting()
-    save_state_dict(tmp_path / "w.safetensors", patched(source, {"t3": torch.zeros(100)}))
+    save_state_dict(tmp_path / "w.safetensors", Patched(source, {"t3": torch.zeros(100)}))
     assert source.most <= 2  # the one at hand, and the next while it takes its place
     assert [float(value[0]) for _, value in sorted(load_file(tmp_path / "w.safetensors").items())] == [
         0,
@@ -176,7 +176,7 @@ def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp
     save_state_dict(path, {"a": torch.ones(2)})
     before = path.read_bytes()
     with pytest.raises(type(error)):
-        save_state_dict(path, patched(Failing(error), {}))
+        save_state_dict(path, Patched(Failing(error), {}))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -184,7 +184,7 @@ def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp
 def test_a_full_disk_is_told_with_what_is_needed(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RunError, match=r"can't write .*w\.safetensors: No space left") as refusal:
         save_state_dict(
-            tmp_path / "w.safetensors", patched(Failing(OSError(errno.ENOSPC, "No space left")), {})
+            tmp_path / "w.safetensors", Patched(Failing(OSError(errno.ENOSPC, "No space left")), {})
         )
     assert refusal.value.context["need"] > 8 * 400
     assert "bytes needed are free there" in refusal.value.hint

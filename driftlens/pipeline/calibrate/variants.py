@@ -13,7 +13,7 @@ from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.chain import LayerChain, ParameterKey
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import fused, patched, save_model, save_state_dict
+from driftlens.models.saving import Patched, fused, save_model, save_state_dict
 from driftlens.models.sources import OnDemand, StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
@@ -138,7 +138,7 @@ def with_parameters(
         NumericsError: a value is NaN or infinite, or becomes so in the base's dtype.
     """
     start = _InDtypesOf(merged, like)
-    return patched(start, fused(chain, parameters, start))
+    return Patched(start, fused(chain, parameters, start))
 
 
 def anchors(

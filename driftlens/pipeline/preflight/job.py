@@ -69,7 +69,7 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     data = _check_data(spec, architecture, checks, access)
     layers: tuple[LayerCost, ...] = ()
     if architecture is not None and data:
-        sample, dtype = next(iter(data.values())).diagnosis().load([0]), getattr(torch, spec.compute.dtype)
+        sample, dtype = next(iter(data.values())).diagnosis.load([0]), getattr(torch, spec.compute.dtype)
         layers = layer_costs(
             architecture, sample, dtype, spec.layers.pool or architecture.chain.modality.pool
         )
@@ -141,7 +141,7 @@ def _check_merge(
     if entry.reads_sites:
         text += f", and merges all else by {merge_methods[entry.others].title}"
     if models is not None and models.sources:
-        samples = sum(len(opened.calibration()) for opened in data.values())
+        samples = sum(len(opened.calibration) for opened in data.values())
         text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
     checks.ok("merge", text)
 
@@ -190,12 +190,12 @@ def _cost(
 ) -> Cost:
     tasks = {}
     for task, opened in data.items():
-        diagnosis, test = opened.diagnosis(), opened.test()
+        diagnosis, test = opened.diagnosis, opened.test
         is_scored = task in spec.heads and test.labels is not None
         tasks[task] = TaskLoad(
             diagnosis=len(diagnosis),
             test=len(test) if is_scored else 0,
-            ids=len(opened.calibration()) + len(diagnosis) + len(test),
+            ids=len(opened.calibration) + len(diagnosis) + len(test),
             thumbs=min(len(diagnosis), MOST_THUMBS) if opened.has_pictures else 0,
         )
     saved = 0 if spec.merge is None else sum(header.nbytes for header in models.own_form.headers.values())
@@ -209,7 +209,7 @@ def _cost(
         batch_size=spec.data.defaults.batch_size,
         merged_bytes=saved,
     )
-    sample = next(iter(data.values())).diagnosis()
+    sample = next(iter(data.values())).diagnosis
     return estimate(work, sample, device, getattr(torch, spec.compute.dtype))
 
 
@@ -223,7 +223,7 @@ def _check_data(
         def open_one(task: str = task) -> TaskData:
             data = open_data(spec, task, architecture, access=access)
             if architecture is not None:
-                data.diagnosis().load([0])
+                data.diagnosis.load([0])
             return data
 
         data = checks.attempt(f"data of {task}", open_one)
@@ -231,8 +231,8 @@ def _check_data(
             opened[task] = data
             _describe_data(data, checks)
     splits = {  # test sets differ in size by nature
-        "calibration": {task: len(data.calibration()) for task, data in opened.items()},
-        "diagnosis": {task: len(data.diagnosis()) for task, data in opened.items()},
+        "calibration": {task: len(data.calibration) for task, data in opened.items()},
+        "diagnosis": {task: len(data.diagnosis) for task, data in opened.items()},
     }
     for split, counts in splits.items():
         if len(set(counts.values())) > 1:
@@ -243,9 +243,7 @@ def _check_data(
 
 def _describe_data(data: TaskData, checks: Preflight) -> None:
     subject = f"data of {data.task}"
-    counts = (
-        f"{len(data.calibration())} calibration, {len(data.diagnosis())} diagnosis, {len(data.test())} test"
-    )
+    counts = f"{len(data.calibration)} calibration, {len(data.diagnosis)} diagnosis, {len(data.test)} test"
     classes = f", {len(data.class_names)} classes" if data.class_names is not None else ", no labels"
     checks.ok(subject, f"{counts} samples{classes}")
     for text in data.notices:

@@ -334,7 +334,7 @@ def _samples_by_seed(
     for seed in seeds[1:]:
         drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in first}
-        found[seed] = {task: data.calibration() for task, data in sources.items()}
+        found[seed] = {task: data.calibration for task, data in sources.items()}
     for task, data in sources.items():
         seen = {name for samples in found.values() for name in samples[task].ids}
         at = tasks[task]

@@ -191,8 +191,8 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     preprocess = models.architecture.preprocess
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
-    num_calibration = {task: len(opened.calibration()) for task, opened in data.items()}
-    num_diagnosis = {task: len(opened.diagnosis()) for task, opened in data.items()}
+    num_calibration = {task: len(opened.calibration) for task, opened in data.items()}
+    num_diagnosis = {task: len(opened.diagnosis) for task, opened in data.items()}
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
     notices += dtype_notices(models)
     notices += unequal_counts(num_calibration, "calibration")
@@ -236,12 +236,12 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
 
 
 def _task_samples(data: TaskData, head: ScoreMap | None) -> TaskSamples:
-    test = data.test()
+    test = data.test
     return TaskSamples(
-        diagnosis=data.diagnosis(),
+        diagnosis=data.diagnosis,
         test=test if test.labels is not None else None,
         head=head,
-        calibration=data.calibration(),
+        calibration=data.calibration,
         picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
     )
 

@@ -114,6 +114,30 @@ class Reporter:
         self.step(phase, done, total)
 
 
+class TaskMeter:
+    """Progress of one task in a phase that goes through all tasks.
+
+    Args:
+        reporter: told of every step; may cancel.
+        phase: what is being done.
+        units: how much there is to do, by task, in the order in which tasks are done.
+        task: the one at hand.
+    """
+
+    def __init__(self, reporter: Reporter, phase: str, units: Mapping[str, int], task: str) -> None:
+        self._reporter, self._phase, self._task = reporter, phase, task
+        self._before = sum(list(units.values())[: list(units).index(task)])
+        self._all, self._total = units[task], sum(units.values())
+
+    def step(self, done: int, what: str) -> None:
+        """Say what is at hand, and how many of the task's units are done."""
+        self._reporter.step(self._phase, self._before + done, self._total, f"task {self._task}: {what}")
+
+    def finish(self) -> None:
+        """The task is done."""
+        self._reporter.step(self._phase, self._before + self._all, self._total, f"task {self._task}")
+
+
 @contextmanager
 def sink_for(
     mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic

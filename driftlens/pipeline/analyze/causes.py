@@ -25,10 +25,9 @@ from driftlens.diagnostics.adjoint import (
 from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State
-from driftlens.models.chain import Layer, class_rows
-from driftlens.pipeline.analyze.diagnosis import LayerMeter
+from driftlens.models.chain import class_rows
 from driftlens.pipeline.study.study import Study, TaskSamples
-from driftlens.progress import Reporter
+from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import share_intervals
 
 BATCH = 8
@@ -59,10 +58,16 @@ def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter
         NumericsError: weights or features are NaN or infinite.
         Cancelled: somebody asked to stop.
     """
-    meter, found = LayerMeter(study, task, reporter, "explain", len(variants)), Explanation()
+    num_layers, found = len(study.pool.chain.layers), Explanation()
+    units = dict.fromkeys(study.tasks, num_layers * len(variants))
+    meter = TaskMeter(reporter, "explain", units, task)
     ids = study.tasks[task].diagnosis.ids
-    for variant in variants:
-        sensitivity = sensitivities(study, task, variant, lambda layer: meter.step(layer, "causes"))
+    for number, variant in enumerate(variants):
+
+        def tick(layer: int, before: int = number * num_layers) -> None:
+            meter.step(before + layer - 1, f"causes, layer {layer} of {num_layers}")
+
+        sensitivity = sensitivities(study, task, variant, tick)
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
             found.layers.append(key | sensitivity.layers[layer])
@@ -72,7 +77,6 @@ def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter
         if study.settings.adjoint:
             nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
             found.adjoint += adjoint_columns(study, task, variant, nodes)
-        meter.next_pass()
     meter.finish()
     return found
 
@@ -227,16 +231,12 @@ def _forgotten(state: State) -> State:
 
 def _step(study: Study, variant: str, view: LayerView, nodes: int) -> Step:
     return Step(
-        call=_layer(study, variant, view.layer, view),
+        call=lambda state: study.pool.layer_map(variant, view.layer, view.task)(state, view.side),
         expert_in=view.expert_in,
         merged_in=view.merged_in,
         local_mismatch=decompose(view).local_mismatch,
         nodes=nodes,
     )
-
-
-def _layer(study: Study, variant: str, layer: Layer, view: LayerView) -> Callable[[State], State]:
-    return lambda state: study.pool.layer_map(variant, layer, view.task)(state, view.side)
 
 
 def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView) -> dict[str, Target]:

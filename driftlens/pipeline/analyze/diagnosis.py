@@ -24,7 +24,8 @@ from driftlens.errors import NumericsError
 from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State, pooled
 from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
+from driftlens.progress import Reporter, TaskMeter
+from driftlens.variants import expert_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +70,8 @@ def diagnose(
         Cancelled: somebody asked to stop.
     """
     at_hand = study.tasks[task]
-    meter = LayerMeter(study, task, reporter, "analyze")
+    num_layers = len(study.pool.chain.layers)
+    meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     measured = study.settings.measured
     recorder = _Recorder(study.settings.pool, study.variants[0], measured)
     library = LibraryDrift(study, task, next(at_hand.diagnosis.batches()))
@@ -77,45 +79,26 @@ def diagnose(
         views = walk(study.pool, task, study.variants, chunk, ids=at_hand.diagnosis.ids)
         for view in views:
             if view.variant == study.variants[0]:
-                meter.step(view.layer.index, "drift")
+                index = view.layer.index
+                meter.step(index - 1, f"drift, layer {index} of {num_layers}")
             recorder.add(view)
             library.compare(view)
     features = recorder.features()
     found = _tables(study, task, recorder, features, library, measured, base)
     if task == next(iter(study.tasks)):
-        _verify(study, task, features, found)
+        try:
+            found.precision_error = precision_error(study, task, features)
+        except RuntimeError as error:  # a model's own code may insist on float32
+            said = str(error).splitlines()[0]
+            found.warnings.append(f"the drift could not be checked against float64: {said}")
     meter.finish()
     return found
-
-
-class LayerMeter:
-    """Progress in layers over all tasks, of which each is gone through `passes` times."""
-
-    def __init__(self, study: Study, task: str, reporter: Reporter, phase: str, passes: int = 1) -> None:
-        self._layers = len(study.pool.chain.layers)
-        self._total = len(study.tasks) * passes * self._layers
-        self._first = list(study.tasks).index(task) * passes * self._layers
-        self._last = self._first + passes * self._layers
-        self._task, self._phase, self._reporter = task, phase, reporter
-
-    def step(self, layer: int, what: str) -> None:
-        """Say which layer is at hand."""
-        label = f"task {self._task}: {what}, layer {layer} of {self._layers}"
-        self._reporter.step(self._phase, self._first + layer - 1, self._total, label)
-
-    def next_pass(self) -> None:
-        """All layers are done once more."""
-        self._first += self._layers
-
-    def finish(self) -> None:
-        """The task is done."""
-        self._reporter.step(self._phase, self._last, self._total, f"task {self._task}")
 
 
 def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
-    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
+    per_sample = waiting_bytes(study.pool, expert_of(task), samples.load([0]), models)
     fitting = max(1, study.settings.feature_budget // max(1, per_sample))
     length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
     for first in range(0, len(samples), length):
@@ -155,13 +138,6 @@ class _Recorder:
 
     def features(self) -> dict[tuple[str, int], NDArray[np.float32]]:
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
-
-
-def _verify(study: Study, task: str, features: Features, found: TaskDiagnosis) -> None:
-    try:
-        found.precision_error = precision_error(study, task, features)
-    except RuntimeError as error:  # a model's own code may insist on float32
-        found.warnings.append(f"the drift could not be checked against float64: {str(error).splitlines()[0]}")
 
 
 def _tables(
@@ -252,7 +228,7 @@ class LibraryDrift:
     def __init__(self, study: Study, task: str, batch: Batch) -> None:
         pool = study.pool
         inputs = on_device(batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(pool.expert(task), inputs)
+        expert = pool.library_states(expert_of(task), inputs)
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
             variant: [

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.data.samples import Batch, SampleSet
+from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
 from driftlens.linalg.state import expert_cosine
 from driftlens.models.chain import Pool, pooled
 from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
+from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import wilson
 from driftlens.records.run import DriftRun
 from driftlens.variants import expert_of, title
@@ -69,36 +69,24 @@ def _hits(
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
     hits = dict.fromkeys(variants, 0)
-    step = _Steps(study, task, len(variants), reporter)
+    # As many rows as `accuracy_rows` makes: none without a test split or a head.
+    units = {
+        name: len(variants) * len(at.test) if at.test and at.head else 0 for name, at in study.tasks.items()
+    }
+    meter, done = TaskMeter(reporter, "evaluate", units, task), 0
     for first in range(0, len(samples), length):
         chunk = list(samples.batches(first, min(first + length, len(samples))))
         for variant in variants:
-            step(f"task {task}: {variant}", chunk)
+            meter.step(done, variant)
+            done += sum(batch.stop - batch.start for batch in chunk)
             model = expert_of(task) if variant == "expert" else variant
             for start, features in forward(study.pool, model, chunk, task=task):
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
                 hits[variant] += int(is_right(head, features, labels).sum())
-    step(f"task {task}", [])
+    meter.finish()
     return hits
-
-
-class _Steps:
-    """Progress in samples times variants, over all tasks."""
-
-    def __init__(self, study: Study, task: str, variants: int, reporter: Reporter) -> None:
-        # As many rows as `accuracy_rows` makes: none without a test split or a head.
-        sizes = {name: len(at.test) if at.test and at.head else 0 for name, at in study.tasks.items()}
-        before = list(sizes)[: list(sizes).index(task)]
-        self._done = variants * sum(sizes[name] for name in before)
-        self._total = variants * sum(sizes.values())
-        self._reporter = reporter
-
-    def __call__(self, label: str, coming: list[Batch]) -> None:
-        """Say what is at hand; `coming` counts as done with the next call."""
-        self._reporter.step("evaluate", self._done, self._total, label)
-        self._done += sum(batch.stop - batch.start for batch in coming)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from driftlens.pipeline.analyze.phases import (
     complete_variants,
     describe,
     deterministic_algorithms,
-    evaluate_task,
     explain_variants,
+    measure_accuracy,
     run_phase,
     run_phases,
 )
@@ -210,5 +211,8 @@ def evaluate(
             reporter = Reporter(all_of(writer.progress, on_progress), cancel)
             with deterministic_algorithms(study.settings.deterministic):
                 for task in wanted:
-                    evaluate_task(writer, study, task, reporter, again=True)
+                    work = partial(
+                        measure_accuracy, writer, study, task, [*study.variants, "expert"], reporter
+                    )
+                    run_phase(writer, f"evaluate:{task}", work, study=study, again=True)
     return open_run(path)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from driftlens.data.sources import Picture
     from driftlens.pipeline.study.study import TaskSamples
-    from driftlens.records.writer import RunWriter
 
 
 def run_phases(writer: RunWriter, study: Study, reporter: Reporter, *, attribution: bool = True) -> None:
@@ -96,24 +95,6 @@ def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str]
         writer.fill("samples", _stacked(found.samples))
         # Last: by these rows it is known what is explained.
         writer.fill("layers", pd.DataFrame(found.layers))
-
-
-def evaluate_task(
-    writer: RunWriter, study: Study, task: str, reporter: Reporter, *, again: bool = False
-) -> None:
-    """Do the phase that measures one task's accuracy.
-
-    Raises:
-        DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
-    """
-    variants = [*study.variants, "expert"]
-    run_phase(
-        writer,
-        f"evaluate:{task}",
-        lambda: measure_accuracy(writer, study, task, variants, reporter),
-        study=study,
-        again=again,
-    )
 
 
 def run_phase(

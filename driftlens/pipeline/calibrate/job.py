@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -32,7 +32,7 @@ from driftlens.pipeline.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
+from driftlens.pipeline.calibrate.scratch import CalibrationScratch
 from driftlens.pipeline.calibrate.variants import (
     export_variant,
     require_target,
@@ -245,25 +245,6 @@ def _resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
         raise
 
 
-def _replaced(
-    writer: RunWriter,
-    study: Study,
-    plan: CalibrationPlan,
-    scratch: CalibrationScratch,
-    solved: Mapping[int, SolvedLayer],
-    reporter: Reporter,
-) -> dict[int, SolvedLayer]:
-    """All layers solved; only then does the calibration that has the name make room."""
-    try:
-        solve(writer, study, plan, scratch, solved, reporter)
-    except BaseException:
-        scratch.remove()  # what has the name stays, so there is nothing to go on with
-        raise
-    with scratch.hidden():
-        writer.remove_calibration(plan.name)
-    return scratch.solved()
-
-
 def _calibrate(
     writer: RunWriter,
     opened: OpenCalibration,
@@ -288,7 +269,15 @@ def _calibrate(
     identity = plan.identity(opened.manifest, study)
     solved = scratch.begin(identity, resume=resume)
     if replaces:
-        solved = _replaced(writer, study, plan, scratch, solved, reporter)
+        # Only when all layers are solved does the calibration that has the name make room.
+        try:
+            solve(writer, study, plan, scratch, solved, reporter)
+        except BaseException:
+            scratch.remove()  # what has the name stays, so there is nothing to go on with
+            raise
+        with scratch.hidden():
+            writer.remove_calibration(plan.name)
+        solved = scratch.solved()
     notices = _notices(plan, study)
     writer.begin_variants(plan.variants)
 

@@ -14,7 +14,7 @@ import torch
 from driftlens.calibration.calibrator import Trained, closed_form
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import Attachment
-from driftlens.engine.problems import CalibratedLayer, SiteReport
+from driftlens.engine.problems import SiteReport
 from driftlens.engine.training import train_attachments
 from driftlens.models.chain import ParameterKey
 from driftlens.models.sources import OnDemand
@@ -78,8 +78,14 @@ def solve(
         NumericsError: weights or features are NaN or infinite, or a system can't be solved as asked.
         Cancelled: somebody asked to stop; what was solved is kept.
     """
-    solution, meter = Solution(dict(solved)), _Meter(writer, plan, reporter)
-    started = time.monotonic() - scratch.seconds
+    solution, started = Solution(dict(solved)), time.monotonic() - scratch.seconds
+    total = max(plan.sites, default=0)
+    metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
+
+    def step(layer: int, task: str) -> None:
+        what = f"layer {layer} of {total}" if layer else "reading samples"
+        reporter.step(PHASE, max(0, layer - 1), total, f"{what}, task {task}", **metrics)
+
     for layer in calibrate(
         study.pool,
         {task: samples.batches for task, samples in plan.samples.items()},
@@ -89,12 +95,20 @@ def solve(
         feature_budget=study.settings.feature_budget,
         spill=scratch.spill,
         done={index: earlier.updates for index, earlier in solved.items()},
-        on_step=meter.step,
+        on_step=step,
         ids={task: samples.ids for task, samples in plan.samples.items()},
         pooling=study.settings.pool,
     ):
         solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
-        meter.finished(layer)
+        drifts = layer.drift_l2_mean.values()
+        metrics |= {
+            "layer": layer.layer,
+            "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
+            "objective_before": _total(report.objective_before for report in layer.reports),
+            "objective_after": _total(report.objective_after for report in layer.reports),
+        }
+        writer.event("layer", phase=PHASE, name=plan.name, **metrics)
+        reporter.step(PHASE, layer.layer, total, f"layer {layer.layer} of {total}", **metrics)
     return solution
 
 
@@ -131,33 +145,6 @@ def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, repo
     scratch.took(time.monotonic() - started)
     reporter.step(PHASE, len(places), len(places))
     return solution
-
-
-class _Meter:
-    """Progress in layers, with the numbers of the last finished one: enough to draw a curve while it runs."""
-
-    def __init__(self, writer: RunWriter, plan: CalibrationPlan, reporter: Reporter) -> None:
-        self._writer = writer
-        self._name = plan.name
-        self._total = max(plan.sites, default=0)
-        self._reporter = reporter
-        self._metrics: dict[str, float] = {}
-
-    def step(self, layer: int, task: str) -> None:
-        what = f"layer {layer} of {self._total}" if layer else "reading samples"
-        self._reporter.step(PHASE, max(0, layer - 1), self._total, f"{what}, task {task}", **self._metrics)
-
-    def finished(self, layer: CalibratedLayer) -> None:
-        drifts = layer.drift_l2_mean.values()
-        self._metrics = {
-            "layer": layer.layer,
-            "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
-            "objective_before": _total(report.objective_before for report in layer.reports),
-            "objective_after": _total(report.objective_after for report in layer.reports),
-        }
-        self._writer.event("layer", phase=PHASE, name=self._name, **self._metrics)
-        label = f"layer {layer.layer} of {self._total}"
-        self._reporter.step(PHASE, layer.layer, self._total, label, **self._metrics)
 
 
 def _total(values: Iterable[float | None]) -> float:

@@ -34,17 +34,11 @@ UNIFORM = "uniform"
 
 
 class LayerSums:
-    """Moments of the chosen sites of one layer.
+    """Moments of the sites of one layer that have these names.
 
-    Linear sites that read the same tensor with the same token weights share a Gram matrix.
-
-    Args:
-        chain: the model taken apart.
-        layer: the layer at hand.
-        names: its sites to calibrate.
-        calibrator: says what it wants of each site, and folds the tasks.
-        objectives: whether what objectives need is summed up too.
-        grams: where Gram sums come from; problems live in them until they are taken back.
+    Linear sites that read the same tensor with the same token weights share a Gram matrix. The calibrator says what it
+    wants of each site, and folds the tasks; `objectives` asks for what these need, too. Problems live in the Gram sums
+    that `grams` lends until they are taken back.
 
     Raises:
         SpecError: a site's token-weight rule is unknown to this architecture.
@@ -269,11 +263,7 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 class NormSums:
     """Sums over normalised rows of the merged model; the wanted output is the expert's affine map of the same rows.
 
-    Args:
-        site: a layer norm or an RMS norm.
-        rule: by which tokens count.
-        fold: a task's moments into those of the tasks before.
-        dtype: of the sums.
+    Tokens count by `rule`, and `fold` takes a task's moments into those of the tasks before.
     """
 
     def __init__(
@@ -344,17 +334,11 @@ def normalised(site: Site, rows: Tensor) -> Tensor:
 def solve_layer(
     pool: ModelPool, layer: Layer, problems: Sequence[Problem], calibrator: ClosedForm, *, stored_as: str
 ) -> tuple[dict[str, Tensor], list[SiteReport]]:
-    """New parameters of a layer by its own names, and a report per site.
+    """New parameters of a layer by its own names, and a report per site; problems are from one snapshot of features.
 
-    Parameters hold only what the dtype of the model `stored_as` can hold, so that whatever is computed with them is
-    what the saved model will compute; they are on the pool's device in its dtype.
-
-    Args:
-        pool: for `stored_as`, device and dtype.
-        layer: the layer at hand.
-        problems: all from one snapshot of its features.
-        calibrator: solves them.
-        stored_as: the pool's name of the model in whose form the calibrated one will be saved.
+    Parameters hold only what the dtype of the model can hold that the pool calls `stored_as`, in whose form the
+    calibrated one will be saved, so that whatever is computed with them is what the saved model will compute; they are
+    on the pool's device in its dtype.
 
     Raises:
         NumericsError: the moments hold NaN or infinite entries; names layer and sites.

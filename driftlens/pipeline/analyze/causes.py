@@ -187,11 +187,7 @@ def adjoint_columns(
 ) -> Iterator[dict[str, Any]]:
     """Columns of the `adjoint` table, for one target and one layer at a time.
 
-    Args:
-        study: models and samples.
-        task: the task.
-        variant: the variant.
-        nodes: quadrature nodes per layer, as the forward pass found them sufficient.
+    `nodes` are the quadrature nodes per layer that the forward pass found sufficient.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.

@@ -93,13 +93,6 @@ def _hits(
 def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
     """What leaves the last layer of one model, one vector per sample, [n, d].
 
-    Args:
-        pool: the models.
-        model: one of them.
-        task: for messages.
-        samples: at least one.
-        pooling: how a vector per sample is taken.
-
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
@@ -144,13 +137,7 @@ class FinalDrift:
 def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, int]) -> str:
     """What a few diagnosis samples say of a new variant beside the merged model and the experts, in one sentence.
 
-    It costs one forward pass of the new model: all else of these samples is in the run.
-
-    Args:
-        run: analysed, without the variant.
-        study: with the variant in its pool.
-        variant: the new one.
-        counts: at most how many samples of each task.
+    It costs one forward pass of the new model on at most `counts` samples of each task: all else is in the run.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 def run_phases(writer: RunWriter, study: Study, reporter: Reporter, *, attribution: bool = True) -> None:
     """Do all phases of an analysis that are not done yet: drift and accuracy of all tasks first, then their causes.
 
-    Args:
-        writer: of the run.
-        study: what to measure.
-        reporter: told of every layer; may cancel.
-        attribution: whether the drift is traced back to layers, if the study's settings say how.
+    With `attribution` the drift is traced back to layers, if the study's settings say how.
 
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
@@ -59,12 +55,7 @@ def explain_variants(
 ) -> None:
     """Do the phases that trace drift back to layers, for all tasks and variants whose rows lack it.
 
-    Args:
-        writer: of the run.
-        study: whose settings say how; without Jacobians nothing happens.
-        variants: measured before.
-        reporter: told of every layer; may cancel.
-        prefix: of the phases' names.
+    The study's settings say how; without Jacobians nothing happens. `prefix` begins the phases' names.
 
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
@@ -265,12 +256,7 @@ def measure_variants(
 ) -> None:
     """Measure drift and accuracy of variants that the study's pool holds: all that is asked of them first.
 
-    Args:
-        writer: of the run.
-        study: with the variants in its pool.
-        variants: the new ones; `expert` is each task's own.
-        reporter: told of every layer; may cancel.
-        prefix: of the phases' names; a phase that is done is not done again.
+    Among them `expert` is each task's own. `prefix` begins the phases' names; one that is done is not done again.
 
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.

@@ -13,6 +13,8 @@ from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import Trained
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.saving import save_model
 from driftlens.pipeline.analyze.diagnosis import require_closed
 from driftlens.pipeline.analyze.evaluation import first_look
 from driftlens.pipeline.analyze.phases import (
@@ -34,7 +36,6 @@ from driftlens.pipeline.calibrate.plan import (
 )
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch
 from driftlens.pipeline.calibrate.variants import (
-    export_variant,
     require_target,
     save_variants,
     weights_metadata,
@@ -130,8 +131,9 @@ def calibrate(
     run = open_run(folder)
     if save_weights is not None:
         metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
-        saved = folder / plan.weights[plan.variant]
-        export_variant(opened.models, saved, save_weights, metadata, card)
+        models = opened.models
+        model = models.architecture.align(open_checkpoint(folder / plan.weights[plan.variant]))
+        save_model(models.architecture, models.own_form, model, save_weights, metadata=metadata, card=card)
     return run
 
 

@@ -187,13 +187,9 @@ class CalibrationPlan:
 def plan_calibration(
     request: CalibrationRequest, run: DriftRun, spec: RunSpec, study: Study
 ) -> CalibrationPlan:
-    """The plan of a request for a finished run.
+    """The plan of a request for a finished run, whose attribution ranks layers for `top_layers`.
 
-    Args:
-        request: what the user asks for.
-        run: whose attribution ranks layers for `top_layers`.
-        spec: the run's; its `calibration` section counts where the request says nothing.
-        study: the run, reopened.
+    The `calibration` section of the run's spec counts where the request says nothing.
 
     Raises:
         SpecError: a setting that can't be, or a name that a baseline has.

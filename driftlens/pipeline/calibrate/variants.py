@@ -12,7 +12,6 @@ from torch import Tensor
 from driftlens.errors import RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.chain import LayerChain, ParameterKey
-from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import Patched, fused, save_model, save_state_dict
 from driftlens.models.sources import OnDemand, StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
@@ -36,13 +35,7 @@ def save_variants(
 ) -> None:
     """Write the calibrated model, and its control where there is one, in the base's key names and dtypes.
 
-    Args:
-        writer: of the run; each file lands whole or not at all.
-        models: the run's checkpoints.
-        study: with base and merged model in its pool.
-        plan: of the calibration.
-        solution: what was solved or trained.
-        info: what the header of each file repeats.
+    Each file lands whole or not at all; its header repeats `info`.
 
     Raises:
         NumericsError: a solution overflows in the base's dtype.
@@ -65,26 +58,6 @@ def save_variants(
     if solution.attachments:
         with writer.file(calibration_attachments(plan.name)) as path:
             save_state_dict(path, attachment_tensors(solution.attachments))
-
-
-def export_variant(
-    models: OpenModels, saved: pathlib.Path, target: PathLike, metadata: Mapping[str, str], card: str
-) -> None:
-    """Write a calibrated model to a place of the user's: a state dict, or a folder with configuration and card.
-
-    Args:
-        models: the run's checkpoints.
-        saved: the run's file with the calibrated weights.
-        target: ending in `.safetensors` a state dict, anything else a folder.
-        metadata: strings for the header of the weights.
-        card: text of the folder's README.md.
-
-    Raises:
-        RunError: the place can't be written to.
-        SpecError: the base can't be saved in this form.
-    """
-    model = models.architecture.align(open_checkpoint(saved))
-    save_model(models.architecture, models.own_form, model, target, metadata=metadata, card=card)
 
 
 def require_target(models: OpenModels, target: PathLike) -> None:
@@ -128,11 +101,8 @@ def with_parameters(
 ) -> StateSource:
     """The merged model with some parameters replaced, in the dtypes of `like`.
 
-    Args:
-        chain: of both.
-        merged: under the skeleton's key names.
-        like: the base (or what stands for it); a merged model stored in fewer bits must not round the solution.
-        parameters: new values, in the layers' own layout.
+    That is the base, or what stands for it: a merged model stored in fewer bits must not round the solution. The new
+    values come in the layers' own layout.
 
     Raises:
         NumericsError: a value is NaN or infinite, or becomes so in the base's dtype.

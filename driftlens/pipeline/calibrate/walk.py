@@ -64,15 +64,9 @@ def solve(
     solved: Mapping[int, SolvedLayer],
     reporter: Reporter,
 ) -> Solution:
-    """All layers of a plan, in forward order; each is kept as soon as it is solved.
+    """All layers of a plan, in forward order; each is kept in `scratch` as soon as it is solved.
 
-    Args:
-        writer: of the run; told of every finished layer.
-        study: the run, reopened.
-        plan: what to solve for.
-        scratch: keeps solved layers.
-        solved: layers that an earlier sitting solved.
-        reporter: told of every batch; may cancel.
+    Layers that an earlier sitting `solved` are applied and not solved again.
 
     Raises:
         NumericsError: weights or features are NaN or infinite, or a system can't be solved as asked.
@@ -170,13 +164,6 @@ def record_solution(
     info: CalibrationInfo,
 ) -> None:
     """Write the history of every site and `config.yaml`, in which all settings are resolved.
-
-    Args:
-        writer: of the run.
-        plan: of the calibration.
-        reports: one per site, with its layer's index.
-        identity: everything that the solution depends on (see `CalibrationPlan.identity`).
-        info: what the manifest will say.
 
     Raises:
         RunError: the folder can't be written to.

@@ -59,11 +59,8 @@ def choose_settings(
 
     Where the record says `is_merged_kept`, the calibrator is the start, and nothing is to be solved with it.
 
-    Args:
-        study: of which models, calibration samples and heads are used; no label and no other sample is read.
-        start: the settings to start from, and to keep unless others are clearly better.
-        sites: layer index -> names of the sites that will be calibrated.
-        reporter: told of every layer; may cancel.
+    The settings of `start` are kept unless others are clearly better. Of the study models, calibration samples and
+    heads are used; no label and no other sample is read.
 
     Raises:
         SpecError: the calibrator has nothing to choose.

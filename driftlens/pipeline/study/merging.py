@@ -99,13 +99,8 @@ def merged_source(
 ) -> StateSource:
     """The experts of a spec, merged by what the method reads at a time; the result waits on disk to be read.
 
-    Args:
-        models: the checkpoints.
-        method: a registered merge method.
-        parameters: of the method; what is left out is as the method says.
-        study: the same, opened with its samples; only methods that run models need it.
-        beside: on whose disk the result waits, in files without a name; left out, where temporary files are.
-        reporter: told of every part of a tensor; may cancel.
+    Only methods that run models need the `study`. The result waits in files without a name, on the disk of `beside` or
+    where temporary files are. The reporter is told of every part of a tensor.
 
     Raises:
         Cancelled: somebody asked to stop.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from typing import Any, Literal, get_args
 
 from driftlens.errors import Cancelled, DriftLensError, RunError
 from driftlens.files import free_bytes, write_json_atomic
@@ -25,8 +24,6 @@ State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"
 class Failure:
     """Why a run ended early: the error's type, what happened, and what to do next."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
     type: str
     message: str
     hint: str = ""
@@ -39,18 +36,9 @@ class Failure:
         return cls(type(error).__name__, str(error))
 
 
-def _with_time_zone(time: str) -> str:
-    if time and datetime.fromisoformat(time).tzinfo is None:
-        raise ValueError(f"{time!r} is without a time zone")
-    return time
-
-
-_Whole = Annotated[int, Field(lt=2**63)]
-
-
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands; status.json holds exactly these types, and later versions may add keys.
+    """Where a run stands.
 
     Attributes:
         state: what it is doing, or how it ended.
@@ -68,18 +56,28 @@ class Status:
 
     state: State
     phase: str = ""
-    done: _Whole = 0
-    total: _Whole | None = None
+    done: int = 0
+    total: int | None = None
     label: str = ""
-    seconds: FiniteFloat = 0.0
-    metrics: Mapping[str, FiniteFloat | None] = field(default_factory=dict)
-    heartbeat: Annotated[str, AfterValidator(_with_time_zone)] = ""
-    pid: _Whole = 0
-    process_started: FiniteFloat | None = None
+    seconds: float = 0.0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    heartbeat: str = ""
+    pid: int = 0
+    process_started: float | None = None
     error: Failure | None = None
 
 
-_AS_STORED = TypeAdapter(Status)
+_NUMBER = (int, float, type(None))
+_SHAPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("state", "phase", "label", "heartbeat"), (str,)),
+    **dict.fromkeys(("done", "pid"), (int,)),
+    "total": (int, type(None)),
+    "seconds": (int, float),
+    "metrics": (dict,),
+    "process_started": _NUMBER,
+    "error": (dict, type(None)),
+}
+"""What may stand in status.json, by name."""
 
 
 def write_status(folder: pathlib.Path, status: Status) -> None:
@@ -102,17 +100,39 @@ def read_status(folder: pathlib.Path) -> Status | None:
     """
     path = folder / STATUS
     try:
-        return _AS_STORED.validate_json(path.read_text(encoding="utf-8"), strict=True)
+        return _parsed(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        reason: object = error
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg']}"
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise RunError(
-            f"{path} can't be read: {reason}", hint="Remove it; the results do not depend on it."
+            f"{path} can't be read: {error}", hint="Remove it; the results do not depend on it."
         ) from error
+
+
+def _parsed(record: Any) -> Status:
+    if not isinstance(record, dict):
+        raise TypeError(f"expected an object, found {type(record).__name__}")
+    values = {name: record[name] for name in _SHAPES if name in record}
+    for name, value in values.items():
+        _require_shape(name, value, _SHAPES[name])
+    if values["state"] not in get_args(State):
+        raise ValueError(f"no state is called {values['state']!r}")
+    for name, value in values.get("metrics", {}).items():
+        _require_shape(name, value, _NUMBER)
+    if values.get("heartbeat") and datetime.fromisoformat(values["heartbeat"]).tzinfo is None:
+        raise ValueError(f"heartbeat is {values['heartbeat']!r}, without a time zone")
+    if values.get("error") is not None:
+        values["error"] = Failure(**values["error"])
+        for name, value in vars(values["error"]).items():
+            _require_shape(name, value, (str,))
+    return Status(**values)
+
+
+def _require_shape(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    if type(value) not in kinds:  # exactly: True is no number
+        raise TypeError(f"{name} is {value!r}")
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}")
 
 
 def final_state(error: BaseException) -> Literal["cancelled", "failed"]:

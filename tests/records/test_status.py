@@ -70,7 +70,7 @@ def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: pathlib.Path
     (own / "status.json").write_text("[]")
     run = open_run(own)
     (said,) = left_undone(run)
-    assert said.startswith("status.json can't be read: its content") and "Remove it" in said
+    assert said.startswith("status.json can't be read: expected an object") and "Remove it" in said
     (summary,) = find_runs(own)
     assert (summary.problem, summary.state, summary.left) == ("", "done", (said,))
     assert (last_work(run)[0], current_state(run)) == ("unknown", "done")

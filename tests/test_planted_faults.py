@@ -385,10 +385,10 @@ def expert_path_replaced(patch: Patch) -> None:
 
 
 def target_of_the_expert_alone(patch: Patch) -> None:
-    original = layer_sums.output_cross
+    original = layer_sums.OutputCross
     patch.setattr(
         layer_sums,
-        "output_cross",
+        "OutputCross",
         lambda weight, bias, **options: original(weight, bias, **{**options, "alpha": 1.0}),
     )
 

@@ -115,6 +115,8 @@ def test_cancelling_asks_and_the_job_says_that_it_stopped(run: Path) -> None:
     cancel(job)
     assert state(run) in ("cancelling", "cancelled")
     until(lambda: state(run) == "cancelled", "it has stopped")
+    # Its process ends a moment after it has said so.
+    until(lambda: (seen := watch(run)) is not None and seen.job.code is not None, "its process has ended")
     view = watch(run)
     assert view is not None and view.job.code == 130
 

@@ -28,5 +28,5 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
     table = result.out.split("Before and after calibration")[1]
     for task in TASKS:
         assert f"{run.value('drift_l2_mean', task=task, variant=VARIANT):#.4g}" in table
-    assert "from calibration" in table and (tmp_path / "demo/reports/report.html").is_file()
+    assert "From merged to featcal" in table and (tmp_path / "demo/reports/report.html").is_file()
     assert run_cli("demo", "--out", tmp_path / "demo").code == 2

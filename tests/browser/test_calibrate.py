@@ -87,6 +87,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
     assert said == []
 
 
+@pytest.mark.slow
 def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[str, Path]) -> None:
     address, run = writable
     before = open_run(run).variants
@@ -101,6 +102,7 @@ def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[st
     assert open_run(run).variants == before and open_run(run).manifest.calibrations == {}
 
 
+@pytest.mark.slow
 def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: Path) -> None:
     write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
     with serving(tmp_path / "runs", tmp_path / "log") as address:

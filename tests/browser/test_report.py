@@ -11,6 +11,8 @@ import pytest
 from driftlens_reports.build import Report
 from tests.records.full_run import Size, write_full_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:

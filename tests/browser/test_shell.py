@@ -14,6 +14,8 @@ from driftlens.records.run import open_run
 from driftlens_app.pages import pages
 from tests.browser.reading import drawn, metric, settled
 
+pytestmark = pytest.mark.slow
+
 
 def test_choosing_a_task_changes_the_cards_and_the_link_keeps_it(
     page: Any, app_url: str, runs_folder: Path

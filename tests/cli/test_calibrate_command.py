@@ -128,6 +128,7 @@ def test_a_dry_run_estimates_and_writes_nothing(folder: pathlib.Path, run_cli: C
     assert files_of(folder) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_leaves_nothing_half_and_resumes(
     folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     assert "--resume" not in run_cli("ls", folder.parent).out
 
 
+@pytest.mark.slow
 @PHASES
 def test_a_run_that_is_removed_ends_its_calibration_and_stays_removed(
     folder: pathlib.Path, phase: str

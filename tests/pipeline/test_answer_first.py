@@ -191,6 +191,7 @@ calibrate(sys.argv[1], CalibrationRequest(sys.argv[2]), on_measured=lambda run: 
 """
 
 
+@pytest.mark.slow
 def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
     finished: DriftRun, at_once: DriftRun, tmp_path: pathlib.Path
 ) -> None:

@@ -128,7 +128,7 @@ def calibrate(
             request,
             **how,
             choose=HELD_OUT if auto else None,
-            on_first=note,
+            on_first=None if job.progress == "jsonl" else note,
             on_measured=show_first if job.progress != "jsonl" else None,
             **watched,
         )

@@ -20,7 +20,6 @@ from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
-from driftlens.variants import task_of
 
 
 class Attachment(Protocol):
@@ -119,7 +118,6 @@ class ModelPool:
         self._skeleton = skeleton
         self._modules = dict(modules or {})
         self._models: dict[str, Variant] = {}
-        self._experts: dict[str, str] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
         for name, source in models.items():
             self.add(name, source)
@@ -131,10 +129,6 @@ class ModelPool:
     def names(self) -> tuple[str, ...]:
         """Names of all models, in the order in which they were added."""
         return tuple(self._models)
-
-    def expert(self, task: str) -> str:
-        """The name of the model fine-tuned on `task`."""
-        return self._experts[task]
 
     def source(self, model: str) -> StateSource:
         """The weights called `model`, as stored."""
@@ -157,8 +151,6 @@ class ModelPool:
         """
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(model, source, dict(attachments or {}))
-        if (task := task_of(model)) is not None:
-            self._experts[task] = model
 
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""

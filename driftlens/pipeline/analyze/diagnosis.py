@@ -25,6 +25,7 @@ from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State, pooled
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
+from driftlens.variants import expert_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,7 +98,7 @@ def diagnose(
 def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
-    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
+    per_sample = waiting_bytes(study.pool, expert_of(task), samples.load([0]), models)
     fitting = max(1, study.settings.feature_budget // max(1, per_sample))
     length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
     for first in range(0, len(samples), length):
@@ -227,7 +228,7 @@ class LibraryDrift:
     def __init__(self, study: Study, task: str, batch: Batch) -> None:
         pool = study.pool
         inputs = on_device(batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(pool.expert(task), inputs)
+        expert = pool.library_states(expert_of(task), inputs)
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
             variant: [

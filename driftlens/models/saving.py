@@ -35,44 +35,49 @@ _ALIGNMENT = 8
 class Patched:
     """A source with some tensors replaced: the base's own keys, order and dtypes; one tensor is read at a time.
 
-    It also iterates over (key, tensor), as `save_state_dict` wants them.
+    An update is asked for, and checked, whenever it is read. It also iterates over (key, tensor), as `save_state_dict`
+    wants them.
 
     Args:
         base: where all other tensors come from.
         updates: key of `base` -> new value, in any floating-point dtype; cast to the base's.
 
     Raises:
-        CheckpointError: `base` has no such key, or holds integers there.
-        ShapeError: an update has another shape than the base's tensor.
-        NumericsError: an update is NaN or infinite, or becomes so in the base's dtype.
+        CheckpointError: `base` has no such key.
     """
 
     def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:
-        for key, update in updates.items():
+        for key in updates:
             require_key(base, key)
-            header = base.headers[key]
-            if tuple(update.shape) != header.shape:
-                raise ShapeError(
-                    f"{key!r} has shape {list(header.shape)} in {base.name}, its update {list(update.shape)}",
-                    hint="Updates come in the layout of the base's own checkpoint.",
-                    key=key,
-                )
-            if update.is_floating_point() and not header.dtype.is_floating_point:
-                raise CheckpointError(
-                    f"{base.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
-                )
-            check_finite(f"the update of {base.name}", key, update.to(header.dtype))
         self.name = base.name
         self.headers = base.headers
         self._base = base
         self._updates = updates
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """The update of `key` in the base's dtype, or the base's own tensor."""
+        """The update of `key` in the base's dtype, or the base's own tensor.
+
+        Raises:
+            CheckpointError: the update would be cut to integers.
+            ShapeError: it has another shape than the base's tensor.
+            NumericsError: it is NaN or infinite, or becomes so in the base's dtype.
+        """
         if key not in self._updates:
             return self._base.read(key, rows)
-        update = self._updates[key].detach()
-        return (update if rows is None else update[slice(*rows)]).to("cpu", self.headers[key].dtype)
+        header, update = self.headers[key], self._updates[key].detach()
+        if tuple(update.shape) != header.shape:
+            raise ShapeError(
+                f"{key!r} has shape {list(header.shape)} in {self.name}, its update {list(update.shape)}",
+                hint="Updates come in the layout of the base's own checkpoint.",
+                key=key,
+            )
+        if update.is_floating_point() and not header.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{self.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
+            )
+        value = (update if rows is None else update[slice(*rows)]).to("cpu", header.dtype)
+        check_finite(f"the update of {self.name}", key, value)
+        return value
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for key in self.headers:
@@ -190,6 +195,7 @@ def save_model(
     Raises:
         SpecError: a folder is asked for, but the architecture has no such form or the base is only a part.
         IncompatibleModelsError: the model and the base are of different architectures.
+        DriftLensError: as `Patched.read`; nothing is left at `path`.
         RunError: `path` can't be written to, or is a folder that is not empty.
     """
     canonical = {stored: key for key, stored in _stored_keys(architecture, base, model).items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from driftlens.errors import CheckpointError, NumericsError, RunError, ShapeError
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import Patched, save_state_dict
-from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, content_digest
+from driftlens.models.sources import OnDemand, StateSource, TensorHeader, TensorsSource, content_digest
 
 
 @pytest.fixture
@@ -116,10 +116,11 @@ def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: pathl
     ids=["unknown_key", "shape", "nan", "overflow_in_float16", "float_for_integer"],
 )
 def test_updates_that_would_spoil_the_base_are_refused(
-    key: str, value: Tensor, error: type[Exception], message: str, base: StateSource
+    key: str, value: Tensor, error: type[Exception], message: str, base: StateSource, tmp_path: pathlib.Path
 ) -> None:
     with pytest.raises(error, match=message):
-        Patched(base, {key: value})
+        save_state_dict(tmp_path / "w.safetensors", Patched(base, {key: value}))
+    assert not list(tmp_path.iterdir())
 
 
 class Counting:
@@ -139,6 +140,18 @@ class Counting:
 
     def _dropped(self) -> None:
         self.alive -= 1
+
+
+def test_an_update_is_put_together_once_however_often_it_is_patched(tmp_path: pathlib.Path) -> None:
+    source, made = Counting(), []
+
+    def update(key: str) -> Tensor:
+        made.append(key)
+        return torch.zeros(100)
+
+    inner = Patched(source, OnDemand(["t3", "t6"], update))
+    save_state_dict(tmp_path / "w.safetensors", Patched(source, OnDemand(source.headers, inner.read)))
+    assert made == ["t3", "t6"]
 
 
 def test_patched_weights_are_streamed(tmp_path: pathlib.Path) -> None:

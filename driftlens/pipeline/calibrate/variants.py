@@ -102,10 +102,7 @@ def with_parameters(
     """The merged model with some parameters replaced, in the dtypes of `like`.
 
     That is the base, or what stands for it: a merged model stored in fewer bits must not round the solution. The new
-    values come in the layers' own layout.
-
-    Raises:
-        NumericsError: a value is NaN or infinite, or becomes so in the base's dtype.
+    values come in the layers' own layout, and are checked as `Patched` does it, when they are read.
     """
     start = _InDtypesOf(merged, like)
     return Patched(start, fused(chain, parameters, start))

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.sources import Split, SplitView, as_picture, data_sources, named, refused
+from driftlens.data.sources import (
+    Split,
+    SplitView,
+    as_picture,
+    data_sources,
+    named,
+    refused,
+    require_column,
+)
 from driftlens.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -75,7 +83,7 @@ def _load(entry: HfData, access: Access) -> Any:
 def _check_image_column(rows: Any, column: str, where: str) -> None:
     from datasets import Image
 
-    _require_column(rows, column, "image", where)
+    require_column(column, rows.column_names, "image", where)
     if not isinstance(rows.features[column], Image):
         images = [name for name, feature in rows.features.items() if isinstance(feature, Image)]
         found = f"image columns are {', '.join(images)}" if images else "there is no image column"
@@ -85,11 +93,11 @@ def _check_image_column(rows: Any, column: str, where: str) -> None:
         )
 
 
-def _labels(rows: Any, column: str, where: str) -> tuple[list[str], tuple[str, ...]]:
+def _labels(rows: Any, column: str, where: str) -> tuple[list[str | None], tuple[str, ...] | None]:
     """Class name per row, and all class names."""
     from datasets import ClassLabel
 
-    _require_column(rows, column, "label", where)
+    require_column(column, rows.column_names, "label", where)
     values = list(rows[column])
     feature = rows.features[column]
     known = tuple(feature.names) if isinstance(feature, ClassLabel) else None
@@ -105,11 +113,3 @@ def _labels(rows: Any, column: str, where: str) -> tuple[list[str], tuple[str, .
                 hint="Name the column of class labels as `label: COLUMN`.",
             )
     return named(values, known, where)
-
-
-def _require_column(rows: Any, column: str, key: str, where: str) -> None:
-    if column not in rows.column_names:
-        raise DataError(
-            f"{where}: no column {column!r}; there are {', '.join(rows.column_names)}",
-            hint=f"{did_you_mean(column, rows.column_names)} Name it as `{key}: COLUMN`.".lstrip(),
-        )

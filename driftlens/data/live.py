@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from driftlens.data.samples import SampleSet, shuffled
-from driftlens.data.sources import Split, class_name
+from driftlens.data.sources import Split, class_name, names_of, refused
+from driftlens.data.task_data import require_same_classes
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,14 +22,19 @@ if TYPE_CHECKING:
 Inputs = dict[str, "Tensor"]
 _ONLY = ""
 """The key under which a batch that is one tensor is kept."""
+_LABELS = ("labels", "label")
+"""Entries of a mapping that a model would take for targets; what is left is its input."""
+_MASKS = ("attention_mask", "decoder_attention_mask")
+"""Which tokens of a sequence count; the second is that of entries whose names begin with `decoder_`."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A batch: its inputs by name (one tensor alone stands under `_ONLY`) and its labels."""
+    """A batch: its inputs by name (one tensor alone stands under `_ONLY`), its labels, and what of it is left out."""
 
     inputs: Inputs
-    labels: Tensor | None
+    labels: tuple[int | str, ...] | None
+    dropped: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -36,8 +44,9 @@ class _Part:
         import torch
 
         index = torch.as_tensor(list(rows), dtype=torch.long)
-        labels = None if self.labels is None else self.labels[index]
-        return _Part({name: tensor[index] for name, tensor in self.inputs.items()}, labels)
+        labels = None if self.labels is None else tuple(self.labels[row] for row in rows)
+        inputs = {name: tensor[index] for name, tensor in self.inputs.items()}
+        return _Part(inputs, labels, self.dropped)
 
 
 @dataclass(frozen=True)
@@ -48,11 +57,13 @@ class _Source:
         start: yields the samples at these positions, or all there are, in parts.
         total: how many samples there are; None where nobody knows before the end.
         notices: what a reader must be told.
+        class_names: what the numbers among the labels mean, where the data says so.
     """
 
     start: Callable[[Sequence[int] | None], Iterator[_Part]]
     total: int | None
     notices: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
 
 
 def live_samples(
@@ -68,22 +79,25 @@ def live_samples(
     """`n` samples of `source`, drawn at random and copied to memory; ids are their positions in the source.
 
     Whether a loader shuffles doesn't matter: its data set is read instead, in its own order. Of iterables whose length
-    nobody knows, the first `n` samples are taken. The result's notices say so.
+    nobody knows, the first `n` samples are taken. Sequences of different lengths are padded at their end to the longest
+    where an attention mask says so. The result's notices say so, and what is left out.
 
     Args:
         task: the task's name.
-        source: a tensor [n, ...]; a torch Dataset or DataLoader; or an iterable of batches. A batch is a
-            tensor, a mapping to tensors (a dict, a tokenizer's `BatchEncoding`), or a pair of one of these and a
-            tensor of labels [n].
+        source: a tensor [n, ...]; a torch Dataset or DataLoader; a Hugging Face Dataset; or an iterable of batches. A
+            batch is a tensor, a mapping to tensors (a dict, a tokenizer's `BatchEncoding`), or a tuple of one of these,
+            labels [n], whole numbers or names, and anything else, which is left out. Entries `labels` and `label` of a
+            mapping are labels, never inputs; entries of text are left out.
         n: how many samples to keep; None keeps all. All are kept, in their order, where there are no more.
         seed: decides which samples are drawn, together with task and split.
         split: what the samples are for.
         batch_size: samples per batch of the result.
-        class_names: what the numbers among the labels mean; None makes the numbers themselves the names.
+        class_names: the rows of the head. Labels meet them by name: their own, or the one that the data set has for
+            their number; other numbers index the rows. None takes the names there are, or else the numbers as names.
 
     Raises:
         DataError: the first batch differs when it is drawn again (a random augmentation), batches that don't fit
-            together, labels that are no whole numbers, or no samples at all.
+            together, labels that are no classes or none of the head's, or no samples at all.
     """
     where = f"data[{task!r}]"
     found = _opened(source, batch_size, where)
@@ -91,12 +105,15 @@ def live_samples(
     if n is not None and found.total is not None and n < found.total:
         positions = shuffled(found.total, seed, task=task, split=split)[:n]
         notices.append(f"{n} of {found.total} samples are drawn at random with seed {seed}")
-    parts = list(_read(found, positions, n, where))
-    count = sum(len(part) for part in parts)
+    whole = _together(list(_read(found, positions, n, where)), where)
+    count, inputs = len(whole), whole.inputs
     if found.total is None and count == n:
         notices.append(f"the first {n} samples are taken; give a Dataset to have them drawn at random")
-    inputs = {name: _joined([part.inputs[name] for part in parts], where) for name in parts[0].inputs}
-    numbers = [number for part in parts if part.labels is not None for number in part.labels.tolist()]
+    notices += [f"left out of every batch: {what}" for what in sorted(whole.dropped)]
+    labels = None
+    if whole.labels is not None:
+        labels, told = _named(whole.labels, found.class_names, class_names, where)
+        notices += told
 
     def load(rows: Sequence[int]) -> Any:
         picked = _Part(inputs, None).pick(rows).inputs
@@ -106,11 +123,43 @@ def live_samples(
         task,
         split,
         tuple(str(position) for position in (range(count) if positions is None else positions)),
-        tuple(class_name(number, class_names, where) for number in numbers) or None,
+        labels,
         load,
         batch_size,
         notices=tuple(f"task {task}: {notice}" for notice in notices),
     )
+
+
+def _named(
+    labels: Sequence[int | str], own: tuple[str, ...] | None, rows: Sequence[str] | None, where: str
+) -> tuple[tuple[str, ...], list[str]]:
+    """The class of every label by name, and what must be said of it.
+
+    Args:
+        labels: names or numbers.
+        own: the names that the data has for numbers.
+        rows: those of the head.
+        where: what messages call the data.
+    """
+    plain = tuple(map(str, labels))
+    names = plain if own is None else tuple(class_name(label, own, where) for label in labels)
+    if rows is None:
+        return names, []
+    if not {*names} <= {*rows} and not {*plain} <= {*rows}:
+        if own is not None or any(isinstance(label, str) for label in labels):
+            require_same_classes(names, rows, where=where, all_of_head=False)
+        indexed = tuple(class_name(label, rows, where) for label in labels)
+        return indexed, [
+            f"the labels are numbers and index the head's classes: {labels[0]} is {indexed[0]!r}"
+        ]
+    chosen = names if {*names} <= {*rows} else plain
+    place = {name: row for row, name in enumerate(rows)}
+    apart = [label for label, name in zip(labels, chosen, strict=True) if label not in (name, place[name])]
+    if apart and chosen is plain:
+        return chosen, [
+            f"the labels are taken as names: {apart[0]} is row {place[str(apart[0])]} of the head"
+        ]
+    return chosen, []
 
 
 def _opened(source: Any, batch_size: int, where: str) -> _Source:
@@ -119,6 +168,13 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
 
     if isinstance(source, Tensor):
         return _in_memory([source], where)
+    library = sys.modules.get("datasets")  # whoever gives one of its data sets has imported it
+    if library is not None and isinstance(source, library.IterableDataset):
+        rows = source.with_format("torch")
+        return _Source(lambda _: (_parsed(batch, where) for batch in rows.iter(batch_size)), None)
+    if library is not None and isinstance(source, library.Dataset):
+        source = _as_tensors(source, library, where)
+        return _from_dataset(DataLoader(source, batch_size=batch_size), where)
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         return _from_dataset(DataLoader(source, batch_size=batch_size), where)
     if isinstance(source, DataLoader) and source.batch_size is not None:
@@ -132,7 +188,7 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise DataError(
             f"{where}: expected a tensor, a Dataset or an iterable of batches, got {type(source).__name__}",
-            hint="A single batch may be given as a list with one entry.",
+            hint="A single batch may be given as a list with one entry; of a DatasetDict choose one split.",
         )
     if isinstance(source, Iterator):
         raise DataError(
@@ -140,6 +196,20 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
             hint="Give list(batches) or a DataLoader.",
         )
     return _Source(lambda _: (_parsed(batch, where) for batch in source), None)
+
+
+def _as_tensors(rows: Any, library: Any, where: str) -> Any:
+    """A Hugging Face data set whose rows hold tensors; one with a format of its own stays as it is."""
+    if rows.format["type"] is not None:
+        return rows
+    pictures = [name for name, feature in rows.features.items() if isinstance(feature, library.Image)]
+    if pictures:
+        raise DataError(
+            f"{where}: the column {pictures[0]!r} holds images, expected the model's inputs",
+            hint="Preprocess them: data.with_transform(lambda rows: {**processor(rows["
+            f'"{pictures[0]}"], return_tensors="pt"), "label": rows["label"]}}).',
+        )
+    return rows.with_format("torch")
 
 
 def _in_memory(batches: Sequence[Any], where: str) -> _Source:
@@ -156,16 +226,19 @@ def _in_memory(batches: Sequence[Any], where: str) -> _Source:
 def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source:
     """A loader's data set in its own order, collated and read as the loader does."""
     import torch
-    from torch.utils.data import DataLoader, Subset
+    from torch.utils.data import DataLoader, Subset, default_collate
 
     dataset: Any = loader.dataset
+    collate = loader.collate_fn
+    if collate is default_collate:
+        collate = partial(_collated, where=where)
 
     def start(positions: Sequence[int] | None) -> Iterator[_Part]:
         again: DataLoader[Any] = DataLoader(
             dataset if positions is None else Subset(dataset, list(positions)),
             batch_size=loader.batch_size,
             drop_last=loader.drop_last and positions is None,
-            collate_fn=loader.collate_fn,
+            collate_fn=collate,
             num_workers=loader.num_workers,
             worker_init_fn=loader.worker_init_fn,
             # A generator of its own, because starting a loader draws from the global one.
@@ -173,7 +246,25 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source
         )
         return (_parsed(batch, where) for batch in again)
 
-    return _Source(start, len(dataset), notices)
+    return _Source(start, len(dataset), notices, _class_names(dataset))
+
+
+def _collated(rows: Sequence[Any], where: str) -> _Part:
+    """A batch of a data set's rows, as torch makes one, but of sequences of different lengths too."""
+    from torch.utils.data import default_collate
+
+    hint = "Rows hold tensors, one array per input; give images the model's preprocessing as `transform`."
+    with refused(f"{where}: rows can't be made a batch", hint, TypeError, ValueError, RuntimeError):
+        return _together([_parsed(default_collate([row]), where) for row in rows], where)
+
+
+def _class_names(dataset: Any) -> tuple[str, ...] | None:
+    """What a data set says that its numbers mean."""
+    features = getattr(dataset, "features", None)
+    of_labels = [features[key] for key in _LABELS if isinstance(features, dict) and key in features]
+    names = next((feature.names for feature in of_labels if hasattr(feature, "names")), names_of(dataset))
+    are_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    return tuple(names) if names and are_names else None
 
 
 def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where: str) -> Iterator[_Part]:
@@ -188,10 +279,6 @@ def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where
                 f"{where}: the first batch differs when it is drawn again",
                 hint="Every model must see the same samples: no random augmentation, and shuffle=False where "
                 "batches come from anything but a DataLoader.",
-            )
-        if first.inputs.keys() != part.inputs.keys() or (first.labels is None) != (part.labels is None):
-            raise DataError(
-                f"{where}: batches differ in what they hold", hint="Give every batch the same entries."
             )
         yield part if left is None else part.pick(range(min(left, len(part))))
         left = None if left is None else left - len(part)
@@ -210,43 +297,92 @@ def _same(one: Inputs, other: Inputs) -> bool:
 def _parsed(batch: Any, where: str) -> _Part:
     from torch import Tensor
 
-    values, labels = batch, None
-    if isinstance(batch, tuple | list) and len(batch) in (1, 2):
-        values, labels = batch[0], batch[1] if len(batch) == 2 else None
+    if isinstance(batch, _Part):
+        return batch
+    values, labels, dropped = batch, None, set[str]()
+    if isinstance(batch, tuple | list) and batch:
+        values, *rest = batch
+        given = rest[0] if rest else None
+        labels = _class_labels(given)
+        if given is not None and labels is None:
+            found = (
+                f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            )
+            raise DataError(
+                f"{where}: the second entry of a batch is {found}, expected labels: whole numbers [n]",
+                hint="Several inputs go into a dict of tensors.",
+            )
+        dropped |= {"what follows the labels"} if rest[1:] else set()
     inputs = dict(values) if isinstance(values, Mapping) else {_ONLY: values}
+    for name in _LABELS:
+        if name in inputs:
+            classes = _class_labels(inputs.pop(name))
+            dropped |= {name} if classes is None or labels is not None else set()
+            labels = classes if labels is None else labels
+    texts = {name for name, value in inputs.items() if _is_text(value)}
+    inputs = {str(name): value for name, value in inputs.items() if name not in texts}
     odd = [value for value in inputs.values() if not isinstance(value, Tensor) or value.dim() == 0]
     if odd or not inputs:
-        found = type(odd[0]).__name__ if odd else "an empty dict"
+        found = type(odd[0]).__name__ if odd else "an empty dict" if not values else "no inputs"
         raise DataError(
             f"{where}: a batch holds {found}, expected tensors whose first axis is the sample",
             hint="A batch is a tensor, a dict of tensors, or one of these with labels: (inputs, labels).",
         )
-    is_whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.is_complex())
-    if labels is not None and not (is_whole and labels.dim() == 1):
-        found = type(labels).__name__
-        if isinstance(labels, Tensor):
-            found = f"{labels.dtype} {list(labels.shape)}"
-        raise DataError(
-            f"{where}: the second entry of a batch is {found}, expected labels: whole numbers [n]",
-            hint="Several inputs go into a dict of tensors.",
-        )
-    lengths = sorted({len(tensor) for tensor in (*inputs.values(), labels) if tensor is not None})
+    lengths = sorted({len(found) for found in (*inputs.values(), labels) if found is not None})
     if len(lengths) > 1 or 0 in lengths:
         raise DataError(
             f"{where}: lengths within a batch are {lengths}", hint="One row per sample, at least one."
         )
-    on_cpu = {str(name): tensor.detach().cpu() for name, tensor in inputs.items()}
-    return _Part(on_cpu, None if labels is None else labels.detach().cpu())
+    on_cpu = {name: tensor.detach().cpu() for name, tensor in inputs.items()}
+    return _Part(on_cpu, labels, frozenset(dropped | texts))
 
 
-def _joined(tensors: list[Tensor], where: str) -> Tensor:
+def _class_labels(value: Any) -> tuple[int | str, ...] | None:
+    """One class per sample, by name or number, or None where a value is something else."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(found, list | tuple) and all(isinstance(label, int | str) for label in found):
+        return tuple(found)
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, str) for entry in value)
+
+
+def _together(parts: Sequence[_Part], where: str) -> _Part:
+    """All samples as one part, in their order."""
     import torch
 
+    if any(
+        part.inputs.keys() != parts[0].inputs.keys() or (part.labels is None) != (parts[0].labels is None)
+        for part in parts
+    ):
+        raise DataError(
+            f"{where}: batches differ in what they hold", hint="Give every batch the same entries."
+        )
+    inputs = {name: torch.cat(_of_one_shape(name, parts, where)) for name in parts[0].inputs}
+    labels = [label for part in parts for label in part.labels or ()]
+    dropped = frozenset().union(*(part.dropped for part in parts))
+    return _Part(inputs, None if parts[0].labels is None else tuple(labels), dropped)
+
+
+def _of_one_shape(name: str, parts: Sequence[_Part], where: str) -> list[Tensor]:
+    """The parts' tensors of this name; sequences as long as their mask are padded at the end to the longest."""
+    import torch.nn.functional as F
+
+    tensors = [part.inputs[name] for part in parts]
     shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
-    if len(shapes) > 1:
+    if len(shapes) == 1:
+        return tensors
+    masks = [part.inputs.get(_MASKS[name.startswith("decoder_")]) for part in parts]
+    pairs = list(zip(tensors, masks, strict=True))
+    are_masked = all(mask is not None and tensor.shape[:2] == mask.shape for tensor, mask in pairs)
+    if not are_masked or len({shape[1:] for shape in shapes}) > 1:
         listed = ", ".join(str(list(shape)) for shape in sorted(shapes))
         raise DataError(
             f"{where}: samples differ in shape between batches: {listed}",
-            hint="Pad or crop all samples to one shape.",
+            hint="Bring all to one shape; beside an `attention_mask` [n, t] sequences are padded by themselves.",
         )
-    return torch.cat(tensors)
+    longest = max(shape[0] for shape in shapes)
+    # At the end, where padding moves no other token and, masked, changes none.
+    return [F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, longest - tensor.shape[1])) for tensor in tensors]

@@ -69,7 +69,7 @@ def _arrays(entry: NpzData, split: Split) -> tuple[_File, str, str | None]:
     return file, f"x_{part}", f"y_{part}" if f"y_{part}" in file.keys else None
 
 
-def _labels(file: _File, key: str, count: int) -> tuple[list[str], tuple[str, ...]]:
+def _labels(file: _File, key: str, count: int) -> tuple[list[str | None], tuple[str, ...] | None]:
     """Class name per sample, and all class names."""
     labels = file.read(key)
     where = f"{file.path}, array {key}"

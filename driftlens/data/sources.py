@@ -6,7 +6,7 @@ contents. Images are handed over as PIL images or as arrays of bytes, texts as p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from driftlens.access import Access
-from driftlens.errors import DataError, DriftLensError
+from driftlens.errors import DataError, DriftLensError, did_you_mean
 from driftlens.registry import Registry
 
 if TYPE_CHECKING:
@@ -131,8 +131,56 @@ def class_name(label: int | str, known: Sequence[str] | None, where: str) -> str
 
 
 def named(
-    labels: Sequence[int | str], known: tuple[str, ...] | None, where: str
-) -> tuple[list[str], tuple[str, ...]]:
-    """Class name per sample, and all class names: the known ones, or else those that occur, in order."""
-    names = [class_name(label, known, f"{where}, sample {row}") for row, label in enumerate(labels)]
-    return names, known or tuple(str(label) for label in sorted(set(labels)))
+    labels: Sequence[int | str | None], known: tuple[str, ...] | None, where: str
+) -> tuple[list[str | None], tuple[str, ...] | None]:
+    """Class name per sample, and all class names: the known ones, or else those that occur, in order.
+
+    Numbers may be written as text. They index the known names, unless all of them are such names themselves.
+    """
+    found = {label for label in labels if label is not None}
+    are_numbers = all(isinstance(label, int) or label.isdecimal() for label in found)
+    if known is not None and are_numbers and not found <= set(known):
+        labels = [None if label is None else int(label) for label in labels]
+    names = [
+        None if label is None else class_name(label, known, f"{where}, sample {row}")
+        for row, label in enumerate(labels)
+    ]
+    in_order = sorted(found, key=lambda label: (int(label) if are_numbers else 0, str(label)))
+    return names, known or tuple(map(str, in_order)) or None
+
+
+def listed_classes(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    """The class names that an entry lists, or that stand in its JSON file; None where it leaves them out.
+
+    Raises:
+        DataError: the file can't be read, or a name occurs twice.
+    """
+    from driftlens.models.heads import class_names
+
+    return None if given is None else class_names(given)
+
+
+def names_of(samples: Any) -> Any:
+    """The `class_names`, or torchvision's `classes`, of a data set or of the one that it is part of; None without.
+
+    Several words for a class, as ImageNet has, become one text.
+    """
+    owners = (samples, getattr(samples, "dataset", None))
+    found = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
+    names = next((own for own in found if own is not None), None)
+    if not isinstance(names, list | tuple):
+        return names
+    return [", ".join(name) if isinstance(name, tuple) else name for name in names]
+
+
+def require_column(column: str, columns: Collection[str], key: str, where: str) -> None:
+    """Refuse a column that is not there; `key` is what names it in the spec.
+
+    Raises:
+        DataError: with the columns there are, and the nearest one.
+    """
+    if column not in columns:
+        raise DataError(
+            f"{where}: no column {column!r}; there are {', '.join(columns)}",
+            hint=f"{did_you_mean(column, columns)} Name it as `{key}: COLUMN`.".lstrip(),
+        )

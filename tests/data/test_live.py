@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import datasets
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import BatchEncoding
+from transformers import BatchEncoding, BatchFeature
 
 from driftlens.data.live import live_samples
 from driftlens.errors import DataError
@@ -126,6 +129,191 @@ def test_numbers_may_be_given_names() -> None:
         live_samples("cars", [(X, Y)], class_names=["a", "b", "c"])
 
 
+@pytest.mark.parametrize("kind", [dict, UserDict, BatchFeature, BatchEncoding])
+@pytest.mark.parametrize("key", ["labels", "label"])
+def test_labels_in_a_mapping_are_labels_and_no_input(kind: Callable[[Any], Any], key: str) -> None:
+    batches = [kind({"pixel_values": X[:4], key: Y[:4]}), kind({"pixel_values": X[4:], key: Y[4:]})]
+    samples = live_samples("cars", batches)
+    loaded = samples.load(range(7))
+    assert list(loaded) == ["pixel_values"] and torch.equal(loaded["pixel_values"], X)
+    assert samples.labels == tuple(str(int(label)) for label in Y)
+    assert samples.notices == ()
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [X, Y[:, None], Y[0], None, Y.double()],
+    ids=["floats", "tokens", "a number", "none", "floats [n]"],
+)
+def test_labels_in_a_mapping_that_are_no_classes_are_left_out(labels: Any) -> None:
+    samples = live_samples("cars", [{"x": X, "labels": labels}])
+    assert list(samples.load([0])) == ["x"] and samples.labels is None
+    assert samples.notices == ("task cars: left out of every batch: labels",)
+
+
+def test_what_follows_the_labels_and_text_are_left_out() -> None:
+    rows = [({"x": X[at], "text": "a b"}, int(Y[at]), at, f"{at}.png") for at in range(7)]
+    batches = [({"x": X, "text": ["a"] * 7}, Y, torch.arange(7), ("x",) * 7)]
+    for source in (DataLoader(rows, batch_size=3), batches):  # type: ignore[arg-type]
+        samples = live_samples("cars", source)
+        assert list(samples.load([0])) == ["x"] and torch.equal(samples.load(range(7))["x"], X)
+        assert samples.labels == tuple(str(int(label)) for label in Y)
+        assert [notice.rpartition(": ")[2] for notice in samples.notices] == [
+            "text",
+            "what follows the labels",
+        ]
+
+
+def test_labels_may_be_names() -> None:
+    samples = live_samples("cars", [(X[:2], ("b", "a")), (X[2:3], ["花"])], class_names=["a", "b", "花"])
+    assert samples.labels == ("b", "a", "花")
+    assert samples.notices == ()
+    with pytest.raises(DataError, match="only in data: '花'"):
+        live_samples("cars", [(X[:1], ["花"])], class_names=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rows", "names", "notice"),
+    [
+        pytest.param([1, 0], ["b", "a"], ("a", "b"), "index the head's classes: 1 is 'a'", id="index"),
+        pytest.param([1, 0], ["0", "1"], ("1", "0"), "", id="names that are their rows"),
+        pytest.param([1, 3], ["3", "2", "1"], ("1", "3"), "taken as names: 1 is row 2", id="names elsewhere"),
+    ],
+)
+def test_numbers_meet_named_classes(
+    numbers: list[int], rows: list[str], names: tuple[str, ...], notice: str
+) -> None:
+    samples = live_samples("cars", [(X[:2], torch.tensor(numbers))], class_names=rows)
+    assert samples.labels == names
+    assert [notice in told for told in samples.notices] == ([True] if notice else [])
+
+
+class Named(Rows):
+    """As torchvision's data sets are."""
+
+    classes = tuple("abcdefghijk")
+
+
+def test_numbers_mean_what_the_data_set_says() -> None:
+    names = tuple(Named.classes[int(label)] for label in Y)
+    shuffled = [*reversed(Named.classes), "more"]
+    for rows in (None, shuffled):
+        samples = live_samples("cars", Named(), class_names=rows)
+        assert (samples.labels, samples.notices) == (names, ())
+    numbers = [str(number) for number in range(11)]
+    assert live_samples("cars", Named(), class_names=numbers).labels == tuple(numbers[int(y)] for y in Y)
+    with pytest.raises(DataError, match="only in data: 'k'"):
+        live_samples("cars", DataLoader(Named()), class_names=list("abcdefghij!"))
+
+
+LENGTHS = [3, 1, 4, 1, 5, 2, 6]
+
+
+def sequence(at: int) -> dict[str, Any]:
+    ids = 10 * at + torch.arange(1, LENGTHS[at] + 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "label": int(Y[at])}
+
+
+def padded_batches() -> list[dict[str, Tensor]]:
+    """Every batch as long as its longest sequence, with embeddings beside the ids."""
+    batches = []
+    for rows in ([0, 1, 2], [3], [4, 5, 6]):
+        ids = torch.nn.utils.rnn.pad_sequence([sequence(at)["input_ids"] for at in rows], batch_first=True)
+        embedded = ids[..., None].expand(-1, -1, 2).double()
+        batches.append({"input_ids": ids, "attention_mask": (ids > 0).int(), "embedded": embedded})
+    return batches
+
+
+def hugging_face(form: str) -> Any:
+    data = datasets.Dataset.from_list([{**sequence(at), "text": "a b"} for at in range(7)])
+    if form == "plain":
+        return data
+    if form == "stream":
+        return data.select(range(1)).to_iterable_dataset()
+    if form == "set_format":
+        return data.with_format("torch", columns=["input_ids", "attention_mask", "label"])
+    return data.with_transform(lambda rows: BatchEncoding({key: rows[key] for key in rows if key != "text"}))
+
+
+RAGGED: dict[str, Callable[[], Any]] = {
+    "batches": padded_batches,
+    "rows": lambda: DataLoader([sequence(at) for at in range(7)], batch_size=3),  # type: ignore[arg-type]
+    "plain": lambda: hugging_face("plain"),
+    "set_format": lambda: hugging_face("set_format"),
+}
+
+
+@pytest.mark.parametrize("n", [None, 4])
+@pytest.mark.parametrize("source", RAGGED.values(), ids=RAGGED)
+def test_sequences_of_different_lengths_are_padded_at_their_end(
+    source: Callable[[], Any], n: int | None
+) -> None:
+    samples = live_samples("cars", source(), n=n, batch_size=2)
+    rows = [int(name) for name in samples.ids]
+    loaded = samples.load(range(len(rows)))
+    for at, ids, mask in zip(rows, loaded["input_ids"], loaded["attention_mask"], strict=True):
+        assert torch.equal(ids[: LENGTHS[at]], sequence(at)["input_ids"])
+        assert mask.tolist() == [1] * LENGTHS[at] + [0] * (len(mask) - LENGTHS[at])
+        assert not ids[LENGTHS[at] :].any()
+    if "embedded" in loaded:
+        assert torch.equal(loaded["embedded"][..., 1], loaded["input_ids"].double())
+    else:
+        assert samples.labels == tuple(str(int(Y[at])) for at in rows)
+        assert set(loaded) == {"input_ids", "attention_mask"}
+
+
+def test_sequences_without_a_mask_of_their_length_are_refused() -> None:
+    batches = padded_batches()
+    for key in ("attention_mask", "input_ids"):
+        with pytest.raises(DataError, match="differ in shape between batches") as caught:
+            live_samples(
+                "cars",
+                [
+                    {**batch, "decoder_input_ids": batch["input_ids"]} | {key: X[: len(batch["input_ids"])]}
+                    for batch in batches
+                ],
+            )
+        assert "attention_mask" in caught.value.hint
+
+
+def test_a_hugging_face_data_set_is_read_as_it_is_formatted() -> None:
+    features = datasets.Features(
+        {
+            "x": datasets.List(datasets.Value("float32")),
+            "label": datasets.ClassLabel(names=list("abcdefghijk")),
+        }
+    )
+    data = datasets.Dataset.from_dict({"x": X.tolist(), "label": Y.tolist()}, features=features)
+    transformed = data.with_transform(
+        lambda rows: BatchFeature({"pixel_values": 2 * torch.tensor(rows["x"]), "label": rows["label"]})
+    )
+    for source, key, scale in (
+        (data, "x", 1),
+        (data.with_format("numpy"), "x", 1),
+        (transformed, "pixel_values", 2),
+    ):
+        samples = live_samples("cars", source, n=5, batch_size=2, class_names=list("kjihgfedcba"))
+        rows = [int(name) for name in samples.ids]
+        assert torch.equal(samples.load(range(5))[key], scale * X[rows])
+        assert samples.labels == tuple("abcdefghijk"[int(Y[row])] for row in rows)
+    stream = live_samples("cars", data.to_iterable_dataset(), n=5, batch_size=2)
+    assert torch.equal(stream.load(range(5))["x"], X[:5])
+    assert stream.labels == tuple(str(int(label)) for label in Y[:5])
+    with pytest.raises(DataError, match="DatasetDict") as caught:
+        live_samples("cars", datasets.DatasetDict(train=data))
+    assert "one split" in caught.value.hint
+
+
+def test_images_need_the_models_preprocessing_first() -> None:
+    image = Image.new("RGB", (4, 4))
+    with pytest.raises(DataError, match="column 'picture' holds images") as caught:
+        live_samples("cars", datasets.Dataset.from_dict({"picture": [image, image]}))
+    assert "with_transform" in caught.value.hint
+    with pytest.raises(DataError, match="rows can't be made a batch") as caught:
+        live_samples("cars", DataLoader([(image, 1), (image, 0)]))  # type: ignore[arg-type]
+    assert "transform" in caught.value.hint
+
+
 def test_what_is_kept_does_not_follow_later_changes() -> None:
     source = X.clone()
     samples = live_samples("cars", [source, X])
@@ -176,7 +364,9 @@ def generator() -> Iterator[Tensor]:
         pytest.param(3, "got int", id="a number"),
         pytest.param({"x": X}, "got dict", id="a single dict"),
         pytest.param([X.numpy()], "a batch holds ndarray, expected tensors", id="arrays"),
-        pytest.param([(X, Y, Y)], "a batch holds tuple", id="a triple"),
+        pytest.param([(X, X, Y)], "the second entry of a batch is torch.float32", id="two inputs in a tuple"),
+        pytest.param([{"labels": Y}], "a batch holds no inputs", id="nothing but labels"),
+        pytest.param([{"x": [[1, 2], [3]]}], "a batch holds list, expected tensors", id="lists of numbers"),
         pytest.param([{}], "a batch holds an empty dict", id="an empty dict"),
         pytest.param([(X, X)], "expected labels: whole numbers", id="floats for labels"),
         pytest.param([(X, Y[:3])], "lengths within a batch are", id="labels missing"),

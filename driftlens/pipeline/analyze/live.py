@@ -90,8 +90,17 @@ def live_study(
     modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged}
     modules = ({"base": base} if base is not None else {}) | modules
     _require_one_class(modules)
+    head_of = dict(heads or {})
     diagnosis = {
-        task: live_samples(task, data[task], n=n, seed=seed, batch_size=batch_size) for task in sorted(data)
+        task: live_samples(
+            task,
+            data[task],
+            n=n,
+            seed=seed,
+            batch_size=batch_size,
+            class_names=head_of[task].classes if task in head_of else None,
+        )
+        for task in sorted(data)
     }
     first = next(merged.parameters())
     place, dtype = torch.device(device) if device is not None else first.device, _computed_in(merged)
@@ -101,7 +110,6 @@ def live_study(
     check_deterministic(skeleton, example)
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
-    head_of = dict(heads or {})
     return Study(
         name=name,
         pool=ModelPool(

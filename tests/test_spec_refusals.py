@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "misspelt kind": (
         "data.cars.kind=imagfolder",
-        "data.cars.kind: expected one of imagefolder, npz, hf, jsonl, python; got 'imagfolder'",
+        "data.cars.kind: expected one of imagefolder, npz, hf, table, webdataset, jsonl, python; got 'imagfolder'",
         "'imagefolder'",
     ),
     "no kind": ("data.cars={test: a}", "data.cars: kind is missing; expected one of imagefolder, npz", ""),

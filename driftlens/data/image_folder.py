@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from driftlens.access import Access
 from driftlens.data.sources import PATHS_HINT, Picture, Split, SplitView, data_sources, refused
@@ -53,7 +53,7 @@ def _listing(folder: Path) -> tuple[list[str], list[str]]:
     """Names of the class folders and of the images directly in `folder`, each sorted."""
     with refused(f"{folder}: the image folder can't be listed", PATHS_HINT, OSError):
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    _check_names(entry.name for entry in entries)
+    check_names(entry.name for entry in entries)
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     images = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name))
     return classes, images
@@ -74,7 +74,7 @@ def _walk(top: Path) -> Iterator[tuple[str, ...]]:
     for current, folders, files in os.walk(top, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         images = [name for name in files if _is_image(name)]
-        _check_names([*folders, *images])
+        check_names([*folders, *images])
         parts = Path(current).relative_to(top).parts
         yield from ((*parts, name) for name in images)
 
@@ -83,7 +83,12 @@ def _is_image(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
 
 
-def _check_names(names: Iterable[str]) -> None:
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names of files that can't be written into a table.
+
+    Raises:
+        DataError: one is no UTF-8.
+    """
     for name in names:
         try:
             name.encode("utf-8")
@@ -91,15 +96,18 @@ def _check_names(names: Iterable[str]) -> None:
             raise DataError(f"the file name {name!r} is not valid UTF-8", hint="Rename the file.") from None
 
 
-def read_image(path: Path) -> Picture:
-    """The image in `path`, in RGB, fully decoded.
+def read_image(source: Path | BinaryIO, where: str = "") -> Picture:
+    """The image in a file, or in an open one that messages call `where`; in RGB, fully decoded.
 
     Raises:
         DataError: missing, truncated, not an image, or suspiciously large.
     """
     from PIL import Image
 
-    hint = "Replace the file, or remove it from the folder."
+    hint = "Replace the file, or take the image out."
     kinds = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-    with refused(f"{path}: the image can't be read", hint, *kinds), Image.open(path) as image:
+    not_read = refused(f"{where or source}: the image can't be read", hint, *kinds)
+    with not_read, Image.open(source) as image:
+        if image.format == "EPS":  # Pillow would start Ghostscript to read it
+            raise ValueError("it is PostScript, a program that would have to be run")
         return image.convert("RGB")

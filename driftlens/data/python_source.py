@@ -7,7 +7,15 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.data.sources import Split, SplitView, as_picture, class_name, data_sources, refused
+from driftlens.data.sources import (
+    Split,
+    SplitView,
+    as_picture,
+    class_name,
+    data_sources,
+    names_of,
+    refused,
+)
 from driftlens.errors import DataError, SpecError
 
 if TYPE_CHECKING:
@@ -20,8 +28,8 @@ DEBUG_HINT = "The traceback is shown with --debug."
 def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
     """What `package.module:function` returns for a split: (image, label) pairs, with a length and an index.
 
-    Images are PIL images or uint8 arrays. Labels are class names, numbers that index the attribute
-    `class_names` of what was returned, or None. Ids are positions.
+    A data set of torchvision is one. Images are PIL images or uint8 arrays. Labels are class names, numbers that
+    index the attribute `class_names` or `classes` of what was returned, or None. Ids are positions.
 
     Raises:
         SpecError: the code is not trusted, or there is no such function.
@@ -73,11 +81,11 @@ def _length(items: Any, where: str) -> int:
 
 
 def _class_names(items: Any, where: str) -> tuple[str, ...] | None:
-    names = getattr(items, "class_names", None)
+    names = names_of(items)
     if names is None:
         return None
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{where}: class_names is {names!r}", hint="Make it a list of text.")
+        raise DataError(f"{where}: the class names are {names!r}", hint="Make them a list of text.")
     return tuple(names)
 
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from driftlens.spec.types import Count, CountOrAll, LocalPath, Part, PythonTarget, Seed, Source, Text, problem
+from driftlens.spec.sections import ClassNames
+from driftlens.spec.types import (
+    Count,
+    CountOrAll,
+    LocalPath,
+    Part,
+    PythonTarget,
+    Seed,
+    Source,
+    Text,
+    plain_text,
+    problem,
+    resolved,
+)
 
 
 class DataDefaults(Part):
@@ -35,13 +48,16 @@ class _Entry(Part):
     n_test: CountOrAll | None = None
 
 
-class ImageFolderData(_Entry):
-    """Folders with one sub-folder per class, or with images only (then there are no labels)."""
-
-    kind: Literal["imagefolder"]
+class _Places(_Entry):
     calibration: LocalPath
     test: LocalPath
     diagnosis: LocalPath | None = None
+
+
+class ImageFolderData(_Places):
+    """Folders with one sub-folder per class, or with images only (then there are no labels)."""
+
+    kind: Literal["imagefolder"]
 
 
 class NpzArrays(Part):
@@ -88,15 +104,44 @@ class HfData(_Entry):
     label: Text | None = "label"
 
 
-class JsonlData(_Entry):
+class JsonlData(_Places):
     """Text tasks: files with one JSON object per line that holds an input and a target."""
 
     kind: Literal["jsonl"]
-    calibration: LocalPath
-    test: LocalPath
-    diagnosis: LocalPath | None = None
     input: Text = "input"
     target: Text = "target"
+
+
+def _file_or_value(value: str, info: ValidationInfo) -> str:
+    return value if info.data.get("file") is not None else resolved(value, info)
+
+
+Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_value)]
+"""A file of one split; beside `file`, the value that its rows have in the column `split`."""
+
+
+class TableData(_Entry):
+    """CSV, TSV or Parquet files of image paths and labels; one per split, or `file` with a column of splits."""
+
+    kind: Literal["table"]
+    file: LocalPath | None = None
+    split: Text = "split"
+    calibration: Rows
+    test: Rows
+    diagnosis: Rows | None = None
+    image: Text = "path"
+    label: Text | None = "label"
+    classes: ClassNames = None
+
+
+class WebdatasetData(_Places):
+    """Tar files of samples: a file, a folder or a pattern per split; `image` and `label` are endings of members."""
+
+    kind: Literal["webdataset"]
+    image: Text | None = None
+    label: Text | None = "cls"
+    key: Text = "label"
+    classes: ClassNames = None
 
 
 class PythonData(_Entry):
@@ -106,7 +151,7 @@ class PythonData(_Entry):
     target: PythonTarget
 
 
-KINDS = ("imagefolder", "npz", "hf", "jsonl", "python")
+KINDS = ("imagefolder", "npz", "hf", "table", "webdataset", "jsonl", "python")
 
 
 def _has_a_kind(given: Any) -> Any:
@@ -116,7 +161,7 @@ def _has_a_kind(given: Any) -> Any:
 
 
 TaskData = Annotated[
-    ImageFolderData | NpzData | HfData | JsonlData | PythonData,
+    ImageFolderData | NpzData | HfData | TableData | WebdatasetData | JsonlData | PythonData,
     Field(discriminator="kind"),
     BeforeValidator(_has_a_kind),
 ]

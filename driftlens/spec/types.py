@@ -100,11 +100,13 @@ Selection = Annotated[str | tuple[int | str, ...], BeforeValidator(_selection)]
 """Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""
 
 
-def _plain_text(given: Any) -> Any:
+def plain_text(given: Any) -> Any:
+    """A path object as text; anything else as it is."""
     return fspath(given) if isinstance(given, PathLike) else given
 
 
-def _resolved(value: str, info: ValidationInfo) -> str:
+def resolved(value: str, info: ValidationInfo) -> str:
+    """A path, relative ones against the spec file's folder."""
     folder: Path | None = (info.context or {}).get("folder")
     if folder is None:
         return value
@@ -119,14 +121,14 @@ def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:
         or path.is_absolute()
         or _FILE_SUFFIX.fullmatch(path.suffix) is not None
     )
-    resolved = _resolved(value, info)
-    return resolved if is_path or Path(resolved).exists() else value
+    found = resolved(value, info)
+    return found if is_path or Path(found).exists() else value
 
 
-LocalPath = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved)]
+LocalPath = Annotated[Text, BeforeValidator(plain_text), AfterValidator(resolved)]
 """A file or folder; relative ones are resolved against the spec file's folder."""
 
-Source = Annotated[Text, BeforeValidator(_plain_text), AfterValidator(_resolved_if_a_path)]
+Source = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolved_if_a_path)]
 """A path if it exists, starts with `.`, `/` or `~`, or ends like a file; else a name such as a Hub id."""
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torchvision
 
 from driftlens.errors import DataError, SpecError
 from tests.data.sources import images, labels_of, opened, shades
@@ -55,6 +57,12 @@ def empty(split):
     return []
 
 constant = 3
+
+def vision(split):
+    import torch, torchvision
+    data = torchvision.datasets.FakeData(6, image_size=(3, 2, 2), num_classes=3)
+    data.classes = ["a", "b", ("花", "blossom")]
+    return torch.utils.data.Subset(data, [4, 1]) if split == "calibration" else data
 """
 
 
@@ -83,6 +91,15 @@ def test_labels_are_names_or_numbers_that_index_them(module: str) -> None:
     assert view.ids == ("0", "1", "2")
     assert (labels_of(view), view.class_names) == (["花", "a", "花"], ("a", "花"))
     assert shades([view.read(position) for position in range(3)]) == [1, 2, 3]
+
+
+def test_a_data_set_of_torchvision_names_its_classes(module: str) -> None:
+    test, part = (images(split, trust=True, **entry(module, "vision")) for split in ("test", "calibration"))
+    assert test.class_names == part.class_names == ("a", "b", "花, blossom")
+    made = torchvision.datasets.FakeData(6, image_size=(3, 2, 2), num_classes=3)
+    assert labels_of(test) == [test.class_names[made[at][1]] for at in range(6)]
+    assert labels_of(part) == [labels_of(test)[at] for at in (4, 1)]
+    assert np.array_equal(np.asarray(part.read(1)), np.asarray(made[1][0]))
 
 
 def test_the_function_is_told_which_split_is_wanted(module: str) -> None:

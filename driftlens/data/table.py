@@ -1,0 +1,129 @@
+"""CSV, TSV and Parquet files that list images by path, with their labels."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from driftlens.access import Access
+from driftlens.data.image_folder import read_image
+from driftlens.data.sources import (
+    PATHS_HINT,
+    Split,
+    SplitView,
+    data_sources,
+    listed_classes,
+    named,
+    refused,
+    require_column,
+)
+from driftlens.errors import DataError
+
+if TYPE_CHECKING:
+    from driftlens.spec.data import TableData
+
+_SHOWN = 3
+"""How many of many paths a message lists."""
+
+
+@data_sources.register("table")
+def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
+    """The images that a split's rows name; ids are the paths as they stand there, relative ones to the file's folder.
+
+    Labels are text, or numbers that index `classes`; a split that serves no accuracy may lack their column.
+
+    Raises:
+        DataError: the file can't be read, a column or an image is missing, a row is incomplete or a path occurs twice.
+    """
+    value = getattr(entry, split)
+    file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
+    wanted = {"image": entry.image, "label": entry.label, "split": entry.split if entry.file else None}
+    columns = _columns(file, wanted.values())
+    if split != "test" and entry.label not in columns:
+        del wanted["label"]
+    for key, column in wanted.items():
+        if column is not None:
+            require_column(column, columns, key, str(file))
+    rows: Sequence[int] = range(len(columns[entry.image]))
+    if entry.file:
+        splits = [str(found) for found in columns[entry.split]]
+        rows = [row for row in rows if splits[row] == value]
+    if not rows:
+        there = f"; the column {entry.split!r} holds {', '.join(sorted(set(splits)))}" if entry.file else ""
+        raise DataError(f"{where}: no rows{there}", hint="Every task needs samples in each split.")
+    paths = _paths([columns[entry.image][row] for row in rows], file.parent, where)
+    label = wanted.get("label")
+    labels = [] if label is None else [columns[label][row] for row in rows]
+    names, class_names = _labels(labels, listed_classes(entry.classes), where)
+    return SplitView(
+        origin=f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve()),
+        ids=tuple(paths),
+        class_names=class_names,
+        label=lambda position: names[position] if names else None,
+        read=lambda position: read_image(file.parent / paths[position]),
+    )
+
+
+def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]:
+    """Columns of a file by name, of Parquet only those wanted (the others are empty)."""
+    unreadable = refused(f"{file}: can't be read", PATHS_HINT, OSError)
+    damaged = refused(f"{file}: no table", "Save it as CSV, TSV or Parquet.", csv.Error, ValueError)
+    with unreadable, damaged:
+        if file.suffix.lower() in (".parquet", ".pq"):
+            from pyarrow.parquet import ParquetFile
+
+            with ParquetFile(file) as table:
+                names = table.schema_arrow.names
+                found = table.read(columns=[name for name in names if name in wanted])
+            return {name: [] for name in names} | found.to_pydict()
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            reader = csv.DictReader(
+                text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",", strict=True
+            )
+            rows, names = list(reader), list(reader.fieldnames or ())
+    for row in rows:
+        if None in row:
+            raise DataError(
+                f"{file}: the row {list(row.values())} is longer than the header",
+                hint="Put text with commas in quotes.",
+            )
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _paths(found: Sequence[Any], folder: Path, where: str) -> list[str]:
+    """Paths of images that are all there, each once."""
+    odd = [path for path in found if not isinstance(path, str) or not path]
+    if odd:
+        raise DataError(
+            f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
+            hint="Images themselves can't stand in the table; a data set that holds them is of kind hf.",
+        )
+    twice = [path for path, count in Counter(found).items() if count > 1]
+    if twice:
+        raise DataError(f"{where}: {_few(twice)} occurs more than once", hint="Name every image once.")
+    missing = [path for path in found if not (folder / path).is_file()]
+    if missing:
+        raise DataError(
+            f"{where}: {len(missing)} of {len(found)} images are not there: {_few(missing)}",
+            hint=f"Relative paths are resolved against {folder}.",
+        )
+    return list(found)
+
+
+def _few(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
+
+
+def _labels(
+    values: Sequence[Any], known: tuple[str, ...] | None, where: str
+) -> tuple[list[str | None], tuple[str, ...] | None]:
+    odd = next((value for value in values if value is not None and not isinstance(value, int | str)), None)
+    if odd is not None:
+        raise DataError(
+            f"{where}: the label {odd!r} is neither text nor a whole number",
+            hint="Cast the column of labels.",
+        )
+    return named([None if value == "" else value for value in values], known, where)

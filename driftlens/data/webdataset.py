@@ -1,0 +1,152 @@
+"""Tar files in the manner of webdataset: files that share a name up to its first dot are one sample."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from driftlens.access import Access
+from driftlens.data.image_folder import SUFFIXES, check_names, read_image
+from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, listed_classes, named, refused
+from driftlens.errors import DataError
+
+if TYPE_CHECKING:
+    from driftlens.spec.data import WebdatasetData
+
+_LONGEST_LABEL = 2**20
+"""Bytes of a label; more are no label, and are not read."""
+
+
+class _Sample(NamedTuple):
+    """Where an image's bytes lie in a tar file, and what its label says."""
+
+    name: str
+    shard: Path
+    offset: int
+    size: int
+    label: int | str | None
+
+
+@data_sources.register("webdataset")
+def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> SplitView:
+    """The samples of a split's tar files, in their order; ids are a file's name and the sample's key in it.
+
+    Headers and labels are read once, an image when it is asked for, from its place in the file. Nothing is unpacked,
+    and members that are no plain files (links, devices) are not followed.
+
+    Raises:
+        DataError: no tar files, a damaged one, a sample without image or with several, a label that can't be read.
+    """
+    place = getattr(entry, split)
+    samples = [sample for shard in _shards(Path(place)) for sample in _samples(shard, entry)]
+    labels = [sample.label for sample in samples]
+    if not samples or (split == "test" and entry.label and not any(label is not None for label in labels)):
+        missing = f"with a member .{entry.label}" if samples else "with an image"
+        raise DataError(
+            f"{place}: no sample {missing}",
+            hint="Name the members as `image: ENDING` and `label: ENDING`; `label: null` is for data without labels.",
+        )
+    names, class_names = named(labels, listed_classes(entry.classes), place)
+
+    def read(position: int) -> Any:
+        sample = samples[position]
+        with refused(f"{sample.shard}: can't be read", PATHS_HINT, OSError), sample.shard.open("rb") as file:
+            file.seek(sample.offset)
+            return read_image(io.BytesIO(file.read(sample.size)), sample.name)
+
+    return SplitView(
+        origin=str(Path(place).resolve()),
+        ids=tuple(sample.name for sample in samples),
+        class_names=class_names,
+        label=lambda position: names[position],
+        read=read,
+    )
+
+
+def _shards(place: Path) -> list[Path]:
+    """The tar file itself, those of a folder, or those that a pattern matches."""
+    if place.is_file():
+        return [place]
+    found = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
+    if not found:
+        raise DataError(
+            f"{place}: no tar files",
+            hint=f"Name a folder of them, one, or a pattern such as train-*.tar. {PATHS_HINT}",
+        )
+    return found
+
+
+def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
+    endings = [f".{entry.image.lower()}"] if entry.image else SUFFIXES
+    wanted = (entry.label or "").lower()
+    groups: dict[str, dict[str, tarfile.TarInfo]] = {}
+    labels: dict[str, bytes] = {}
+    hint = "Write it anew; of tar.gz files only the unpacked tar can be read at any place."
+    with (
+        refused(f"{shard}: no tar file, or damaged", hint),
+        tarfile.open(shard, "r:") as tar,
+    ):
+        for member in tar:
+            if member.size < 0:  # which would lead tarfile round in circles
+                raise DataError(f"{shard}: {member.name} has {member.size} bytes", hint=hint)
+            folder, slash, base = member.name.rpartition("/")
+            stem, _, ending = base.partition(".")
+            if not (member.isreg() and stem and ending) or member.issparse():
+                continue
+            key, ending = f"{folder}{slash}{stem}", ending.lower()
+            members = groups.setdefault(key, {})
+            if ending in members:
+                raise DataError(
+                    f"{shard}: {member.name} occurs twice", hint="Every sample needs a key of its own."
+                )
+            members[ending] = member
+            if ending == wanted:
+                labels[key] = _content(tar, member)
+        # tarfile takes whatever it can't read for the end.
+        assert tar.fileobj is not None
+        tar.fileobj.seek(tar.offset)
+        if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
+            raise DataError(f"{shard}: damaged behind byte {tar.offset}", hint=hint)
+    check_names(groups)
+    for key, members in groups.items():
+        where = f"{shard.name}/{key}"
+        images = [ending for ending in members if f".{ending}" in endings]
+        if len(images) == 1:
+            member = members[images[0]]
+            label = _label(labels[key], entry, where) if key in labels else None
+            yield _Sample(where, shard, member.offset_data, member.size, label)
+        elif images or key in labels:
+            raise DataError(
+                f"{where}: its images are {', '.join(images) or 'none'}, among {', '.join(members)}",
+                hint="Each sample has one; `image: ENDING` says which. Links in a tar file are not followed.",
+            )
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    stream = tar.extractfile(member)  # a plain file's bytes; nothing is written
+    assert stream is not None
+    if member.size > _LONGEST_LABEL:
+        raise DataError(
+            f"{tar.name!s}: the label {member.name} has {member.size} bytes", hint="Name another member."
+        )
+    return stream.read()
+
+
+def _label(content: bytes, entry: WebdatasetData, where: str) -> int | str | None:
+    """Text as it is; of JSON the value, or of an object that under `key`."""
+    hint = f"Its member .{entry.label} must be UTF-8 text, or JSON where it ends so."
+    with refused(f"{where}: the label can't be read", hint, ValueError, RecursionError):
+        text = content.decode("utf-8-sig").strip()
+        value = json.loads(text) if str(entry.label).endswith("json") else text or None
+    if isinstance(value, dict):
+        value = value.get(entry.key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
+        raise DataError(
+            f"{where}: the label {str(value)[:40]!r} is neither text nor a whole number",
+            hint="In a JSON object `key: KEY` says where it stands.",
+        )
+    return value

@@ -1,0 +1,174 @@
+"""Tables of paths and labels: CSV, TSV and Parquet, one file per split or one with a column of splits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from driftlens.access import Access
+from driftlens.data.sources import Split, SplitView
+from driftlens.data.table import open_table
+from driftlens.data.task_data import open_task_data
+from driftlens.errors import DataError
+from driftlens.spec import load_spec
+from driftlens.spec.data import DataDefaults
+from tests.data.sources import entry_of, images, labels_of, opened, shades, write_images
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Seven images, their shades as their names."""
+    return write_images(tmp_path / "images 花", {f"{at}.png": at for at in range(7)}).parent
+
+
+def written(file: Path, text: str) -> str:
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def one_file(folder: Path, text: str, name: str = "rows.csv", **values: Any) -> dict[str, Any]:
+    file = written(folder / name, text)
+    return {"kind": "table", "calibration": file, "test": file, **values}
+
+
+def read(view: SplitView) -> list[int]:
+    return shades([view.read(position) for position in range(len(view))])
+
+
+def test_relative_paths_start_at_the_file_and_labels_are_text(folder: Path) -> None:
+    text = f'\ufefflabel,more,path\n"a, ""b""",,images 花/3.png\n花,x,{folder / "images 花/1.png"}\n'
+    view = images(**one_file(folder, text))
+    assert view.ids == ("images 花/3.png", str(folder / "images 花/1.png"))
+    assert read(view) == [3, 1]
+    assert (labels_of(view), view.class_names) == (['a, "b"', "花"], ('a, "b"', "花"))
+
+
+def test_one_file_may_hold_all_splits_under_any_names(folder: Path) -> None:
+    rows = "".join(f"images 花/{at}.png\t{at % 2}\t{at // 3}\n" for at in range(7))
+    file = written(folder / "all.TSV", f"file\tclass\tfold\n{rows}")
+    entry = {"kind": "table", "file": file, "split": "fold", "image": "file", "label": "class"}
+    entry |= {"calibration": "0", "test": "1", "diagnosis": "2", "classes": ["even", "odd"]}
+    splits: tuple[Split, ...] = ("calibration", "test", "diagnosis")
+    views = {split: open_table(entry_of(**entry), split, Access()) for split in splits}  # type: ignore[arg-type]
+    assert [read(view) for view in views.values()] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert labels_of(views["test"]) == ["odd", "even", "odd"]
+    assert len({view.origin for view in views.values()}) == 3
+    with pytest.raises(DataError, match=r"no rows; the column 'fold' holds 0, 1, 2"):
+        open_table(entry_of(**entry | {"test": "test"}), "test", Access())  # type: ignore[arg-type]
+
+
+def test_values_of_the_column_of_splits_are_no_paths(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    spec = {
+        "version": 1,
+        "architecture": {"loader": "open-clip", "source": "any"},
+        "merged": {"weights": "org/merged"},
+        "experts": {"t": {"weights": "org/expert"}},
+        "data": {"t": {"kind": "table", "file": "all.csv", "calibration": "train", "test": "test"}},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(spec))
+    resolved = load_spec(tmp_path / "run.yaml")
+    entry = resolved.as_dict()["data"]["t"]
+    assert (entry["file"], entry["calibration"]) == (str(tmp_path / "all.csv"), "train")
+    assert load_spec(resolved.as_dict()) == resolved
+    del spec["data"]["t"]["file"]
+    (tmp_path / "run.yaml").write_text(json.dumps(spec))
+    assert load_spec(tmp_path / "run.yaml").as_dict()["data"]["t"]["calibration"] == str(tmp_path / "train")
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "names", "class_names"),
+    [
+        pytest.param([2, 0], ["a", "b", "c"], ["c", "a"], ["a", "b", "c"], id="numbers index the classes"),
+        pytest.param(["2", "0"], ["a", "b", "c"], ["c", "a"], ["a", "b", "c"], id="so they do as text"),
+        pytest.param(["2", "0"], ["2", "1", "0"], ["2", "0"], ["2", "1", "0"], id="unless they are names"),
+        pytest.param([10, 9], None, ["10", "9"], ["9", "10"], id="without classes they are names, in order"),
+        pytest.param(["10", "9"], None, ["10", "9"], ["9", "10"], id="as text too"),
+        pytest.param(["x", None], None, ["x", None], ["x"], id="a row without label"),
+    ],
+)
+def test_numbers_and_names_in_parquet(
+    folder: Path, labels: list[Any], classes: list[str] | None, names: list[str], class_names: list[str]
+) -> None:
+    file = folder / "rows.parquet"
+    rows = pd.DataFrame({"path": ["images 花/5.png", "images 花/2.png"], "label": labels, "x": [b"", b""]})
+    rows.to_parquet(file)
+    view = images(kind="table", calibration=str(file), test=str(file), classes=classes)
+    assert read(view) == [5, 2]
+    assert (labels_of(view), list(view.class_names or ())) == (names, class_names)
+
+
+def test_classes_may_stand_in_a_file(folder: Path) -> None:
+    names = written(folder / "names.json", '["a", "花"]')
+    view = images(**one_file(folder, "path,label\nimages 花/1.png,1\n", classes=names))
+    assert labels_of(view) == ["花"]
+
+
+def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path) -> None:
+    test = written(folder / "test.csv", "path,label\nimages 花/1.png,a\nimages 花/2.png,b\n")
+    bare = written(folder / "bare.csv", "path\nimages 花/3.png\nimages 花/4.png\n")
+
+    def made(calibration: str) -> Any:
+        entry = entry_of(kind="table", calibration=calibration, test=test)
+        return open_task_data(
+            "t", entry, DataDefaults(n=1, n_diagnosis=1), len, reads="image", access=Access()
+        )
+
+    data = made(bare)
+    assert (data.calibration.labels, set(data.test.labels)) == (None, {"a", "b"})
+    assert data.class_names == ("a", "b")
+    assert not set(made(test).calibration.ids) & set(made(test).test.ids), "one origin, kept apart"
+    with pytest.raises(DataError, match="no column 'label'; there are path") as caught:
+        opened(kind="table", calibration=test, test=bare)
+    assert "`label: COLUMN`" in caught.value.hint
+    assert labels_of(images(kind="table", calibration=bare, test=bare, label=None)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            "path,label\nimages 花/1.png,a\nimages 花/9.png,a\n", "1 of 2 images are not there: ", id="gone"
+        ),
+        pytest.param(
+            "path,label\nimages 花/1.png,a\nimages 花/1.png,b\n", "1.png occurs more than once", id="twice"
+        ),
+        pytest.param(
+            "path,label\nimages 花/1.png,a, b\n", "is longer than the header", id="comma in a label"
+        ),
+        pytest.param("path,label\n", "no rows", id="only a header"),
+        pytest.param("path,label\n,a\n", "a path is str ''", id="no path"),
+        pytest.param("Path,label\nx,a\n", "no column 'path'; there are Path, label", id="another column"),
+        pytest.param("", "no column 'path'", id="empty"),
+        pytest.param('path,label\n"x,a\n', "no table", id="open quote"),
+    ],
+)
+def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(**one_file(folder, text))
+    assert message in caught.value.message
+    assert "rows.csv" in caught.value.message
+    assert caught.value.hint
+
+
+def test_files_of_another_kind_are_refused(folder: Path) -> None:
+    pd.DataFrame({"path": [b"png"], "label": [0.5]}).to_parquet(folder / "x.parquet")
+    (folder / "damaged.pq").write_bytes(b"PAR1")
+    (folder / "utf16.csv").write_bytes("path,label\nä,b\n".encode("utf-16"))
+    for name, message in {
+        "x.parquet": "a path is bytes",
+        "damaged.pq": "no table",
+        "utf16.csv": "no table",
+        "none.csv": "can't be read",
+        "none.parquet": "can't be read",
+    }.items():
+        with pytest.raises(DataError) as caught:
+            opened(kind="table", calibration=str(folder / name), test=str(folder / name))
+        assert name in caught.value.message and message in caught.value.message
+    pd.DataFrame({"path": ["images 花/1.png"], "label": [0.5]}).to_parquet(folder / "x.parquet")
+    with pytest.raises(DataError, match=r"the label 0\.5 is neither text nor a whole number"):
+        opened(kind="table", calibration="x", test=str(folder / "x.parquet"))

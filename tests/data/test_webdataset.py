@@ -1,0 +1,197 @@
+"""Tar files of samples: grouped by key, indexed once, read where they lie, never unpacked."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from driftlens.data.sources import SplitView
+from driftlens.errors import DataError
+from tests.data.sources import colour, images, labels_of, opened, shades
+
+
+def picture(shade: int, form: str = "PNG") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(colour(shade)).save(stream, form)
+    return stream.getvalue()
+
+
+def shard(file: Path, members: Mapping[str, bytes], *extra: tarfile.TarInfo) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        for info in extra:
+            tar.addfile(info)
+    return str(file)
+
+
+def sample(key: str, shade: int, label: bytes = b"0", ending: str = "cls") -> dict[str, bytes]:
+    return {f"{key}.png": picture(shade), f"{key}.{ending}": label}
+
+
+def entry(place: Path | str, **values: Any) -> dict[str, Any]:
+    return {"kind": "webdataset", "calibration": str(place), "test": str(place), **values}
+
+
+def read(view: SplitView) -> list[int]:
+    return shades([view.read(position) for position in range(len(view))])
+
+
+def test_members_with_one_key_are_one_sample_wherever_they_stand(tmp_path: Path) -> None:
+    first = {"d/a.b/0.PNG": picture(1), "1.jpeg.png": b"no image", "1.cls": b"1\n", "dataset.json": b"{}"}
+    first |= {"1.webp": picture(2, "WEBP"), "d/a.b/0.cls": b" 0 ", "._1.png": b"a Mac's", "d/x": b"no ending"}
+    shard(tmp_path / "花-0.tar", first)
+    shard(tmp_path / "花-1.tar", sample("1", 3, b"2"))
+    (tmp_path / "notes.txt").write_text("no shard")
+    view = images(**entry(tmp_path, classes=["a", "b", "花"]))
+    assert view.ids == ("花-0.tar/d/a.b/0", "花-0.tar/1", "花-1.tar/1")
+    assert read(view)[::2] == [1, 3]
+    assert (labels_of(view), view.class_names) == (["a", "b", "花"], ("a", "b", "花"))
+    for place, ids in (("花-1.tar", view.ids[2:]), ("花-*.tar", view.ids)):
+        assert images(**entry(tmp_path / place)).ids == ids
+
+
+@pytest.mark.parametrize(
+    ("label", "content", "names"),
+    [
+        ("txt", "花\n".encode(), ["花"]),
+        ("json", b'{"label": 1, "x": 0}', ["b"]),
+        ("json", b'"b"', ["b"]),
+        ("META.json", b'{"label": "x"}', ["x"]),
+        ("json", b'{"x": 1}', [None]),
+    ],
+)
+def test_labels_are_text_or_json(tmp_path: Path, label: str, content: bytes, names: list[str | None]) -> None:
+    members = sample("0", 1, content, label.lower()) | sample(
+        "1", 2, b'{"label": 0}' if names == [None] else content, label.lower()
+    )
+    view = images(**entry(shard(tmp_path / "0.tar", members), label=label, classes=["a", "b"]))
+    assert labels_of(view)[:1] == names
+
+
+def test_the_key_of_json_labels_and_the_ending_of_images_are_chosen(tmp_path: Path) -> None:
+    members = {
+        "0.png": picture(1),
+        "0.mask.png": picture(9),
+        "0.seg.png": picture(7),
+        "0.json": b'{"name": "x"}',
+    }
+    view = images(**entry(shard(tmp_path / "0.tar", members), label="json", key="name", image="seg.png"))
+    assert (labels_of(view), read(view)) == (["x"], [7])
+
+
+def test_calibration_needs_no_labels(tmp_path: Path) -> None:
+    bare = shard(tmp_path / "0.tar", {"0.png": picture(1)})
+    assert labels_of(images("calibration", **entry(bare))) == [None]
+    assert labels_of(images(**entry(bare, label=None))) == [None]
+    with pytest.raises(DataError, match=r"no sample with a member \.cls"):
+        opened(**entry(bare))
+
+
+def test_hostile_members_are_neither_followed_nor_written(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(picture(66))
+    kinds = {
+        "0.png": tarfile.SYMTYPE,
+        "1.png": tarfile.LNKTYPE,
+        "2.png": tarfile.CHRTYPE,
+        "3.png": tarfile.FIFOTYPE,
+    }
+    hostile = []
+    for name, kind in kinds.items():
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, str(tmp_path / "secret.png")
+        hostile.append(info)
+    plain = sample("/etc/evil", 5) | sample("../../up", 6)
+    before = sorted(tmp_path.rglob("*"))
+    file = shard(tmp_path / "shards/x.tar", plain, *hostile)
+    view = images(**entry(file))
+    assert view.ids == ("x.tar//etc/evil", "x.tar/../../up")
+    assert read(view) == [5, 6]
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "shards", Path(file)])
+    assert not Path("/etc/evil.png").exists()
+    with pytest.raises(DataError, match=r"x\.tar/0: its images are none, among cls") as caught:
+        opened(**entry(shard(tmp_path / "x.tar", {"0.cls": b"1"}, *hostile)))
+    assert "not followed" in caught.value.hint
+
+
+def test_postscript_in_disguise_is_no_image(tmp_path: Path) -> None:
+    """Pillow would start Ghostscript for it."""
+    view = images(**entry(shard(tmp_path / "0.tar", {"0.png": picture(1, "EPS"), "0.cls": b"0"})))
+    with pytest.raises(DataError, match=r"0\.tar/0: the image can't be read: it is PostScript"):
+        view.read(0)
+
+
+def negative() -> bytes:
+    """A header whose size leads back to itself."""
+    info = tarfile.TarInfo("0.png")
+    info.size = -tarfile.BLOCKSIZE
+    return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+
+
+@pytest.mark.parametrize("damage", ["cut in a member", "a damaged header", "compressed", "negative", "text"])
+def test_a_damaged_file_is_refused_whole(tmp_path: Path, damage: str) -> None:
+    file = Path(shard(tmp_path / "0.tar", sample("0", 1) | sample("1", 2)))
+    whole = file.read_bytes()
+    with tarfile.open(file) as tar:
+        second = tar.getmember("1.png")
+    damaged = {
+        "cut in a member": whole[: second.offset_data + 10],
+        "a damaged header": whole[: second.offset] + b"\xff" * 300 + whole[second.offset + 300 :],
+        "compressed": gzip.compress(whole),
+        "negative": negative(),
+        "text": b"images\n" * 100,
+    }
+    file.write_bytes(damaged[damage])
+    with pytest.raises(DataError, match=r"0\.tar"):
+        opened(**entry(file))
+
+
+def test_an_image_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    file = Path(shard(tmp_path / "0.tar", {"0.png": b"no image", "0.cls": b"0"} | sample("1", 2)))
+    view = images(**entry(file))
+    with pytest.raises(DataError, match=r"0\.tar/0: the image can't be read"):
+        view.read(0)
+    assert read(SplitView("", ("1",), None, view.label, lambda _: view.read(1))) == [2]
+    file.unlink()
+    with pytest.raises(DataError, match="can't be read"):
+        view.read(1)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        pytest.param({"0.txt": b"x"}, "no sample with an image", id="no image"),
+        pytest.param(sample("0", 1) | {"0.jpg": b""}, "its images are png, jpg", id="two images"),
+        pytest.param(sample("0", 1) | {"0.PNG": b""}, "0.PNG occurs twice", id="one member twice"),
+        pytest.param(sample("0", 1, b"\xff"), "the label can't be read", id="no UTF-8"),
+        pytest.param(sample("0", 1, b"0" * 2**21), "has 2097152 bytes", id="a long label"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(**entry(shard(tmp_path / "0.tar", members)))
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b"[" * 10**5, b"{", b"1.5", b"true", b'{"label": [1]}'])
+def test_json_that_is_no_label_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(DataError, match=r"0\.tar/0: the label"):
+        opened(**entry(shard(tmp_path / "0.tar", sample("0", 1, content, "json")), label="json"))
+
+
+def test_no_tar_files_are_refused(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "train-*.tar", tmp_path / "gone.tar"):
+        with pytest.raises(DataError, match="no tar files") as caught:
+            opened(**entry(place))
+        assert "train-*.tar" in caught.value.hint

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from driftlens.errors import IncompatibleModelsError
+from driftlens.models.refusals import LIVE, family_of_keys
 from driftlens.models.sources import Composed, StateSource, TensorHeader, renamed
 
 
@@ -37,16 +38,20 @@ def tower_prefix(keys: Collection[str], layout: KeyLayout, name: str) -> str:
         if found is not None:
             raise IncompatibleModelsError(
                 f"{name} holds {what} (key {found!r})",
-                hint="Supported towers are the vision transformers of CLIP, from open_clip and transformers.",
+                hint=family[2] if (family := family_of_keys([found])) else LIVE,
                 key=found,
             )
     anchors = [key for key in keys if f".{key}".endswith(f".{layout.anchor}")]
     if len(anchors) != 1:
         several = f"{len(anchors)} keys that end in" if anchors else "no key that ends in"
-        raise IncompatibleModelsError(
-            f"{name} has {several} {layout.anchor!r}; expected one image tower",
-            hint="Check `architecture.loader`, and that the file holds the weights of one CLIP.",
+        family = None if anchors else family_of_keys(keys)
+        looks = f"; it looks like {family[0]} (key {family[1]!r})" if family else "; expected one image tower"
+        hint = (
+            family[2]
+            if family
+            else "Check `architecture.loader`, and that the file holds the weights of one model."
         )
+        raise IncompatibleModelsError(f"{name} has {several} {layout.anchor!r}{looks}", hint=hint)
     return anchors[0].removesuffix(layout.anchor)
 
 
@@ -97,6 +102,24 @@ def aligned(
         )
     places = {key: (source, stored) for key, stored in mapping.items()}
     return Composed(source.name, {**places, projection: (aligned(fallback, wanted, layout), projection)})
+
+
+def beside_tower(keys: Collection[str], layout: KeyLayout, name: str) -> dict[str, str]:
+    """What a whole model holds beside its image tower, text tower and scale: key without a wrapper's prefix -> key.
+
+    Raises:
+        IncompatibleModelsError: see `tower_prefix`.
+    """
+    prefix = tower_prefix(keys, layout, name)
+    if not prefix.endswith(layout.tower):
+        return {}  # a tower alone
+    wrapper = prefix.removesuffix(layout.tower)
+    inside = (prefix, wrapper + layout.projection)
+    return {
+        key.removeprefix(wrapper): key
+        for key in keys
+        if key.startswith(wrapper) and not key.startswith(inside)
+    }
 
 
 def _projection(keys: Collection[str], prefix: str, layout: KeyLayout) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.errors import SpecError
 from driftlens.models.alignment import KeyLayout
 from driftlens.models.architecture import (
     Architecture,
@@ -29,6 +29,7 @@ from driftlens.models.architecture import (
 from driftlens.models.chain import adapters
 from driftlens.models.loading import read_config
 from driftlens.models.preprocessing import hf_preprocess
+from driftlens.models.refusals import require_plain, wrong_family
 from driftlens.models.sources import StateSource
 from driftlens.models.vit import ClipViT, Names, scrambled
 
@@ -114,10 +115,14 @@ def load_hf_clip(source: str, offline: bool) -> Architecture:
     """
     config = read_config(source, "config.json", offline=offline)
     if config is None:
+        other = read_config(source, "open_clip_config.json", offline=True)
+        if other is not None:
+            raise wrong_family(other, source, "a CLIP of transformers")
         raise SpecError(
             f"{source} has no config.json{' in the local cache' if offline else ''}",
             hint="Give a folder of save_pretrained or a Hub id; open_clip's need the loader open-clip.",
         )
+    require_plain(config, source)
     skeleton = _skeleton(config, source)
     size = skeleton.config.image_size
     processor = read_config(source, "preprocessor_config.json", offline=offline)
@@ -147,10 +152,7 @@ def _skeleton(config: dict[str, Any], source: str) -> Any:
     elif kind == "clip_vision_model":
         vision = config
     else:
-        raise IncompatibleModelsError(
-            f"{source} is a {kind} model ({', '.join(named) or 'no architecture named'}), expected CLIP",
-            hint="Supported are CLIPModel, CLIPVisionModel and CLIPVisionModelWithProjection.",
-        )
+        raise wrong_family(config, source, "a CLIP of transformers")
     tower = CLIPVisionModel if "CLIPVisionModel" in named else CLIPVisionModelWithProjection
 
     def build() -> Any:

@@ -5,6 +5,7 @@ Checkpoints are opened without reading them, and never unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 from driftlens.errors import CheckpointError, SpecError
 from driftlens.models.lora import is_lora_folder, lora_source
+from driftlens.models.refusals import require_unquantised
 from driftlens.models.sources import StateSource
 from driftlens.models.weight_files import conversion, open_file, open_folder
 
@@ -60,6 +62,7 @@ def open_checkpoint(
 
 def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if not is_lora_folder(folder):
+        _require_plain_folder(folder)
         return open_folder(folder)
     if base is None:
         raise CheckpointError(
@@ -68,6 +71,18 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
             source=str(folder),
         )
     return lora_source(base, folder)
+
+
+def _require_plain_folder(folder: pathlib.Path) -> None:
+    """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
+    with contextlib.suppress(CheckpointError):  # a broken configuration may be that of nobody's concern
+        config = folder / "config.json"
+        require_unquantised(read_json(config) if config.is_file() else {}, str(folder))
+    files = sorted(
+        entry for entry in folder.iterdir() if entry.suffix.lower() in (*_READABLE, *_REFUSED, *_PICKLES)
+    )
+    if files and not any(file.suffix.lower() in _READABLE for file in files):
+        _require_readable(files[0])
 
 
 def _require_readable(path: pathlib.Path) -> None:

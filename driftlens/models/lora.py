@@ -50,6 +50,16 @@ def is_lora_folder(folder: pathlib.Path) -> bool:
     return (folder / _CONFIG).is_file()
 
 
+def named_base(folder: pathlib.Path) -> tuple[str, str]:
+    """The model that adapters were trained on, as their configuration names it, and its revision; empty where unsaid.
+
+    Raises:
+        CheckpointError: the configuration can't be read, or means more than plain LoRA.
+    """
+    config = _config(folder)
+    return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
+
+
 def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSource:
     """The base with the adapters in `folder` merged in: base + scaling * B @ A, computed as it is read.
 
@@ -151,7 +161,7 @@ def _updates(
         alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         shape = (adapters.headers[up].shape[0], adapters.headers[down].shape[1])
-        key = _weight_key(base, f"{module}.weight", shape[::-1] if transposed else shape, folder)
+        key = _weight_key(base, f"{module}.weight", shape[::-1] if transposed else shape, folder, config)
         if key in updates:
             raise _refusal(folder, f"two adapters fit {key!r} of {base.name}")
         updates[key] = _Update(down, up, scaling, transposed)
@@ -192,7 +202,9 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
     return default
 
 
-def _weight_key(base: StateSource, wanted: str, shape: tuple[int, int], folder: pathlib.Path) -> str:
+def _weight_key(
+    base: StateSource, wanted: str, shape: tuple[int, int], folder: pathlib.Path, config: Mapping[str, Any]
+) -> str:
     """The one key of `base` that ends like `wanted` (or `wanted` like it) and has its shape."""
     candidates = [
         key
@@ -210,7 +222,8 @@ def _weight_key(base: StateSource, wanted: str, shape: tuple[int, int], folder: 
     raise _refusal(
         folder,
         f"the adapter of {wanted!r} {list(shape)} fits no weight of {base.name}{near}",
-        "Name the base that these adapters were trained on.",
+        "Name the base that these adapters were trained on"
+        + (f": {named}." if (named := config.get("base_model_name_or_path")) else "."),
     )
 
 

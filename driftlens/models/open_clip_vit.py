@@ -30,6 +30,7 @@ from driftlens.models.architecture import (
 from driftlens.models.chain import Slot, adapters
 from driftlens.models.loading import read_config, read_json
 from driftlens.models.preprocessing import open_clip_preprocess
+from driftlens.models.refusals import LIVE, wrong_family
 from driftlens.models.sources import StateSource
 from driftlens.models.vit import ClipViT, Names, Pooling, scrambled
 
@@ -178,6 +179,9 @@ def _config(source: str, offline: bool) -> dict[str, Any]:
         )
     config = read_config(place, CONFIG_FILE, offline=offline)
     if config is None:
+        other = read_config(place, "config.json", offline=True)
+        if other is not None:
+            raise wrong_family(other, source, "a model of open_clip")
         raise SpecError(
             f"{source} has no {CONFIG_FILE}{' in the local cache' if offline else ''}",
             hint="Give a model name or a model_config.json; folders of transformers need the loader hf-clip.",
@@ -195,7 +199,7 @@ def _skeleton(config: dict[str, Any], source: str) -> Any:
     if timm:  # refused before it is built: that may want the network
         raise IncompatibleModelsError(
             f"the image tower of {source} is a timm trunk ({timm}), not open_clip's own vision transformer",
-            hint="Supported are the ViT models of OpenAI, LAION and DataComp, among others.",
+            hint=f"Supported are the ViT models of OpenAI, LAION and DataComp, among others. {LIVE}",
         )
     # Text towers may want the network too; the image tower doesn't depend on them.
     alone = {**config, "text_cfg": _SMALLEST_TEXT, "custom_text": False}

@@ -34,6 +34,7 @@ from driftlens.models.chain import (
     State,
     Tap,
 )
+from driftlens.models.refusals import LIVE
 
 Activation = Callable[[Tensor], Tensor]
 Pooling = Literal["cls", "patch_mean"]
@@ -265,7 +266,7 @@ class ClipViT(ABC):
         if reason is not None:
             raise IncompatibleModelsError(
                 f"this model of {self.library} can't be taken apart: {reason}",
-                hint=f"Supported are {self.supported}.",
+                hint=f"Supported are {self.supported}. {LIVE}",
             )
         tower, prefix = self._tower(module)
         names, stem_norm = self.names, self.names.stem_norm

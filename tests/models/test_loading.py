@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from driftlens.errors import CheckpointError, NumericsError
+from driftlens.errors import CheckpointError, IncompatibleModelsError, NumericsError
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.sources import StateSource, check_finite, content_digest, module_source, renamed
 
@@ -357,11 +357,30 @@ def test_a_safetensors_file_without_tensors_is_refused(tmp_path: pathlib.Path) -
 
 
 def test_a_folder_without_weights_says_what_is_there(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "tf_model.h5").write_bytes(b"")
+    (tmp_path / "notes.md").write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=r"holds no weights; there is tf_model\.h5\nWanted is one of model"
+        CheckpointError, match=r"holds no weights; there is notes\.md\nWanted is one of model"
     ):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tf_model.h5", "model-Q4_K_M.gguf", "last.ckpt"])
+def test_a_folder_of_weights_in_another_form_is_refused_as_that(name: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match=f"{name} is .*weights are read from .safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_quantised_folders_are_refused_before_their_weights_are_opened(tmp_path: pathlib.Path) -> None:
+    from transformers import BitsAndBytesConfig, CLIPConfig
+
+    config = CLIPConfig(quantization_config=BitsAndBytesConfig(load_in_4bit=True).to_dict())
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not even a header")
+    with pytest.raises(IncompatibleModelsError, match=r"quantised weights \(bitsandbytes\)") as refusal:
+        open_checkpoint(tmp_path)
+    assert "dequantize" in refusal.value.hint
 
 
 def test_a_missing_shard_is_named(tmp_path: pathlib.Path, weights: Weights) -> None:

@@ -104,6 +104,33 @@ def test_an_expert_that_needs_a_broken_base_is_not_blamed(world: World, tmp_path
     assert "needs the base" in found(result, "notice", "expert of flowers").text
 
 
+def test_parameters_that_no_site_covers_are_named_with_their_share(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    """LayerScale, which open_clip's own module multiplies by and no calibrator solves for."""
+    import open_clip
+
+    vision = {**MODEL["vision_cfg"], "ls_init_value": 0.1}
+    scaled = {**MODEL, "vision_cfg": vision}
+    (tmp_path / "scaled.json").write_text(json.dumps(scaled))
+    weights = {"weights": str(tmp_path / "scaled.safetensors")}
+    state = open_clip.CLIP(**scaled).state_dict()
+    save_file(state, tmp_path / "scaled.safetensors")
+    architecture = {"loader": "open-clip", "source": str(tmp_path / "scaled.json")}
+    spec = world.one_task(architecture=architecture, base=weights, experts={"flowers": weights})
+    blocks = {name: value.numel() for name, value in state.items() if name.startswith("visual.transformer.")}
+    left = sum(count for name, count in blocks.items() if ".ls_" in name)
+    tower = sum(value.numel() for name, value in state.items() if name.startswith("visual."))
+    share = 1 - left / sum(blocks.values())
+    text = found(check(spec), "notice", "sites").text
+    assert f"{share:.1%} of the blocks' parameters" in text
+    assert f"{(sum(blocks.values()) - left) / tower:.1%} of all layers'" in text
+    assert "ls_1.gamma" in text and "ls_2.gamma" in text
+    chosen = {"sites": ["*.mlp.c_fc"], "update": ["linear"]}
+    text = found(check({**spec, "calibration": chosen}), "ok", "sites").text
+    assert f"3 sites hold {3 * 64 * 16 / sum(blocks.values()):.1%} of the blocks'" in text
+
+
 def test_unexpected_errors_are_not_swallowed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError

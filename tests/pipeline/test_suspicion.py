@@ -8,11 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from driftlens.models.sources import StateSource
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.suspicion import Finding
+from driftlens.pipeline.study.opening import open_models
+from driftlens.pipeline.study.suspicion import Finding, suspicions
+from driftlens.spec import load_spec
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.pipeline.world import Weights, World, merged_weights, moved
 
@@ -85,6 +89,55 @@ def test_the_distance_is_that_of_the_noise(world: World, tmp_path: pathlib.Path)
     assert "are 0.25 away from the base" in found(result, "ok", "shared base").text
 
 
+def test_a_few_changed_matrices_count_in_the_whole(world: World, tmp_path: pathlib.Path) -> None:
+    """As adapters leave it: the median sees nothing of what |expert - base| / |base| over all weights sees."""
+    base = world.state("base")
+    weights = {name: value.clone() for name, value in base.items()}
+    weights["visual.transformer.resblocks.1.attn.in_proj_weight"] *= 3
+    weights["visual.transformer.resblocks.1.mlp.c_fc.bias"] += 1
+    tower = [name for name in base if name.startswith("visual.")]
+    apart = sum(float((weights[name].double() - base[name].double()).square().sum()) for name in tower)
+    share = math.sqrt(apart / sum(float(base[name].double().square().sum()) for name in tower))
+    spec = world.one_task(experts={"flowers": saved(weights, tmp_path / "x.safetensors")})
+    text = found(check(spec), "ok", "shared base").text
+    assert f"are {share:.2f} away from the base" in text
+    assert share > 0.1
+    assert "(median over matrices 0.00)" in text
+    assert f"; 2 of {len(tower)} tensors differ" in text
+
+
+def test_of_large_models_a_bounded_part_is_read(
+    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled = saved(visual(world.state("base"), lambda value: 1.25 * value), tmp_path / "x.safetensors")
+    models = open_models(load_spec(world.one_task(experts={"flowers": scaled})))
+    read: list[int] = []
+
+    class Counted:
+        def __init__(self, source: StateSource) -> None:
+            self.name, self.headers, self._source = source.name, source.headers, source
+
+        def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+            tensor = self._source.read(key, rows)
+            read.append(tensor.numel())
+            return tensor
+
+    counted = {name: Counted(source) for name, source in models.sources.items()}
+    monkeypatch.setattr("driftlens.pipeline.study.suspicion.MOST_READ", 4000)
+    monkeypatch.setattr("driftlens.pipeline.study.suspicion.HELD", 64)
+    (finding,) = suspicions(models.architecture.chain, counted)
+    # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
+    assert "are 0.25 away from the base" in finding.text
+    assert "at least" in finding.text and "first rows" in finding.text
+    widest = 2 * max(
+        torch.Size(header.shape[1:]).numel() for header in models.sources["base"].headers.values()
+    )
+    assert sum(read) <= 4000 + len(read) * widest
+    assert (
+        sum(read) < 2 * sum(torch.Size(h.shape).numel() for h in models.sources["base"].headers.values()) / 3
+    )
+
+
 def check_merged(world: World, tmp_path: pathlib.Path, weights: Weights, **changes: Any) -> Preflight:
     return check(world.spec(merge=None, merged=saved(weights, tmp_path / "merged.safetensors"), **changes))
 
@@ -109,7 +162,19 @@ def test_coefficients_per_task_and_per_matrix_are_recognised(world: World, tmp_p
     layerwise = merge(lambda name: (0.1, 0.4) if "mlp" in name else (0.6, 0.3))
     finding = found_merge(check_merged(world, tmp_path, layerwise))
     assert finding.level == "ok"
-    assert "coefficients 0.10 to 0.60, others in every matrix" in finding.text
+    assert "coefficients 0.10 to 0.60, others in every tensor" in finding.text
+
+
+def test_a_merge_of_what_only_moved_biases_is_recognised(world: World, tmp_path: pathlib.Path) -> None:
+    base, ours = world.state("base"), world.state("flowers")
+    expert = {name: ours[name] if name.endswith("bias") else value for name, value in base.items()}
+    merged = {name: value + 0.4 * (expert[name] - value) for name, value in base.items()}
+    spec = world.one_task(
+        experts={"flowers": saved(expert, tmp_path / "expert.safetensors")},
+        merge=None,
+        merged=saved(merged, tmp_path / "merged.safetensors"),
+    )
+    assert "coefficients 0.40; 0.00% is left" in found_merge(check(spec)).text
 
 
 def test_equal_experts_share_their_coefficient(world: World, tmp_path: pathlib.Path) -> None:

@@ -21,6 +21,7 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     run_phases,
 )
+from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import merge_of, save_merge
 from driftlens.pipeline.study.opening import OpenModels, calibration_settings, open_study
 from driftlens.pipeline.study.reopening import (
@@ -88,7 +89,7 @@ def analyze(
     with writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
-        for finding in suspicions(models.architecture.chain, models.sources):
+        for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
             if finding.level == "notice":
                 writer.notice(finding.text)
         if resolved.merge is not None:

@@ -31,6 +31,7 @@ from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
     Choice,
+    coverage,
     plan_calibration,
     untouched_but_moved,
 )
@@ -311,7 +312,10 @@ def _calibrate(
 def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
     """What a reader should know of a calibration, whatever comes of it."""
     if plan.sites:
-        return untouched_but_moved(study.pool, plan.parameters)
+        pool = study.pool
+        found = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        partial = [f"only a part is calibrated: {found.text()}"] if found.blocks < 1 else []
+        return [*partial, *untouched_but_moved(pool, plan.parameters)]
     if plan.boundaries:
         return ["weights are those of the merged model; what is attached wants to know the task of an input"]
     return [

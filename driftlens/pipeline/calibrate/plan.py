@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SpecError
-from driftlens.models.chain import Layer
+from driftlens.models.chain import Layer, LayerChain
+from driftlens.models.sources import StateSource
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.layout import calibration_folder, calibration_weights
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from driftlens.spec.sections import Calibration
 
 DEFAULT_METHOD = "featcal"
+MOST_NAMED = 4
+"""Names that a sentence lists before it counts the others."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -296,6 +300,85 @@ def _moved(
         start = pool.source(first).read(key)
         if any(not torch.equal(start.double(), pool.source(other).read(key).double()) for other in others):
             yield key
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a model a calibration solves for.
+
+    Attributes:
+        num_sites: that are solved for.
+        blocks: share of the blocks' parameters.
+        whole: share of all layers' parameters, those of stem and head included.
+        left: the blocks' own names of parameters that are left alone, each with its share of the blocks' parameters,
+            largest first.
+    """
+
+    num_sites: int
+    blocks: float
+    whole: float
+    left: Mapping[str, float]
+
+    def text(self) -> str:
+        """The shares in words, and what is left alone."""
+        shown = [f"{name} ({percent(share)})" for name, share in list(self.left.items())[:MOST_NAMED]]
+        more = f" and {len(self.left) - len(shown)} more" if len(self.left) > len(shown) else ""
+        left = f"; left alone: {', '.join(shown)}{more}" if shown else ""
+        return (
+            f"{self.num_sites} sites hold {percent(self.blocks)} of the blocks' parameters and "
+            f"{percent(self.whole)} of all layers'{left}"
+        )
+
+
+def percent(share: float) -> str:
+    """A share of which neither a rest nor a trace is rounded away."""
+    text = f"{share:.1%}"
+    return (
+        "over 99.9%" if text == "100.0%" and share < 1 else "under 0.1%" if text == "0.0%" and share else text
+    )
+
+
+def coverage(
+    chain: LayerChain, source: StateSource, sites: Mapping[int, Sequence[str]], update: Collection[str]
+) -> Coverage:
+    """The share of parameters that belong to sites of a kind that is solved for.
+
+    Args:
+        chain: the model taken apart.
+        source: any model of the architecture; only its headers are asked.
+        sites: layer index -> names of the sites that are solved for.
+        update: kinds of parameters that are: `linear` for weights, `bias`, `norm`.
+    """
+    solved = {
+        (layer.index, f"{site.name}.{part}")
+        for layer in chain.layers
+        for site in layer.sites
+        if site.name in sites.get(layer.index, ())
+        for part, kind in (("weight", "linear"), ("bias", "bias"))
+        if (kind if site.kind == "linear" else "norm") in update
+    }
+    sizes = [
+        (
+            torch.Size(slot.shape(source.headers[slot.key].shape)).numel(),
+            layer.role == "block",
+            name,
+            layer.index,
+        )
+        for layer in chain.layers
+        for name, slot in chain.owned(layer).items()
+    ]
+    covered = [(size, in_block) for size, in_block, name, index in sizes if (index, name) in solved]
+    in_blocks = max(1, sum(size for size, in_block, *_ in sizes if in_block))
+    left = Counter[str]()
+    for size, in_block, name, index in sizes:
+        if in_block and (index, name) not in solved:
+            left[name] += size
+    return Coverage(
+        sum(map(len, sites.values())),
+        sum(size for size, in_block in covered if in_block) / in_blocks,
+        sum(size for size, _ in covered) / max(1, sum(size for size, *_ in sizes)),
+        {name: size / in_blocks for name, size in left.most_common()},
+    )
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 
 from driftlens.access import Access
+from driftlens.calibration.calibrator import Trained
 from driftlens.data.task_data import TaskData
-from driftlens.errors import DataError
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture, load_architecture
@@ -20,6 +22,7 @@ from driftlens.models.chain import Layer, LayerChain
 from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.analyze.phases import suitable_threads
+from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of, coverage
 from driftlens.pipeline.preflight.costs import (
     Cost,
     LayerCost,
@@ -31,6 +34,7 @@ from driftlens.pipeline.preflight.costs import (
 )
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import PIECE, merge_of
 from driftlens.pipeline.study.opening import (
     OpenModels,
@@ -76,8 +80,9 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     if models is not None:
         _check_heads(spec, models, data, layers[-1].width if layers else None, checks)
         checks.findings += suspicions(models.architecture.chain, models.sources)
+        checks.findings += companions(models)
     _check_merge(spec, models, data, layers, checks)
-    _check_calibration(spec, checks)
+    _check_calibration(spec, models, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
         checks.cost = _cost(spec, models, data, layers, place)
@@ -146,13 +151,37 @@ def _check_merge(
     checks.ok("merge", text)
 
 
-def _check_calibration(spec: RunSpec, checks: Preflight) -> None:
-    if spec.calibration is None:
-        return
-    found = checks.attempt("calibration", lambda: calibration_settings(spec))
-    if found is not None:
+def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflight) -> None:
+    if spec.calibration is not None:
+        found = checks.attempt("calibration", lambda: calibration_settings(spec))
+        if found is None:
+            return
         settings = ", ".join(f"{name} {value}" for name, value in found.items())
         checks.ok("calibration", f"{spec.calibration.method}: {settings}")
+    if models is not None and models.sources:
+        _check_sites(spec, models, checks)
+
+
+def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
+    """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
+    calibrator, chain = (
+        calibrator_of(CalibrationRequest("preflight"), spec.calibration),
+        models.architecture.chain,
+    )
+    if isinstance(calibrator, Trained):
+        return
+    patterns = None if spec.calibration is None else spec.calibration.sites
+    try:
+        sites = select_sites(chain, sites=patterns, update=calibrator.update)
+    except DriftLensError as error:
+        if spec.calibration is not None:
+            checks.problem("sites", error)
+        else:  # an analysis can do without
+            checks.notice("sites", error.message, error.hint)
+        return
+    found = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
+    file = checks.ok if found.blocks == 1 or patterns is not None else checks.notice
+    file("sites", found.text())
 
 
 def _merge_cost(

@@ -12,7 +12,12 @@ from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
 from driftlens.models.chain import Layer
 from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibration
-from driftlens.pipeline.calibrate.plan import CalibrationPlan, CalibrationRequest, untouched_but_moved
+from driftlens.pipeline.calibrate.plan import (
+    CalibrationPlan,
+    CalibrationRequest,
+    coverage,
+    untouched_but_moved,
+)
 from driftlens.pipeline.calibrate.variants import require_target
 from driftlens.pipeline.preflight.costs import (
     LIVE_COPIES,
@@ -73,13 +78,16 @@ def _describe(opened: OpenCalibration, checks: Preflight) -> None:
     plan = opened.plan
     settings = ", ".join(f"{name} {_shown(value)}" for name, value in plan.hyperparameters.items())
     checks.ok("settings", f"{plan.method}: {settings}")
-    count = sum(map(len, plan.sites.values()))
-    what = f"{count} sites" if plan.sites else "attachments"
-    checks.ok("sites", f"{what} in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers")
+    pool, where = opened.study.pool, f"in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers"
+    if plan.sites:
+        found = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        checks.ok("sites", f"{where} {found.text()}")
+    else:
+        checks.ok("sites", f"attachments {where}")
     checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
     if plan.control:
         checks.ok("control", f"{plan.control} shows what the anchor does by itself")
-    for text in untouched_but_moved(opened.study.pool, plan.parameters):
+    for text in untouched_but_moved(pool, plan.parameters):
         checks.notice("sites", text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,12 +38,14 @@ class OpenModels:
         base: the base under its own key names, text tower included; None without one.
         sources: weights by their name in the pool, under the skeleton's key names.
         origins: where each came from, as the spec gives it.
+        stored: weights by the same names, under their own key names, text towers included.
     """
 
     architecture: Architecture
     base: StateSource | None
     sources: Mapping[str, StateSource]
     origins: Mapping[str, str]
+    stored: Mapping[str, StateSource] = field(default_factory=dict)
 
     @property
     def own_form(self) -> StateSource:
@@ -79,18 +81,20 @@ def open_models(
     origins = origins_of(spec)
     base: StateSource | None = None
     sources: dict[str, StateSource] = {}
+    own: dict[str, StateSource] = {}
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:
             nonlocal base
-            stored = open_checkpoint(place, base=base, offline=access.offline)
+            own[name] = stored = open_checkpoint(place, base=base, offline=access.offline)
             if name == "base":
                 base = stored
             return known.align(stored, fallback=sources.get("base"))
 
         if (source := attempt(name, opened)) is not None:
             sources[name] = source
-    return OpenModels(known, base, sources, {name: origins[name] for name in sources})
+    stored = {name: own[name] for name in sources}
+    return OpenModels(known, base, sources, {name: origins[name] for name in sources}, stored)
 
 
 def origins_of(spec: RunSpec) -> dict[str, str]:

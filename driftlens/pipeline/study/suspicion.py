@@ -22,8 +22,10 @@ weights by a few percent; by 10 to 16 % where it was long and the model small.
 """
 EXPLAINED, UNEXPLAINED = 0.01, 0.5
 """Share of a merge that task vectors leave: up to the first it is rounding, above the second most is something else."""
-SAMPLED_ENTRIES = 1 << 18
-"""Entries read of each matrix: plenty to tell distances, and little to keep of twenty models at once."""
+MOST_READ = 1 << 28
+"""Entries of all models together up to which each is read; of larger ones the first rows of every tensor, as many."""
+HELD = 1 << 22
+"""Entries of all models together in memory at a time."""
 ROUNDING = 1e-12
 """Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
 
@@ -56,25 +58,17 @@ def problem(subject: str, error: DriftLensError) -> Finding:
 
 
 def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
-    """What is odd, or reassuring, about models that have the same parameters; reads a few matrices of each.
+    """What is odd, or reassuring, about models that have the same parameters; reads them once, large ones in part.
 
     Args:
         chain: of the architecture.
         sources: weights by their name in the pool, under the skeleton's key names.
     """
     findings = [_same(*pair) for pair in _equal_pairs(chain, sources)]
-    slots = _sampled_slots(chain, next(iter(sources.values()))) if sources else []
-    sound = {}
-    for name, source in sources.items():
-        try:
-            for slot in slots:
-                check_finite(source.name, slot.key, source.read(slot.key, slot.rows))
-            sound[name] = source
-        except NumericsError as error:
-            findings.append(problem(label(name), error))
-    if not slots or not sound:
+    if not sources:
         return findings
-    sampled = _Sampled.of(sound, slots)
+    sampled, broken = _Sampled.of(chain, sources)
+    findings += [problem(label(name), error) for name, error in broken.items()]
     findings += _distances(sampled)
     # A lone expert without a base spans nothing that a merge could be compared with.
     if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
@@ -115,7 +109,7 @@ def _split(group: Sequence[str], key: str, sources: Mapping[str, StateSource]) -
     parts: list[tuple[Tensor, list[str]]] = []
     for name in group:
         tensor = sources[name].read(key)
-        part = next((names for first, names in parts if _equal(first, tensor)), None)
+        part = next((names for first, names in parts if is_equal(first, tensor)), None)
         if part is None:
             parts.append((tensor, [name]))
         else:
@@ -123,7 +117,7 @@ def _split(group: Sequence[str], key: str, sources: Mapping[str, StateSource]) -
     return [names for _, names in parts]
 
 
-def _equal(first: Tensor, second: Tensor) -> bool:
+def is_equal(first: Tensor, second: Tensor) -> bool:
     """Whether they are, in the narrower one's dtype."""
     narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(first.to(narrow), second.to(narrow))
@@ -132,27 +126,36 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 def _distances(sampled: _Sampled) -> list[Finding]:
     """How far every model is from the base, or without one from the expert next to it."""
     has_base = "base" in sampled.names
-    close, foreign = [], []
+    close: list[tuple[float, float, int]] = []
+    foreign = []
     for name in sampled.names:
         others = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
         if name == "base" or not others:
             continue
-        distance, anchor = min((sampled.distance(name, other), other) for other in others)
+        distance, anchor = min((sampled.median_distance(name, other), other) for other in others)
         if distance > FOREIGN:
             text = (
-                f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, "
-                f"relative to its size; models of one base stay far below {FOREIGN}"
+                f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, relative to its "
+                f"size, the median over matrices; models of one base stay far below {FOREIGN}"
             )
             hint = (
                 "It seems to come from another base, and averages across bases mean nothing; check the file."
             )
             foreign.append(Finding("notice", label(name), text, hint))
         elif name in sampled.experts:
-            close.append(distance)
+            close.append((sampled.distance(name, anchor), distance, sampled.changed.get(name, 0)))
     if not close:
         return foreign
+    whole, medians, changed = zip(*close, strict=True)
     nearest = "the base" if has_base else "the next expert"
-    text = f"the experts' weights are {_span(close)} away from {nearest}, relative to its size"
+    text = f"the experts' weights are {_span(whole)} away from {nearest}, relative to its size"
+    text += f" (median over matrices {_span(medians)})"
+    if has_base:
+        counts = " to ".join(str(count) for count in sorted({min(changed), max(changed)}))
+        least = "" if sampled.is_whole else "at least "
+        text += f"; {least}{counts} of {sampled.num_tensors} tensors differ from it"
+    if not sampled.is_whole:
+        text += "; of every tensor only the first rows were read"
     return [Finding("ok", "shared base", text), *foreign]
 
 
@@ -182,60 +185,118 @@ def _span(values: Sequence[float] | Tensor) -> str:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Inner products of the models' weights, matrix by matrix.
+    """Inner products of the models' weights, tensor by tensor.
 
     Attributes:
         names: of the models in the pool, in the order of rows and columns.
-        grams: the Gram matrices of the sampled entries, [matrices, models, models], float64.
+        grams: the Gram matrices of the tensors, [tensors, models, models], float64; where only the first rows were
+            read, those of the rows times the share that was not.
+        is_matrix: which of the tensors have two axes or more, [tensors].
+        is_whole: whether every entry was read.
+        changed: number of tensors in which a model differs from the base, by the model's name.
+        num_tensors: of the checkpoint; a fused one counts once here and has several Gram matrices.
     """
 
     names: tuple[str, ...]
     grams: Tensor
+    is_matrix: Tensor
+    is_whole: bool
+    changed: Mapping[str, int]
+    num_tensors: int
 
     @classmethod
-    def of(cls, sources: Mapping[str, StateSource], slots: Sequence[Slot]) -> _Sampled:
-        grams = []
-        for slot in slots:
-            rows = [source.read(slot.key, slot.rows).double().flatten() for source in sources.values()]
-            stacked = torch.stack(rows)
-            grams.append(stacked @ stacked.T)
-        return cls(tuple(sources), torch.stack(grams))
+    def of(
+        cls, chain: LayerChain, sources: Mapping[str, StateSource]
+    ) -> tuple[_Sampled, dict[str, NumericsError]]:
+        """The models whose weights are finite, and what is wrong with the others."""
+        headers = next(iter(sources.values())).headers
+        slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.owned(layer).values()))
+        sizes = [torch.Size(slot.shape(headers[slot.key].shape)).numel() for slot in slots]
+        is_whole = sum(sizes) * len(sources) <= MOST_READ
+        limit = max(sizes) if is_whole else MOST_READ // (len(sources) * len(slots))
+        grams = torch.zeros(len(slots), len(sources), len(sources), dtype=torch.float64)
+        changed: dict[str, set[str]] = {name: set() for name in sources}
+        broken: dict[str, NumericsError] = {}
+        for slot, size, gram in zip(slots, sizes, grams, strict=True):
+            read = 0
+            for rows in _row_ranges(slot, headers[slot.key].shape, limit, HELD // len(sources)):
+                pieces = _finite_pieces(sources, slot.key, rows, broken)
+                for name, piece in pieces.items() if "base" in pieces else ():
+                    if slot.key not in changed[name] and not is_equal(pieces["base"], piece):
+                        changed[name].add(slot.key)
+                if pieces:
+                    stacked = torch.stack([piece.double().flatten() for piece in pieces.values()])
+                    at = [position for position, name in enumerate(sources) if name in pieces]
+                    gram[torch.tensor(at)[:, None], at] += stacked @ stacked.T
+                    read += stacked.shape[1]
+            gram *= size / max(read, 1)
+        sound = [position for position, name in enumerate(sources) if name not in broken]
+        found = cls(
+            tuple(name for name in sources if name not in broken),
+            grams[:, sound][:, :, sound],
+            torch.tensor([len(headers[slot.key].shape) >= 2 for slot in slots]),
+            is_whole,
+            {name: len(keys) for name, keys in changed.items()},
+            len({slot.key for slot in slots}),
+        )
+        return found, broken
 
     @property
     def experts(self) -> list[str]:
         return [name for name in self.names if task_of(name) is not None]
 
     def distance(self, name: str, anchor: str) -> float:
-        """|model - anchor| / |anchor|, the median over matrices."""
+        """|model - anchor| / |anchor|, over all weights."""
+        apart, size = (squares.sum() for squares in self._squares(name, anchor))
+        return float((apart / size).nan_to_num(0.0).sqrt())
+
+    def median_distance(self, name: str, anchor: str) -> float:
+        """The median over matrices of |model - anchor| / |anchor|."""
+        apart, size = self._squares(name, anchor)
+        return float((apart / size)[self.is_matrix].nan_to_num(0.0).sqrt().median().nan_to_num(0.0))
+
+    def _squares(self, name: str, anchor: str) -> tuple[Tensor, Tensor]:
         i, j = self.names.index(name), self.names.index(anchor)
         own, other, between = self.grams[:, i, i], self.grams[:, j, j], self.grams[:, i, j]
-        squares = (own - 2 * between + other).clamp_min(0) / other
-        return float(squares.nan_to_num(0.0).sqrt().median())
+        return (own - 2 * between + other).clamp_min(0), other
 
 
-def _sampled_slots(chain: LayerChain, source: StateSource) -> list[Slot]:
-    """The matrices of the first, middle and last block, cut to their first rows."""
-    blocks = chain.blocks
-    chosen = sorted({0, len(blocks) // 2, len(blocks) - 1}) if blocks else []
-    found = []
-    for slot in (slot for index in chosen for slot in blocks[index].parameters.values()):
-        shape = source.headers[slot.key].shape
-        if len(shape) >= 2:
-            start, stop = slot.rows or (0, shape[0])
-            count = max(1, SAMPLED_ENTRIES // torch.Size(shape[1:]).numel())
-            found.append(Slot(slot.key, (start, min(stop, start + count))))
-    return found
+def _finite_pieces(
+    sources: Mapping[str, StateSource],
+    key: str,
+    rows: tuple[int, int] | None,
+    broken: dict[str, NumericsError],
+) -> dict[str, Tensor]:
+    """Rows of one tensor of every model; whose are not finite is filed in `broken` and not read any more."""
+    pieces = {name: source.read(key, rows) for name, source in sources.items() if name not in broken}
+    for name in list(pieces):
+        try:
+            check_finite(sources[name].name, key, pieces[name])
+        except NumericsError as error:
+            broken[name] = error
+            del pieces[name]
+    return pieces
+
+
+def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
+    """The first rows of what a slot names, up to `limit` entries, in runs of at most `most`, or of one row."""
+    if not shape:
+        return [None]
+    start, stop = slot.rows or (0, shape[0])
+    width = max(1, torch.Size(shape[1:]).numel())
+    stop, step = min(stop, start + max(1, limit // width)), max(1, most // width)
+    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
-    """How well task vectors explain a merged model: with one coefficient per expert, and with one per matrix too.
+    """How well task vectors explain a merged model: with one coefficient per expert, and with one per tensor too.
 
     Task vectors start at the base, and the share is of the merged model's own task vector. Without a base they start at
     the experts' mean; where the merged model is closer to it than the experts, the share is of the experts' energy.
 
     Returns:
-        For both fits the coefficients, [matrices, experts], and the share of the energy that is left; nothing where the
-        model is where the task vectors start, up to rounding.
+        For both fits the coefficients, [tensors, experts], and the share of the energy that is left; nothing where the
+        model is where the task vectors start, up to rounding. Tensors that no expert moved have no coefficients.
     """
     grams, names = sampled.grams, sampled.names
     experts = [names.index(expert) for expert in sampled.experts]
@@ -243,17 +304,19 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     has_base = "base" in names
     start = each[names.index("base")] if has_base else each[experts].mean(dim=0)
     vectors, target = each[experts] - start, each[names.index(name)] - start
-    # In these coordinates a model is a vector over models, and a matrix's Gram matrix is the inner product.
+    # In these coordinates a model is a vector over models, and a tensor's Gram matrix is the inner product.
     inner, cross = vectors @ grams @ vectors.T, vectors @ (grams @ target)[..., None]
-    energies = grams @ target @ target
-    size = torch.diagonal(inner, dim1=1, dim2=2).sum() / len(experts)
+    energies, sizes = grams @ target @ target, torch.diagonal(inner, dim1=1, dim2=2).sum(dim=1)
+    size = sizes.sum() / len(experts)
     energy = energies.sum() if has_base else torch.maximum(energies.sum(), size)
-    if energy <= ROUNDING * torch.diagonal(grams, dim1=1, dim2=2).mean(dim=1).sum():
+    total = torch.diagonal(grams, dim1=1, dim2=2).mean(dim=1)
+    if energy <= ROUNDING * total.sum():
         return []
+    moved = sizes > ROUNDING * total  # of the others, what rounding leaves would be solved for
 
     def fit(coefficients: Tensor) -> tuple[Tensor, float]:
         left = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
-        return coefficients[..., 0], float(left.sum().clamp_min(0) / energy)
+        return coefficients[moved, :, 0], float(left.sum().clamp_min(0) / energy)
 
     shared = _solved(inner.sum(dim=0), cross.sum(dim=0)).expand_as(cross)
     return [fit(shared), fit(_solved(inner, cross))]

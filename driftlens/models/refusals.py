@@ -1,0 +1,130 @@
+"""What people bring that a loader can't take: told from configuration or key names, with the way that does work."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from driftlens.errors import IncompatibleModelsError
+
+LIVE = (
+    "Build it in code of your own: `loader: python:module:function` (with --trust-code), or live modules in "
+    "`dl.analyze`; any module with a list of blocks will do."
+)
+_ROUTES = {
+    "hf-auto": "The loader hf-auto takes it, with the path of its list of blocks in `architecture.blocks`.",
+    "": LIVE,
+}
+_HF_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model")
+_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+_FAMILIES = (
+    ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
+    ("attn_pool.", "a tower that pools by attention (CoCa)", ""),
+    ("attnpool.", "a ResNet of CLIP", ""),
+    ("head.probe", "a SigLIP tower", "hf-vit"),
+    ("self_attn.qkv.", "a tower with fused attention weights (BLIP, EVA)", "hf-auto"),
+    ("embeddings.class_embedding", "a CLIP saved by transformers", "hf-clip"),
+    ("visual.transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
+    ("lora_A.", "LoRA adapters; a folder with adapter_config.json beside them is wanted", "adapters"),
+    ("block_sparse_moe.", "a mixture of experts", "hf-auto"),
+    (".experts.", "a mixture of experts", "hf-auto"),
+    ("embeddings.cls_token", "a ViT, DeiT or DINOv2 of transformers", "hf-vit"),
+    ("blocks.0.attn.qkv.", "a vision transformer of timm", "timm"),
+    ("layers.0.self_attn.q_proj.", "a transformer of transformers", "hf-auto"),
+    ("layer.0.attention.", "a transformer of transformers", "hf-auto"),
+    ("h.0.attn.c_attn.", "a GPT-2", "hf-auto"),
+    ("stages.0.", "a convolutional network in stages", "timm"),
+)
+"""Fragment of a key, what it gives away, and the loader that takes this; the first that fits counts."""
+
+
+def route(loader: str) -> str:
+    """What to do with a model that another loader serves; with one that none does, for the empty name."""
+    if loader == "adapters":
+        return "Give the folder that peft saved, beside the base that it was trained on."
+    return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
+
+
+def family_of_keys(keys: Collection[str]) -> tuple[str, str, str] | None:
+    """What a checkpoint's keys give away of it: what it is, one such key, and what to do; None where nothing does."""
+    for fragment, what, loader in _FAMILIES:
+        found = next((key for key in keys if fragment in key), None)
+        if found is not None:
+            return what, found, route(loader)
+    return None
+
+
+def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
+    """The error for a configuration of another family than the loader's; names the family and who takes it.
+
+    Args:
+        config: a `config.json` or `open_clip_config.json`.
+        source: where it is.
+        expected: what the loader takes.
+    """
+    kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])
+    if kind is None and ("model_cfg" in config or "vision_cfg" in config):
+        what, loader = "a model of open_clip", "open-clip"
+    elif kind is None and isinstance(config.get("architecture"), str):
+        what, loader = f"a timm model ({config['architecture']})", "timm"
+    else:
+        what = f"a {kind} model ({named or 'no architecture named'})"
+        loader = "hf-clip" if kind in ("clip", "clip_vision_model") else "hf-auto"
+        loader = "hf-vit" if kind in _HF_VIT else loader
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, Mapping) else {})
+    experts = next((part[key] for part in sections for key in _NUM_EXPERTS if part.get(key)), None)
+    mixture = f", a mixture of {experts} experts" if experts else ""
+    hint = (
+        route(loader)
+        if kind is not None or loader != "hf-auto"
+        else f"Its config.json names no model. {LIVE}"
+    )
+    return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
+
+
+def require_plain(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a `config.json` of quantised weights, or one whose model is code that lies beside it and is never run.
+
+    Raises:
+        IncompatibleModelsError: says what it is, and what to give instead.
+    """
+    require_unquantised(config, source)
+    if foreign := foreign_code(config):
+        raise IncompatibleModelsError(
+            f"{source} needs code of its own ({foreign}), which is never run", hint=LIVE
+        )
+
+
+def require_unquantised(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a `config.json` of quantised weights, whose tensors are packed integers.
+
+    Raises:
+        IncompatibleModelsError: names the method, and what to give instead.
+    """
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        raise IncompatibleModelsError(
+            f"{source} holds quantised weights ({method or 'quantization_config in config.json'})",
+            hint="Give the weights it was made from, or save them anew: "
+            "from_pretrained(SOURCE).dequantize().save_pretrained(OUT).",
+        )
+
+
+def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
+    """The code beside a configuration, as `file.Class`; empty where there is none.
+
+    With `needed`, none counts where transformers knows the model type and all architectures that are named.
+    """
+    beside = config.get("auto_map")
+    if not isinstance(beside, Mapping) or not beside:
+        return ""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    named = config.get("architectures") or []
+    is_known = config.get("model_type") in CONFIG_MAPPING and all(
+        hasattr(transformers, name) for name in named
+    )
+    return "" if needed and is_known else ", ".join(sorted({str(value) for value in beside.values()}))

@@ -1,0 +1,179 @@
+"""Doubts about what comes with the weights: text towers, tokenizers, the base that adapters were trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from driftlens.models.alignment import beside_tower
+from driftlens.models.lora import is_lora_folder, named_base
+from driftlens.models.refusals import foreign_code
+from driftlens.models.sources import StateSource
+from driftlens.pipeline.study.opening import OpenModels
+from driftlens.pipeline.study.suspicion import Finding, is_equal, label
+
+MOST_READ = 1 << 16
+"""Entries read of each tensor of a text tower: fine-tuning changes nearly all of them."""
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")
+_MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
+"""Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
+
+
+def companions(models: OpenModels) -> list[Finding]:
+    """What is odd about what comes with the weights of a spec's models; of text towers a few rows are read.
+
+    Raises:
+        CheckpointError: a file can't be read any more.
+    """
+    found: list[Finding] = []
+    for name, source in models.stored.items():
+        found += _code(name, source)
+        if models.base is not None and name != "base":
+            for doubt in (_text_tower, _adapter, _tokenizer):
+                found += doubt(models, models.base, name, source)
+    return found
+
+
+def _code(name: str, source: StateSource) -> Iterator[Finding]:
+    if code := foreign_code(_config(source), needed=False):
+        text = f"the {label(name)} brings code of its own ({code}), which is not run: the library's own model is used"
+        yield Finding("notice", label(name), text, "Check that they compute the same.")
+
+
+def _text_tower(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
+    layout = models.architecture.layout
+    if layout is None:
+        return
+    wanted, own = (beside_tower(model.headers, layout, model.name) for model in (base, source))
+    shared = sorted(wanted.keys() & own.keys(), key=lambda key: (base.headers[wanted[key]].nbytes, key))
+    changed = list(islice((key for key in shared if _differs(base, wanted[key], source, own[key])), 2))
+    if not changed:
+        return
+    what = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
+    yield Finding(
+        "notice",
+        label(name),
+        f"the {label(name)} has {what}, which is not used: heads that are made of prompts are the base's, and saved "
+        f"models hold the base's ({', '.join(changed)} differ{'s' * (len(changed) == 1)})",
+        "Where that matters, give heads that its own text tower made in `heads.<task>.file`.",
+    )
+
+
+def _differs(base: StateSource, key: str, source: StateSource, own: str) -> bool:
+    start, header = base.headers[key], source.headers[own]
+    if start.shape != header.shape:
+        return True
+    if not start.dtype.is_floating_point:
+        return False  # an index
+    width = max(1, start.nbytes // start.dtype.itemsize // max(1, start.shape[0] if start.shape else 1))
+    rows = (0, min(start.shape[0], max(1, MOST_READ // width))) if start.shape else None
+    return not is_equal(base.read(key, rows), source.read(own, rows))
+
+
+def _adapter(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
+    folder = Path(source.name)
+    if not is_lora_folder(folder):
+        return
+    stated, revision = named_base(folder)
+    places = [
+        models.origins["base"],
+        base.name,
+        models.architecture.source,
+        _config(base).get("_name_or_path"),
+    ]
+    names = {part for place in places for part in _names(str(place or ""))}
+    if stated and names.isdisjoint(_names(stated)):
+        yield Finding(
+            "notice",
+            label(name),
+            f"the adapters of the {label(name)} were trained on {stated!r}, and the base is {models.origins['base']!r}",
+            "They mean something on their own base alone: name that, unless these are the same weights.",
+        )
+    elif revision not in ("", "main") and not any(revision in str(place) for place in places):
+        yield Finding(
+            "notice",
+            label(name),
+            f"the adapters of the {label(name)} were trained on revision {revision!r} of {stated!r}; which revision "
+            f"{models.origins['base']!r} is, nothing says",
+        )
+
+
+def _names(place: str) -> set[str]:
+    """What a path or Hub id calls a model: its last part, or that of the repository in a cache, in lower case."""
+    path = PurePosixPath(place.replace("\\", "/").casefold())
+    cached = [found[1] for part in path.parts if (found := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
+    is_file = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
+    return {
+        name for name in ({path.stem, path.parent.name} if is_file else {path.name}) | set(cached) if name
+    }
+
+
+def _tokenizer(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
+    first, second = _folder(base), _folder(source)
+    if first is None and Path(models.architecture.source).expanduser().is_dir():
+        first = Path(models.architecture.source).expanduser()
+    if first is None or second is None:
+        return
+    files = [file for file in _TOKENIZER_FILES if (first / file).is_file() and (second / file).is_file()]
+    changed = [file for file in files if not _same_content(first / file, second / file)]
+    ours, theirs = (_special_tokens(_json(folder / "tokenizer_config.json")) for folder in (first, second))
+    changed += [
+        f"{key} {theirs[key]!r} for {ours[key]!r}" for key in ours if theirs.get(key, ours[key]) != ours[key]
+    ]
+    if changed:
+        yield Finding(
+            "notice",
+            label(name),
+            f"the tokenizer of the {label(name)} differs from the base's: {', '.join(changed)}",
+            "Everything is read with the base's; where ids mean other words, features are those of other words.",
+        )
+
+
+def _folder(source: StateSource) -> Path | None:
+    """A model's folder; of a file alone none, as others in its folder may be another model's."""
+    return Path(source.name) if Path(source.name).is_dir() else None
+
+
+def _same_content(first: Path, second: Path) -> bool:
+    if first.read_bytes() == second.read_bytes():
+        return True
+    if first.suffix != ".json":
+        return (
+            first.read_text(encoding="utf-8").splitlines() == second.read_text(encoding="utf-8").splitlines()
+        )
+    ours, theirs = _json(first), _json(second)
+    if first.name != "tokenizer.json":
+        return ours == theirs
+    return all(_plain(ours.get(part)) == _plain(theirs.get(part)) for part in _MEANING)
+
+
+def _plain(part: Any) -> Any:
+    """A part of a tokenizer.json, with merges as older versions wrote them."""
+    if isinstance(part, dict) and isinstance(part.get("merges"), list):
+        merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in part["merges"]]
+        return {**part, "merges": merges}
+    return part
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _config(source: StateSource) -> dict[str, Any]:
+    folder = _folder(source)
+    return {} if folder is None else _json(folder / "config.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; nothing where it is missing or damaged, which others say."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

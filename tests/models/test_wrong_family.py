@@ -1,0 +1,171 @@
+"""What people bring to a loader that can't take it: refused from configuration or keys, with the way that works."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from driftlens.errors import IncompatibleModelsError
+from driftlens.models.architecture import architecture_of, load_architecture
+from driftlens.models.sources import TensorsSource
+from tests.models.clip import chain_states
+from tests.models.towers import HF_VISION, hf_tower, open_clip_folder, open_clip_tower
+
+SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 16,
+}
+VISION = {**SMALL, "image_size": 8, "patch_size": 4}
+GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16}
+MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "llm": ("LlamaForCausalLM", SMALL, "a llama model (LlamaForCausalLM)", "a transformer", "hf-auto"),
+    "mixture": (
+        "MixtralForCausalLM",
+        {**SMALL, "num_local_experts": 2},
+        "a mixtral model (MixtralForCausalLM), a mixture of 2 experts",
+        "a mixture of experts",
+        "hf-auto",
+    ),
+    "bert": ("BertModel", SMALL, "a bert model (BertModel)", "a transformer", "hf-auto"),
+    "gpt2": ("GPT2Model", GPT2, "a gpt2 model", "GPT-2", "hf-auto"),
+    "vit": ("ViTForImageClassification", VISION, "a vit model", "a ViT", "hf-vit"),
+    "dinov2": ("Dinov2Model", VISION, "a dinov2 model", "a ViT", "hf-vit"),
+    "siglip": ("SiglipVisionModel", VISION, "a siglip_vision_model", "SigLIP", "hf-vit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "from_config", "from_keys", "loader"), MODELS.values(), ids=MODELS
+)
+@pytest.mark.parametrize("ours", ["hf-clip", "open-clip"])
+def test_models_of_transformers_are_sent_to_their_loader(
+    tmp_path: pathlib.Path,
+    name: str,
+    options: dict[str, Any],
+    from_config: str,
+    from_keys: str,
+    loader: str,
+    ours: str,
+) -> None:
+    """Also where there is nothing but the configuration: no weight is read for it."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class(**options))
+    model.config.architectures = [name]
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleModelsError) as refusal:
+        load_architecture(ours, str(tmp_path), offline=True)
+    assert from_config in refusal.value.message and str(tmp_path) in refusal.value.message
+    assert loader in refusal.value.hint
+    assert refusal.value.exit_code == 4
+    tower = architecture_of(hf_tower() if ours == "hf-clip" else open_clip_tower())
+    weights = {key: torch.ones(1) for key in model.state_dict()}
+    with pytest.raises(IncompatibleModelsError) as refusal:
+        tower.align(TensorsSource("expert.safetensors", weights))
+    assert "expert.safetensors" in refusal.value.message and from_keys in refusal.value.message
+    assert loader in refusal.value.hint
+
+
+def timm_folder(folder: pathlib.Path) -> None:
+    import timm
+    from timm.models import save_for_hf
+
+    options = {"img_size": 16, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2}
+    save_for_hf(timm.create_model("vit_tiny_patch16_224", **options), folder, safe_serialization=True)
+
+
+def remote_code(folder: pathlib.Path, **more: Any) -> None:
+    """A folder as those on the Hub that bring their model along."""
+    (folder / "modeling_own.py").write_text(f"open({str(folder / 'canary')!r}, 'w')")
+    stated = {
+        "model_type": "clip_vision_model",
+        **HF_VISION,
+        "auto_map": {"AutoModel": "modeling_own.OwnModel"},
+    }
+    (folder / "config.json").write_text(json.dumps({**stated, **more}))
+
+
+def quantised(folder: pathlib.Path) -> None:
+    from transformers import BitsAndBytesConfig, CLIPVisionConfig
+
+    settings = BitsAndBytesConfig(load_in_8bit=True).to_dict()
+    CLIPVisionConfig(**HF_VISION, quantization_config=settings).save_pretrained(folder)
+
+
+FOLDERS: dict[str, tuple[str, Callable[[pathlib.Path], object], str, str]] = {
+    "timm_to_transformers": ("hf-clip", timm_folder, "a timm model (vit_tiny_patch16_224)", "timm"),
+    "timm_to_open_clip": ("open-clip", timm_folder, "a timm model (vit_tiny_patch16_224)", "timm"),
+    "open_clip_to_transformers": ("hf-clip", open_clip_folder, "a model of open_clip", "open-clip"),
+    "unknown_architecture": (
+        "hf-clip",
+        lambda folder: remote_code(folder, architectures=["OwnModel"]),
+        "code of its own (modeling_own.OwnModel), which is never run",
+        "python:module:function",
+    ),
+    "unknown_type": (
+        "hf-clip",
+        lambda folder: remote_code(folder, model_type="own"),
+        "code of its own (modeling_own.OwnModel), which is never run",
+        "python:module:function",
+    ),
+    "quantised": ("hf-clip", quantised, "quantised weights (bitsandbytes)", "dequantize"),
+}
+
+
+@pytest.mark.parametrize(("loader", "prepare", "words", "remedy"), FOLDERS.values(), ids=FOLDERS)
+def test_folders_of_other_kinds_are_refused_with_what_works(
+    tmp_path: pathlib.Path, loader: str, prepare: Callable[[pathlib.Path], object], words: str, remedy: str
+) -> None:
+    prepare(tmp_path)
+    with pytest.raises(IncompatibleModelsError) as refusal:
+        load_architecture(loader, str(tmp_path), offline=True)
+    assert words in refusal.value.message
+    assert remedy in refusal.value.hint
+    assert not (tmp_path / "canary").exists()
+
+
+def test_code_beside_a_model_that_the_library_has_is_not_needed(tmp_path: pathlib.Path) -> None:
+    remote_code(tmp_path, architectures=["CLIPVisionModel"])
+    assert load_architecture("hf-clip", str(tmp_path)).adapter == "hf_clip_vit"
+    assert not (tmp_path / "canary").exists()
+
+
+def eva() -> nn.Module:
+    from open_clip.timm_model import TimmModel
+
+    return TimmModel("eva02_tiny_patch14_224", embed_dim=8, image_size=28)
+
+
+def coca() -> nn.Module:
+    return open_clip_tower(attentional_pool=True, attn_pooler_heads=4).float()
+
+
+def resnet() -> nn.Module:
+    from open_clip.modified_resnet import ModifiedResNet
+
+    return ModifiedResNet([3, 1, 1, 1], output_dim=8, heads=4, image_size=32, width=8)
+
+
+@pytest.mark.parametrize(
+    ("build", "size"), [(eva, 28), (coca, 16), (resnet, 32)], ids=["eva", "coca", "resnet"]
+)
+def test_the_way_that_refusals_name_works(build: Callable[[], nn.Module], size: int) -> None:
+    """As live modules such towers are taken apart, and put together they are the library's own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module, images = build().eval(), torch.randn(2, 3, size, size)
+    chain = architecture_of(module, images).chain
+    with torch.no_grad():
+        torch.testing.assert_close(chain_states(chain, module, images)[-1]["hidden"], module(images))

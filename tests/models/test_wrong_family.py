@@ -145,7 +145,7 @@ def test_code_beside_a_model_that_the_library_has_is_not_needed(tmp_path: pathli
 def eva() -> nn.Module:
     from open_clip.timm_model import TimmModel
 
-    return TimmModel("eva02_tiny_patch14_224", embed_dim=8, image_size=28)
+    return TimmModel("eva02_tiny_patch14_224", embed_dim=8, image_size=224)
 
 
 def coca() -> nn.Module:
@@ -159,7 +159,7 @@ def resnet() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "size"), [(eva, 28), (coca, 16), (resnet, 32)], ids=["eva", "coca", "resnet"]
+    ("build", "size"), [(eva, 224), (coca, 16), (resnet, 32)], ids=["eva", "coca", "resnet"]
 )
 def test_the_way_that_refusals_name_works(build: Callable[[], nn.Module], size: int) -> None:
     """As live modules such towers are taken apart, and put together they are the library's own."""

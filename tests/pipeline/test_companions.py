@@ -94,7 +94,7 @@ def adapters(base: pathlib.Path, folder: pathlib.Path, **options: Any) -> pathli
 
     targets = r"vision_model\..*\.(q_proj|v_proj)"
     model = get_peft_model(
-        CLIPModel.from_pretrained(base), LoraConfig(r=2, target_modules=targets, **options)
+        CLIPModel.from_pretrained(str(base)), LoraConfig(r=2, target_modules=targets, **options)
     )
     with torch.random.fork_rng():
         torch.manual_seed(1)

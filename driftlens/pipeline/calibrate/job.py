@@ -313,8 +313,8 @@ def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
     """What a reader should know of a calibration, whatever comes of it."""
     if plan.sites:
         pool = study.pool
-        found = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
-        partial = [f"only a part is calibrated: {found.text()}"] if found.blocks < 1 else []
+        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        partial = [f"only a part is calibrated: {text}"] if share < 1 else []
         return [*partial, *untouched_but_moved(pool, plan.parameters)]
     if plan.boundaries:
         return ["weights are those of the merged model; what is attached wants to know the task of an input"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -302,52 +303,19 @@ def _moved(
             yield key
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """How much of a model a calibration solves for.
-
-    Attributes:
-        num_sites: that are solved for.
-        blocks: share of the blocks' parameters.
-        whole: share of all layers' parameters, those of stem and head included.
-        left: the blocks' own names of parameters that are left alone, each with its share of the blocks' parameters,
-            largest first.
-    """
-
-    num_sites: int
-    blocks: float
-    whole: float
-    left: Mapping[str, float]
-
-    def text(self) -> str:
-        """The shares in words, and what is left alone."""
-        shown = [f"{name} ({percent(share)})" for name, share in list(self.left.items())[:MOST_NAMED]]
-        more = f" and {len(self.left) - len(shown)} more" if len(self.left) > len(shown) else ""
-        left = f"; left alone: {', '.join(shown)}{more}" if shown else ""
-        return (
-            f"{self.num_sites} sites hold {percent(self.blocks)} of the blocks' parameters and "
-            f"{percent(self.whole)} of all layers'{left}"
-        )
-
-
-def percent(share: float) -> str:
-    """A share of which neither a rest nor a trace is rounded away."""
-    text = f"{share:.1%}"
-    return (
-        "over 99.9%" if text == "100.0%" and share < 1 else "under 0.1%" if text == "0.0%" and share else text
-    )
-
-
 def coverage(
     chain: LayerChain, source: StateSource, sites: Mapping[int, Sequence[str]], update: Collection[str]
-) -> Coverage:
-    """The share of parameters that belong to sites of a kind that is solved for.
+) -> tuple[float, str]:
+    """How much of a model a calibration solves for.
 
     Args:
         chain: the model taken apart.
         source: any model of the architecture; only its headers are asked.
         sites: layer index -> names of the sites that are solved for.
         update: kinds of parameters that are: `linear` for weights, `bias`, `norm`.
+
+    Returns:
+        The share of the blocks' parameters, and a sentence on it, on that of all layers and on what is left alone.
     """
     solved = {
         (layer.index, f"{site.name}.{part}")
@@ -357,28 +325,32 @@ def coverage(
         for part, kind in (("weight", "linear"), ("bias", "bias"))
         if (kind if site.kind == "linear" else "norm") in update
     }
-    sizes = [
-        (
-            torch.Size(slot.shape(source.headers[slot.key].shape)).numel(),
-            layer.role == "block",
-            name,
-            layer.index,
-        )
-        for layer in chain.layers
-        for name, slot in chain.owned(layer).items()
-    ]
-    covered = [(size, in_block) for size, in_block, name, index in sizes if (index, name) in solved]
-    in_blocks = max(1, sum(size for size, in_block, *_ in sizes if in_block))
-    left = Counter[str]()
-    for size, in_block, name, index in sizes:
-        if in_block and (index, name) not in solved:
-            left[name] += size
-    return Coverage(
-        sum(map(len, sites.values())),
-        sum(size for size, in_block in covered if in_block) / in_blocks,
-        sum(size for size, _ in covered) / max(1, sum(size for size, *_ in sizes)),
-        {name: size / in_blocks for name, size in left.most_common()},
+    counts, left = Counter[str](), Counter[str]()
+    for layer in chain.layers:
+        for name, slot in chain.owned(layer).items():
+            size = math.prod(slot.shape(source.headers[slot.key].shape))
+            is_solved = (layer.index, name) in solved
+            places = ("blocks", "all layers") if layer.role == "block" else ("all layers",)
+            counts.update(dict.fromkeys(places, size))
+            counts.update({f"solved in {place}": size for place in places if is_solved})
+            if layer.role == "block" and not is_solved:
+                left[name] += size
+    blocks, every = (
+        counts[f"solved in {place}"] / max(1, counts[place]) for place in ("blocks", "all layers")
     )
+    shown = [f"{name} ({_percent(size / counts['blocks'])})" for name, size in left.most_common(MOST_NAMED)]
+    more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
+    text = f"{sum(map(len, sites.values()))} sites hold {_percent(blocks)} of the blocks' parameters"
+    alone = f"; left alone: {', '.join(shown)}{more}" if shown else ""
+    return blocks, f"{text} and {_percent(every)} of all layers'{alone}"
+
+
+def _percent(share: float) -> str:
+    """A share of which neither a rest nor a trace is rounded away."""
+    text = f"{share:.1%}"
+    if text == "100.0%" and share < 1:
+        return "over 99.9%"
+    return "under 0.1%" if text == "0.0%" and share else text
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,9 @@ def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
         else:  # an analysis can do without
             checks.notice("sites", error.message, error.hint)
         return
-    found = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
-    file = checks.ok if found.blocks == 1 or patterns is not None else checks.notice
-    file("sites", found.text())
+    share, text = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
+    file = checks.ok if share == 1 or patterns is not None else checks.notice
+    file("sites", text)
 
 
 def _merge_cost(

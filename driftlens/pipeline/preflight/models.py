@@ -17,6 +17,7 @@ from driftlens.models.open_clip_vit import CONFIG_FILE
 from driftlens.models.sources import StateSource
 from driftlens.models.vit import activation_name
 from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.study.companions import model_folder
 from driftlens.pipeline.study.opening import OpenModels, dtype_notices, open_models, origins_of
 from driftlens.pipeline.study.suspicion import label
 from driftlens.spec import RunSpec
@@ -40,9 +41,8 @@ def check_models(spec: RunSpec, architecture: Architecture, checks: Preflight, a
             return None
         sound.add(name)
         checks.ok(label(name), f"{_described(architecture, source)}, from {origins[name]}")
-        if not pathlib.Path(origins[name]).expanduser().is_file():
-            # A file alone has no configuration; others in its folder may be another model's.
-            _check_configuration(name, source, architecture, checks)
+        if (folder := model_folder(origins[name], source)) is not None:
+            _check_configuration(name, folder, architecture, checks)
         return source
 
     models = open_models(spec, access, architecture=architecture, attempt=attempt)
@@ -68,13 +68,12 @@ def _described(architecture: Architecture, source: StateSource) -> str:
 
 
 def _check_configuration(
-    name: str, source: StateSource, architecture: Architecture, checks: Preflight
+    name: str, folder: pathlib.Path, architecture: Architecture, checks: Preflight
 ) -> None:
     """File every contradiction between the model's own configuration and the architecture."""
-    read, stored = _READERS.get(architecture.loader), pathlib.Path(source.name)
+    read = _READERS.get(architecture.loader)
     if read is None:
         return
-    folder = stored if stored.is_dir() else stored.parent
     for file, key, stated, used in (
         checks.attempt(label(name), lambda: list(read(architecture, folder))) or []
     ):

@@ -80,8 +80,8 @@ def _describe(opened: OpenCalibration, checks: Preflight) -> None:
     checks.ok("settings", f"{plan.method}: {settings}")
     pool, where = opened.study.pool, f"in {len(plan.layers)} of {len(opened.study.pool.chain.layers)} layers"
     if plan.sites:
-        found = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
-        checks.ok("sites", f"{where} {found.text()}")
+        _, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        checks.ok("sites", f"{where}: {text}")
     else:
         checks.ok("sites", f"attachments {where}")
     checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))

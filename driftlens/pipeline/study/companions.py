@@ -30,16 +30,26 @@ def companions(models: OpenModels) -> list[Finding]:
         CheckpointError: a file can't be read any more.
     """
     found: list[Finding] = []
+    folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
     for name, source in models.stored.items():
-        found += _code(name, source)
+        found += _code(name, folders[name])
         if models.base is not None and name != "base":
-            for doubt in (_text_tower, _adapter, _tokenizer):
-                found += doubt(models, models.base, name, source)
+            found += _text_tower(models, models.base, name, source)
+            found += _adapter(models, folders["base"], name, folders[name])
+            found += _tokenizer(folders["base"] or Path(models.architecture.source), name, folders[name])
     return found
 
 
-def _code(name: str, source: StateSource) -> Iterator[Finding]:
-    if code := foreign_code(_config(source), needed=False):
+def model_folder(origin: str, source: StateSource) -> Path | None:
+    """The folder of a model's own configuration; of a file alone none, as others beside it may be another model's."""
+    if Path(origin).expanduser().is_file():
+        return None
+    stored = Path(source.name)
+    return stored if stored.is_dir() else stored.parent
+
+
+def _code(name: str, folder: Path | None) -> Iterator[Finding]:
+    if code := foreign_code(_json(folder, "config.json"), needed=False):
         text = f"the {label(name)} brings code of its own ({code}), which is not run: the library's own model is used"
         yield Finding("notice", label(name), text, "Check that they compute the same.")
 
@@ -74,31 +84,30 @@ def _differs(base: StateSource, key: str, source: StateSource, own: str) -> bool
     return not is_equal(base.read(key, rows), source.read(own, rows))
 
 
-def _adapter(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
-    folder = Path(source.name)
-    if not is_lora_folder(folder):
+def _adapter(
+    models: OpenModels, base_folder: Path | None, name: str, folder: Path | None
+) -> Iterator[Finding]:
+    if folder is None or not is_lora_folder(folder):
         return
-    stated, revision = named_base(folder)
+    (stated, revision), base = named_base(folder), models.origins["base"]
     places = [
-        models.origins["base"],
-        base.name,
+        base,
+        base_folder,
         models.architecture.source,
-        _config(base).get("_name_or_path"),
+        _json(base_folder, "config.json").get("_name_or_path"),
     ]
     names = {part for place in places for part in _names(str(place or ""))}
+    told = ""
     if stated and names.isdisjoint(_names(stated)):
-        yield Finding(
-            "notice",
-            label(name),
-            f"the adapters of the {label(name)} were trained on {stated!r}, and the base is {models.origins['base']!r}",
-            "They mean something on their own base alone: name that, unless these are the same weights.",
-        )
+        told = f"{stated!r}, and the base is {base!r}"
     elif revision not in ("", "main") and not any(revision in str(place) for place in places):
+        told = f"revision {revision!r} of {stated!r}, and nothing says which one {base!r} is"
+    if told:
         yield Finding(
             "notice",
             label(name),
-            f"the adapters of the {label(name)} were trained on revision {revision!r} of {stated!r}; which revision "
-            f"{models.origins['base']!r} is, nothing says",
+            f"the adapters of the {label(name)} were trained on {told}",
+            "They mean something on their own base alone: name that, unless these are the same weights.",
         )
 
 
@@ -112,15 +121,12 @@ def _names(place: str) -> set[str]:
     }
 
 
-def _tokenizer(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
-    first, second = _folder(base), _folder(source)
-    if first is None and Path(models.architecture.source).expanduser().is_dir():
-        first = Path(models.architecture.source).expanduser()
-    if first is None or second is None:
+def _tokenizer(base: Path, name: str, folder: Path | None) -> Iterator[Finding]:
+    if folder is None:
         return
-    files = [file for file in _TOKENIZER_FILES if (first / file).is_file() and (second / file).is_file()]
-    changed = [file for file in files if not _same_content(first / file, second / file)]
-    ours, theirs = (_special_tokens(_json(folder / "tokenizer_config.json")) for folder in (first, second))
+    files = [file for file in _TOKENIZER_FILES if (base / file).is_file() and (folder / file).is_file()]
+    changed = [file for file in files if not _same_content(base, folder, file)]
+    ours, theirs = (_special_tokens(_json(place, "tokenizer_config.json")) for place in (base, folder))
     changed += [
         f"{key} {theirs[key]!r} for {ours[key]!r}" for key in ours if theirs.get(key, ours[key]) != ours[key]
     ]
@@ -133,20 +139,16 @@ def _tokenizer(models: OpenModels, base: StateSource, name: str, source: StateSo
         )
 
 
-def _folder(source: StateSource) -> Path | None:
-    """A model's folder; of a file alone none, as others in its folder may be another model's."""
-    return Path(source.name) if Path(source.name).is_dir() else None
-
-
-def _same_content(first: Path, second: Path) -> bool:
+def _same_content(base: Path, folder: Path, file: str) -> bool:
+    first, second = base / file, folder / file
     if first.read_bytes() == second.read_bytes():
         return True
     if first.suffix != ".json":
         return (
             first.read_text(encoding="utf-8").splitlines() == second.read_text(encoding="utf-8").splitlines()
         )
-    ours, theirs = _json(first), _json(second)
-    if first.name != "tokenizer.json":
+    ours, theirs = _json(base, file), _json(folder, file)
+    if file != "tokenizer.json":
         return ours == theirs
     return all(_plain(ours.get(part)) == _plain(theirs.get(part)) for part in _MEANING)
 
@@ -165,15 +167,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _config(source: StateSource) -> dict[str, Any]:
-    folder = _folder(source)
-    return {} if folder is None else _json(folder / "config.json")
-
-
-def _json(path: Path) -> dict[str, Any]:
+def _json(folder: Path | None, file: str) -> dict[str, Any]:
     """The object in a file; nothing where it is missing or damaged, which others say."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = {} if folder is None else json.loads((folder / file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -165,7 +165,7 @@ def _plausibility(sampled: _Sampled, name: str) -> Finding:
     origin = "the base" if "base" in sampled.names else "the experts' mean"
     if not fits:
         return Finding("ok", model, f"the {model} is {origin}, up to rounding")
-    for (coefficients, left), which in zip(fits, ("", ", others in every matrix"), strict=True):
+    for (coefficients, left), which in zip(fits, ("", ", others in every tensor"), strict=True):
         if left <= EXPLAINED:
             text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{which}"
             return Finding("ok", model, f"the {model} {text}; {left:.2%} is left")

@@ -169,7 +169,7 @@ def test_a_rehearsal_says_what_will_happen_and_writes_nothing(folder: pathlib.Pa
     assert found.exit_code == 0 and found.text().endswith("ready")
     said = {finding.subject: finding.text for finding in found.findings}
     assert "lam 0.05" in said["settings"] and "rho 2.0" in said["settings"]
-    assert "24 sites hold 100.0% of the blocks' parameters" in said["sites"]
+    assert "24 sites hold 100.0% of the blocks' parameters" in found.text()
     assert said["samples"] == ", ".join(f"{task} 4" for task in TASKS)
     assert found.cost is not None and found.cost.seconds is not None
     assert 0 < found.cost.disk_bytes < 1e9 and found.cost.memory_bytes > 1e6 and found.cost.seconds > 0

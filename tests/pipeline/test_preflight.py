@@ -59,7 +59,8 @@ def test_real_checkpoints_have_no_problems(real: pathlib.Path, form: str) -> Non
     assert not result.problems, result.text()
     # Only open_clip's configuration there says nothing about preprocessing.
     assert [finding.subject for finding in notices(result)] == ([] if form == "hf" else ["architecture"])
-    assert "0.11 to 0.1" in found(result, "ok", "shared base").text  # measured on whole models
+    # |expert - base| / |base| over whole towers, computed apart: 0.0987 and 0.1456.
+    assert "are 0.10 to 0.15 away from the base" in found(result, "ok", "shared base").text
 
 
 def test_all_problems_are_found_in_one_go(world: World, tmp_path: pathlib.Path) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import typer
 
-from driftlens.cli import calibrating, looking, reporting, running
+from driftlens.cli import calibrating, converting, looking, reporting, running
 from driftlens.cli.app import app, manner
 from driftlens.errors import Cancelled, DriftLensError, SpecError
 
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
-_MODULES = (running, calibrating, looking, reporting)
+_MODULES = (running, converting, calibrating, looking, reporting)
 """Imported for their commands."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 """Root of wrong usage. Newer versions of typer carry their own click, older ones use the installed one."""

@@ -225,8 +225,10 @@ def require_same_classes(
 
 
 def _lookalikes(only_data: list[str], only_head: list[str]) -> str:
-    by_plain_form = {_plain(name): name for name in only_head}
-    pairs = [(name, by_plain_form[_plain(name)]) for name in only_data if _plain(name) in by_plain_form]
+    by_plain_form = {plain_form(name): name for name in only_head}
+    pairs = [
+        (name, by_plain_form[plain_form(name)]) for name in only_data if plain_form(name) in by_plain_form
+    ]
     if not pairs:
         return ""
     alike = ", ".join(f"{ours!r} looks like {theirs!r}" for ours, theirs in pairs[:SHOWN])
@@ -239,7 +241,7 @@ def _remedy(only_data: list[str]) -> str:
     return "List the same names in `heads.<task>.classes` and in the data."
 
 
-def _plain(name: str) -> str:
+def plain_form(name: str) -> str:
     """A name without case, spaces and punctuation, its accents encoded in one way."""
     folded = unicodedata.normalize("NFKC", name).casefold()
     return "".join(character for character in folded if character.isalnum()) or folded

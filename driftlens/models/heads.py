@@ -80,7 +80,9 @@ def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, cla
     return Head(names, embeddings, logit_scale)
 
 
-def text_head(tower: TextTower, classes: ClassNames, templates: Sequence[str]) -> Head:
+def text_head(
+    tower: TextTower, classes: ClassNames, templates: Sequence[str], words: Sequence[str] | None = None
+) -> Head:
     """The zero-shot head of the base: every class named in every template, read by the base's text tower.
 
     A class embedding is the mean over templates of unit-norm prompt embeddings, normalised again; the logit
@@ -90,6 +92,7 @@ def text_head(tower: TextTower, classes: ClassNames, templates: Sequence[str]) -
         tower: the base's (`Architecture.text_tower`).
         classes: names of the rows.
         templates: prompts in which `{}` stands for the class name.
+        words: what stands there instead of the names, row by row.
 
     Raises:
         SpecError: a template has no `{}`, or there are no templates.
@@ -105,7 +108,7 @@ def text_head(tower: TextTower, classes: ClassNames, templates: Sequence[str]) -
             hint='Write {} where the class name goes, for example "a photo of a {}."',
         )
     rows = []
-    for name in names:
+    for name in names if words is None else words:
         # Not str.format: other braces in a template are text.
         prompts = [template.replace("{}", name) for template in templates]
         rows.append(F.normalize(F.normalize(tower.embed(prompts), dim=-1).mean(dim=0), dim=-1))

@@ -27,7 +27,7 @@ WEIGHT_FILES = (
 )
 """Names under which weights are looked for in a folder, best first."""
 
-_NESTS = ("state_dict", "model", "model_state_dict")
+NESTS = ("state_dict", "model", "model_state_dict")
 """Where training checkpoints keep the weights."""
 
 
@@ -56,7 +56,7 @@ def open_file(path: pathlib.Path) -> StateSource:
     Raises:
         CheckpointError: it is a Git LFS pointer, truncated, corrupt, unsafe or empty.
     """
-    _refuse_pointer(path)
+    refuse_pointer(path)
     return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else open_torch_file(path)
 
 
@@ -112,7 +112,12 @@ def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
     return shards
 
 
-def _refuse_pointer(path: pathlib.Path) -> None:
+def refuse_pointer(path: pathlib.Path) -> None:
+    """Refuse what Git LFS leaves in the place of a file that was not fetched.
+
+    Raises:
+        CheckpointError: it is such a pointer.
+    """
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
@@ -136,13 +141,19 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
     """
     zipped = zipfile.is_zipfile(path)
     if zipped:
-        _refuse_torchscript(path)
+        refuse_torchscript(path)
     weights = _weights(path, _load(path, mapped=zipped))
     return TensorsSource(str(path), _without_prefix(weights, "module."))
 
 
 def conversion(path: pathlib.Path) -> str:
     """How to convert a checkpoint with objects in it to safetensors, as advice with a command."""
+    command = f"driftlens convert {shlex.quote(str(path))}"
+    return f"Its tensors can be read without running anything; convert it to safetensors:\n{command}"
+
+
+def by_hand(path: pathlib.Path) -> str:
+    """How to convert a checkpoint that `driftlens convert` refuses, as advice with a command that trusts it."""
     return _advice(
         path,
         "x = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
@@ -186,7 +197,12 @@ def _refusal(path: pathlib.Path, error: Exception) -> CheckpointError:
     )
 
 
-def _refuse_torchscript(path: pathlib.Path) -> None:
+def refuse_torchscript(path: pathlib.Path) -> None:
+    """Refuse a TorchScript archive.
+
+    Raises:
+        CheckpointError: it is one, or no whole zip file.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -204,7 +220,7 @@ def _weights(path: pathlib.Path, loaded: object) -> Mapping[str, Tensor]:
     """The state dict in what was loaded, whether it is that itself or a training checkpoint around it."""
     state: Any = loaded
     if isinstance(loaded, dict):
-        state = next((loaded[key] for key in _NESTS if isinstance(loaded.get(key), dict)), loaded)
+        state = next((loaded[key] for key in NESTS if isinstance(loaded.get(key), dict)), loaded)
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path} holds a {type(state).__name__}, a state dict is wanted",
@@ -229,7 +245,7 @@ def _require_plain_tensor(path: pathlib.Path, key: object, value: object) -> Non
         found = f"of type {type(value).__name__}"
     raise CheckpointError(
         f"{path}: {key!r} is {found}, an ordinary tensor is wanted",
-        hint=f"Save the weights alone, as a flat state dict or under one of {', '.join(_NESTS)}.",
+        hint=f"Save the weights alone, as a flat state dict or under one of {', '.join(NESTS)}.",
         source=str(path),
         key=key,
     )

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from driftlens.diagnostic import diagnostics
-from driftlens.errors import did_you_mean
+from driftlens.errors import SpecError, did_you_mean
 from driftlens.spec.types import (
     PYTHON_TARGET,
     Bytes,
@@ -36,6 +36,7 @@ from driftlens.spec.types import (
     Texts,
     problem,
 )
+from driftlens.suites.published import published_task
 
 LOADERS = ("hf-clip", "open-clip")
 
@@ -72,7 +73,7 @@ class Architecture(Part):
 
 
 class Weights(Part):
-    """Where the parameters of one variant lie: a file, a folder or a Hub id."""
+    """Where the parameters of one variant lie: a file, a folder, a Hub id, or `pretrained:TAG` of open_clip."""
 
     weights: Source
 
@@ -250,16 +251,49 @@ def _with_placeholder(template: str) -> str:
     return template
 
 
-class TextHead(Part):
-    """Class embeddings made by the base's text tower from class names and prompt templates."""
+def _known_suite(name: str) -> str:
+    try:
+        return published_task(name).name
+    except SpecError as error:
+        raise problem(error.message, error.hint) from None
 
+
+SuiteTask = Annotated[Text, AfterValidator(_known_suite)]
+"""A task of the published suites (`driftlens.suites.published`), which brings its class names and templates."""
+
+
+class TextHead(Part):
+    """Class embeddings made by the base's text tower from class names and prompt templates.
+
+    Attributes:
+        suite: a published task whose words and templates are used; `{suite: cars}` is a whole head.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={"required": [], "anyOf": [{"required": ["templates"]}, {"required": ["suite"]}]}
+    )
+
+    suite: SuiteTask | None = None
     templates: Annotated[tuple[Annotated[str, AfterValidator(_with_placeholder)], ...], Field(min_length=1)]
     classes: ClassNames = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _templates_of_the_suite(cls, given: Any) -> Any:
+        suite = given.get("suite") if isinstance(given, Mapping) else None
+        if not isinstance(suite, str) or "templates" in given:
+            return given
+        return {**given, "templates": published_task(_known_suite(suite)).templates}
+
 
 class FileHead(Part):
-    """Class embeddings [classes, d] of unit norm, computed beforehand and stored as one tensor of a file."""
+    """Class embeddings [classes, d] of unit norm, computed beforehand and stored as one tensor of a file.
 
+    Attributes:
+        suite: a published task whose classes, in label order, the rows are.
+    """
+
+    suite: SuiteTask | None = None
     file: LocalPath
     tensor: Text
     logit_scale: Annotated[Number, Field(gt=0)]

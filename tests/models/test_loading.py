@@ -8,7 +8,6 @@ import os
 import pathlib
 import pickle
 import shlex
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from driftlens.cli import main
 from driftlens.errors import CheckpointError, IncompatibleModelsError, NumericsError
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.sources import StateSource, check_finite, content_digest, module_source, renamed
@@ -249,36 +249,29 @@ def test_code_in_a_file_is_refused_and_not_run(save: Callable[..., None], tmp_pa
         assert refusal.value.context["found"] == "posix.mkdir"
 
 
-class Holder(nn.Module):
-    """A model of a class that the reader does not know."""
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__()
-        self.weights = weights
-
-    def state_dict(self, *_args: object, **_kwargs: object) -> Weights:
-        return self.weights
+def pickled_model(weights: Weights) -> nn.Module:
+    module = nn.Module()
+    module._buffers.update(weights)
+    return module
 
 
 @pytest.mark.parametrize(
     "wrap",
-    [Holder, lambda weights: {"state_dict": weights, "options": pathlib.PurePosixPath("x")}],
+    [pickled_model, lambda weights: {"state_dict": weights, "options": pathlib.PurePosixPath("x")}],
     ids=["model", "training_checkpoint"],
 )
 def test_the_command_in_the_hint_converts_the_file(
     wrap: Callable[[Weights], object],
     tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
     weights: Weights,
 ) -> None:
     torch.save(wrap(weights), tmp_path / "it's $w.pt")
     with pytest.raises(CheckpointError) as refusal:
         open_checkpoint(tmp_path / "it's $w.pt")
     command = shlex.split(refusal.value.hint.splitlines()[-1])
-    assert command[:2] == ["python", "-c"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["-c", *command[3:]])
-    exec(command[2], {})
+    assert command[0] == "driftlens"
+    with pytest.raises(SystemExit, match="0"):
+        main(command[1:])
     converted = open_checkpoint(tmp_path / "it's $w.safetensors")
     assert set(converted.headers) == set(weights)
     assert all(torch.equal(converted.read(key), value) for key, value in weights.items())

@@ -21,11 +21,13 @@ from driftlens.models.architecture import Architecture, TextTower, load_architec
 from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.heads import class_names, file_head, text_head
 from driftlens.models.loading import open_checkpoint
+from driftlens.models.pretrained import resolve_pretrained
 from driftlens.models.sources import StateSource
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve
 from driftlens.spec import RunSpec
 from driftlens.spec.sections import FileHead, TextHead
+from driftlens.suites.published import published_task
 from driftlens.variants import baseline, expert_of, task_of
 
 
@@ -86,7 +88,8 @@ def open_models(
 
         def opened(name: str = name, place: str = place) -> StateSource:
             nonlocal base
-            own[name] = stored = open_checkpoint(place, base=base, offline=access.offline)
+            file = resolve_pretrained(place, known, offline=access.offline)
+            own[name] = stored = open_checkpoint(file, base=base, offline=access.offline)
             if name == "base":
                 base = stored
             return known.align(stored, fallback=sources.get("base"))
@@ -159,24 +162,27 @@ def open_heads(
                 hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
             )
         tower = tower or models.architecture.text_tower(models.base)
-        heads[task] = text_head(tower, classes, entry.templates)
+        words = None if entry.suite is None else published_task(entry.suite).classes
+        heads[task] = text_head(tower, classes, entry.templates, words)
     return heads
 
 
 def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names of a head's rows: its own, or those that the task's data gives.
+    """The names of a head's rows: its own, or those that the task's data gives; a suite puts them in its own order.
 
     Raises:
         SpecError: neither names any.
         DataError: names repeat, or their file can't be read.
     """
-    names = entry.classes if entry.classes is not None else named
-    if names is None:
+    named = class_names(entry.classes) if entry.classes is not None else named
+    if entry.suite is not None:
+        return published_task(entry.suite).rows(named)
+    if named is None:
         raise SpecError(
             f"heads.{task}: no class names, and the data of {task} names none",
             hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
         )
-    return class_names(names)
+    return class_names(named)
 
 
 def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:

@@ -1,0 +1,339 @@
+"""A task-vector suite as it is passed around (`zeroshot.pt`, `TASK/finetuned.pt`, `head_TASK.pt`) as safetensors.
+
+The files are pickled `ImageEncoder` and `ClassificationHead` objects of code that need not be there: they are read by
+`driftlens.models.pickles`, which runs nothing. Written are the image towers under open_clip's names, the heads as
+class embeddings of unit norm, the architecture as the weights tell it, and a spec to start from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftlens.errors import CheckpointError, RunError
+from driftlens.files import atomic_folder, write_json_atomic, write_text_atomic
+from driftlens.models.alignment import tower_prefix
+from driftlens.models.open_clip_vit import CONFIG_FILE, LAYOUT
+from driftlens.models.pickles import Inert, Pickled
+from driftlens.models.saving import Patched, save_state_dict
+from driftlens.models.sources import StateSource, renamed
+from driftlens.records.layout import escape
+from driftlens.spec.yaml_text import to_yaml
+from driftlens.suites.published import find_published, published_task
+
+_BASES = ("zeroshot.pt", "nonlinear_zeroshot.pt")
+_EXPERTS = ("finetuned.pt", "nonlinear_finetuned.pt")
+_TAKEN = ("base", "heads")
+_ONE_NORM = 1e-3
+"""How far apart the norms of a zero-shot head's rows may be, relative; float16 rounds by less."""
+_FORM = "Expected zeroshot.pt, one folder per task with finetuned.pt, and head_TASK.pt."
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` wrote.
+
+    Attributes:
+        place: the folder, or the file.
+        lines: one sentence per file.
+        notices: what the user should know.
+    """
+
+    place: pathlib.Path
+    lines: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def convert(
+    source: pathlib.Path,
+    out: pathlib.Path | None = None,
+    *,
+    on_file: Callable[[str], None] = lambda line: None,
+) -> Converted:
+    """Write the tensors of pickled checkpoints as safetensors, without running anything in them.
+
+    Args:
+        source: the folder of a task-vector suite, or one file with a module, a state dict or a training checkpoint.
+        out: the folder, or for one file the `.safetensors`, to write; beside `source` if left out.
+        on_file: told of every file that is written.
+
+    Raises:
+        CheckpointError: there is no suite, or a file is damaged, or uses anything that is no part of weights.
+        IncompatibleModelsError: a model has no image tower of open_clip's kind.
+        RunError: `out` is there already, or can't be written.
+    """
+    if source.is_dir():
+        return _convert_suite(
+            _Suite.found(source), out or source.with_name(f"{source.name}-safetensors"), on_file
+        )
+    if not source.exists():
+        raise CheckpointError(f"there is no file or folder {source}", hint="Check the path.")
+    target = out or source.with_suffix(".safetensors")
+    if target.exists():
+        raise RunError(f"{target} exists already", hint="Choose another --out, or remove it first.")
+    weights, done = Pickled(source), Converted(target)
+    save_state_dict(target, Patched(weights, {}))
+    done.lines.append(f"{target.name}: {len(weights.headers)} tensors")
+    on_file(done.lines[-1])
+    return done
+
+
+@dataclass(frozen=True)
+class _Suite:
+    folder: pathlib.Path
+    base: pathlib.Path
+    experts: Mapping[str, pathlib.Path]
+    heads: Mapping[str, pathlib.Path]
+
+    @classmethod
+    def found(cls, folder: pathlib.Path) -> _Suite:
+        """The files of a suite, by task; the tasks of suites with validation splits (`CarsVal`) lose their ending."""
+        experts: dict[str, pathlib.Path] = {}
+        for place in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
+            path = next((place / name for name in _EXPERTS if (place / name).is_file()), None)
+            task = place.name.removesuffix("Val") or place.name
+            if path is None:
+                continue
+            if escape(task).casefold() in {*_TAKEN, *(escape(known).casefold() for known in experts)}:
+                raise CheckpointError(
+                    f"{place}: the name {task} is taken by another file of the result",
+                    hint="Rename the folder.",
+                )
+            experts[task] = path
+        places = [folder, *(path.parent for path in experts.values())]
+        base = next((place / name for place in places for name in _BASES if (place / name).is_file()), None)
+        if base is None or not experts:
+            within = [str(path.parent) for name in _BASES for path in sorted(folder.glob(f"*/{name}"))]
+            raise CheckpointError(
+                f"{folder} holds no task-vector suite: no {'fine-tuned model' if base else 'zeroshot.pt'}",
+                hint=f"Give one of {', '.join(within[:6])}." if within else _FORM,
+            )
+        names = {task: (f"head_{task}.pt", f"head_{task}Val.pt") for task in experts}
+        heads = {
+            task: folder / name for task, both in names.items() for name in both if (folder / name).is_file()
+        }
+        return cls(folder, base, experts, heads)
+
+
+def _convert_suite(suite: _Suite, out: pathlib.Path, on_file: Callable[[str], None]) -> Converted:
+    done = Converted(out)
+
+    def told(line: str) -> None:
+        done.lines.append(line)
+        on_file(line)
+
+    base = Pickled(suite.base)
+    names = _names(base, whole=None)
+    is_whole = any(not name.startswith(LAYOUT.tower) for name in names)
+    if not is_whole and len(names) < len(base.headers):
+        done.notices.append(
+            f"{suite.base.name} has no text tower (the suites delete it): only image towers are written, and class "
+            "embeddings come from the heads"
+        )
+    with atomic_folder(out) as folder:
+        save_state_dict(folder / "base.safetensors", Patched(renamed(base, names), {}))
+        told(f"base.safetensors: {len(names)} tensors, from {suite.base.name}")
+        for task, path in suite.experts.items():
+            expert = Pickled(path)
+            mapping = _names(expert, whole=is_whole)
+            save_state_dict(folder / f"{escape(task)}.safetensors", Patched(renamed(expert, mapping), {}))
+            told(f"{escape(task)}.safetensors: {len(mapping)} tensors, from {path.relative_to(suite.folder)}")
+        write_json_atomic(folder / CONFIG_FILE, _configuration(base, names, done.notices))
+        heads = {task: _Head.read(task, path, done.notices) for task, path in suite.heads.items()}
+        tensors = {key: value for head in heads.values() for key, value in head.tensors.items()}
+        if tensors:
+            save_state_dict(folder / "heads.safetensors", tensors)
+            told(f"heads.safetensors: {', '.join(heads)}")
+        for task in suite.experts.keys() - heads.keys():
+            done.notices.append(f"{task} has no head_{task}.pt, so its accuracy isn't measured")
+        write_text_atomic(folder / "run.yaml", _spec(suite, heads, done.notices))
+        told("run.yaml: a spec to start from; fill in the data")
+    return done
+
+
+def _names(source: StateSource, *, whole: bool | None) -> dict[str, str]:
+    """open_clip's own key of every tensor that is kept -> the key in the file, without what wraps the model.
+
+    `whole` says whether text towers are kept; None keeps one that is complete.
+    """
+    prefix = tower_prefix(source.headers, LAYOUT, source.name)
+    wrapper = prefix.removesuffix(LAYOUT.tower)
+    names = {key.removeprefix(wrapper): key for key in source.headers if key.startswith(wrapper)}
+    if wrapper == prefix:  # a tower alone
+        return {f"{LAYOUT.tower}{name}": key for name, key in names.items()}
+    if whole if whole is not None else any(".resblocks." in name for name in names if "visual." not in name):
+        return names
+    return {name: key for name, key in names.items() if name.startswith(LAYOUT.tower)}
+
+
+# --- the architecture, as weights and modules tell it
+
+
+def _configuration(base: Pickled, names: Mapping[str, str], notices: list[str]) -> dict[str, Any]:
+    shapes = {name: base.headers[key].shape for name, key in names.items()}
+    prefix = names[f"visual.{LAYOUT.anchor}"].removesuffix(LAYOUT.anchor)
+    wrapper = prefix.removesuffix(LAYOUT.tower)
+    # What is left of a text tower that was deleted still tells its size.
+    beside = {key.removeprefix(wrapper): base.headers[key].shape for key in base.headers if wrapper != prefix}
+    width, _, patch, _ = shapes["visual.conv1.weight"]
+    blocks = "visual.transformer.resblocks"
+    gelu = base.modules.get(f"{prefix}transformer.resblocks.0.mlp.gelu")
+    if gelu is None:
+        notices.append(
+            f"{base.name} doesn't tell the activation; OpenAI's QuickGELU is assumed (quick_gelu in {CONFIG_FILE})"
+        )
+    context, text_width = beside.get("positional_embedding", (77, 512))
+    text = {
+        "context_length": context,
+        "vocab_size": beside.get("token_embedding.weight", (49408,))[0],
+        "width": text_width,
+        "heads": max(1, text_width // 64),
+        "layers": _depth(shapes, "transformer.resblocks") or 12,
+    }
+    model = {
+        "embed_dim": shapes["visual.proj"][1],
+        "quick_gelu": gelu is None or gelu.kind.endswith("QuickGELU"),
+        "vision_cfg": {
+            "image_size": math.isqrt(shapes["visual.positional_embedding"][0] - 1) * patch,
+            "patch_size": patch,
+            "width": width,
+            "layers": _depth(shapes, blocks),
+            "head_width": width // _heads(base, f"{prefix}transformer.resblocks.0.attn", width),
+            "mlp_ratio": shapes[f"{blocks}.0.mlp.c_fc.weight"][0] / width,
+        },
+        "text_cfg": text,
+    }
+    normalised = _normalisation(base.top)
+    return {"model_cfg": model, **({"preprocess_cfg": normalised} if normalised else {})}
+
+
+def _depth(shapes: Mapping[str, tuple[int, ...]], blocks: str) -> int:
+    return len(
+        {name.removeprefix(f"{blocks}.").split(".")[0] for name in shapes if name.startswith(f"{blocks}.")}
+    )
+
+
+def _heads(base: Pickled, path: str, width: int) -> int:
+    attention = base.modules.get(path)
+    told = attention.attribute("num_heads") if attention is not None else None
+    return told if type(told) is int and told > 0 and width % told == 0 else max(1, width // 64)
+
+
+def _normalisation(top: Any) -> dict[str, Any]:
+    """Mean and standard deviation of pixels, where the pickled encoder still has its preprocessing."""
+    steps = top.attribute("val_preprocess") if isinstance(top, Inert) else None
+    steps = steps.attribute("transforms") if isinstance(steps, Inert) else None
+    for step in steps if isinstance(steps, list) else ():
+        if isinstance(step, Inert) and step.kind.endswith(".Normalize"):
+            found = {name: step.attribute(name) for name in ("mean", "std")}
+            if all(isinstance(value, list | tuple) and len(value) == 3 for value in found.values()):
+                return {name: [float(number) for number in value] for name, value in found.items()}
+    return {}
+
+
+# --- heads
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A task's head: the tensors to write, and its entry in the spec."""
+
+    tensors: Mapping[str, Tensor]
+    entry: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, task: str, path: pathlib.Path, notices: list[str]) -> _Head:
+        """A `ClassificationHead`: unit rows and a scale where that is what it is, else as it is, with a notice."""
+        source = Pickled(path)
+        if "weight" not in source.headers or len(source.headers["weight"].shape) != 2:
+            raise CheckpointError(
+                f"{path} holds no matrix called weight", hint="Expected a pickled ClassificationHead."
+            )
+        weight = source.read("weight").double()
+        bias = source.read("bias").double() if "bias" in source.headers else torch.zeros(len(weight))
+        normalises = source.top.attribute("normalize") if isinstance(source.top, Inert) else None
+        norms = torch.linalg.vector_norm(weight, dim=1)
+        scale = float(f"{norms.mean().item():.6g}")
+        one_norm = bool((norms - scale).abs().max() <= _ONE_NORM * scale)
+        rows = _suite_of(task, len(weight), notices)
+        if one_norm and not bias.any() and normalises is not False:
+            entry = {"file": "heads.safetensors", "tensor": task, "logit_scale": scale, **rows}
+            return cls({task: (weight / scale).float()}, entry)
+        why = (
+            "it takes features as they are"
+            if normalises is False
+            else "its rows differ in norm, or it has a bias"
+        )
+        notices.append(f"the head of {task} is no zero-shot head ({why}); it is kept as a linear classifier")
+        weight_key, bias_key = f"{task}.weight", f"{task}.bias"
+        linear = {
+            "linear": "heads.safetensors",
+            "weight": weight_key,
+            "bias": bias_key,
+            "normalize": bool(normalises),
+        }
+        return cls({weight_key: weight.float(), bias_key: bias.float()}, {**linear, **rows})
+
+
+def _suite_of(task: str, rows: int, notices: list[str]) -> dict[str, str]:
+    """The published task that names the rows, if there is one with as many classes."""
+    name = find_published(task)
+    if name is not None and len(published_task(name).classes) == rows:
+        return {"suite": name}
+    notices.append(
+        f"nothing names the {rows} rows of the head of {task}: add heads.{task}.classes to run.yaml"
+    )
+    return {}
+
+
+# --- the spec
+
+
+def _spec(suite: _Suite, heads: Mapping[str, _Head], notices: list[str]) -> str:
+    entries = {task: dict(head.entry) for task, head in heads.items()}
+    spec = {
+        "version": 1,
+        "name": suite.folder.absolute().name,
+        "architecture": {"loader": "open-clip", "source": CONFIG_FILE},
+        "base": {"weights": "base.safetensors"},
+        "merge": {"method": "task_arithmetic", "scaling": 0.3},
+        "experts": {task: {"weights": f"{escape(task)}.safetensors"} for task in suite.experts},
+        **({"heads": entries} if entries else {}),
+        "data": {
+            task: {
+                "kind": "imagefolder",
+                "calibration": f"data/{escape(task)}/train",
+                "test": f"data/{escape(task)}/test",
+            }
+            for task in suite.experts
+        },
+        "calibration": {"preset": "paper-clip"},
+    }
+    return f"{_HEADER}{to_yaml(spec)}{_on_the_hub(suite)}"
+
+
+_HEADER = """# Made by `driftlens convert`. Put the paths of the images under `data`, then:
+#   driftlens validate run.yaml
+#   driftlens analyze run.yaml --out runs/converted
+"""
+
+
+def _on_the_hub(suite: _Suite) -> str:
+    known = {
+        task: published_task(name).data
+        for task in suite.experts
+        if (name := find_published(task)) is not None
+    }
+    if not known:
+        return ""
+    lines = (f"#   {json.dumps(task)}: {json.dumps({'kind': 'hf', **data})}" for task, data in known.items())
+    return "\n".join(
+        ["", "# Copies on the Hugging Face Hub, to be written under `data` instead:", *lines, ""]
+    )

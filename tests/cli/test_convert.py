@@ -1,0 +1,266 @@
+"""`driftlens convert`: a task-vector suite as its authors pickle it, read without their code and ready to be analysed."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from driftlens.models.heads import file_head
+from driftlens.models.vit import scrambled
+from driftlens.spec import load_spec
+from tests.cli.conftest import Result
+from tests.models.hostile import hostile
+from tests.pipeline.world import MEAN, MODEL, SIZE, STD, WIDTH, write_images, write_spec
+
+SOURCE = """
+import torch
+import torch.nn.functional as F
+
+class ImageEncoder(torch.nn.Module):
+    def __init__(self, model, preprocess, keep_lang=False):
+        super().__init__()
+        self.model, self.val_preprocess, self.cache_dir = model, preprocess, None
+        if not keep_lang:
+            del self.model.transformer
+
+    def forward(self, images):
+        return self.model.encode_image(images)
+
+class ClassificationHead(torch.nn.Linear):
+    def __init__(self, normalize, weights, biases=None):
+        super().__init__(weights.shape[1], weights.shape[0])
+        self.normalize = normalize
+        self.weight = torch.nn.Parameter(weights.clone())
+        self.bias = torch.nn.Parameter(torch.zeros(len(weights)) if biases is None else biases)
+
+    def forward(self, features):
+        return super().forward(F.normalize(features, dim=-1) if self.normalize else features)
+
+for kind in (ImageEncoder, ClassificationHead):
+    kind.__module__ = "src.modeling"
+"""
+FORMS: dict[str, Callable[[object, pathlib.Path], None]] = {
+    "flowers": lambda model, path: path.write_bytes(pickle.dumps(model)) and None,
+    "shapes": lambda model, path: torch.save(model, path, _use_new_zipfile_serialization=False),
+    "MNIST": lambda model, path: torch.save(model, path),
+}
+Encoders = dict[str, nn.Module]
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    return F.normalize(torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)), dim=1)
+
+
+@pytest.fixture
+def suite(tmp_path: pathlib.Path, recwarn: pytest.WarningsRecorder) -> tuple[pathlib.Path, Encoders]:
+    """A suite's folder, its experts in the three forms there are, and the encoders; the code is gone afterwards."""
+    code = types.ModuleType("src.modeling")
+    exec(SOURCE, vars(code))
+    sys.modules["src.modeling"] = code
+    folder = tmp_path / "ViT-tiny"
+    preprocess = open_clip.image_transform(SIZE, is_train=False, mean=MEAN, std=STD)
+    encoders: Encoders = {}
+    for seed, name in enumerate(("zeroshot", *FORMS)):
+        clip = scrambled(lambda: open_clip.CLIP(**MODEL), seed)
+        encoders[name] = code.ImageEncoder(clip, preprocess)
+        place = folder if name == "zeroshot" else folder / name
+        place.mkdir()
+        save = FORMS.get(name, FORMS["MNIST"])
+        save(encoders[name], place / ("zeroshot.pt" if name == "zeroshot" else "finetuned.pt"))
+    for seed, (task, count) in enumerate({"flowers": 3, "shapes": 3, "MNIST": 10}.items()):
+        save_zip = FORMS["MNIST"]
+        save_zip(code.ClassificationHead(True, 100 * rows(count, seed)), folder / f"head_{task}.pt")
+    del sys.modules["src.modeling"]
+    return folder, encoders
+
+
+def test_a_suite_becomes_a_folder_that_its_original_library_and_validate_accept(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+) -> None:
+    folder, encoders = suite
+    before, out = set(sys.modules), tmp_path / "ViT-tiny-safetensors"
+    result = run_cli("convert", folder)
+    assert result.code == 0, result.err
+    assert not {name for name in set(sys.modules) - before if name.startswith("src")}
+    assert f"driftlens validate {out / 'run.yaml'}" in result.out
+    assert "no text tower" in result.err and "nothing names the 3 rows of the head of flowers" in result.err
+    written = {"base", *FORMS, "heads"}
+    assert {path.name for path in out.iterdir()} == {
+        *(f"{name}.safetensors" for name in written),
+        "open_clip_config.json",
+        "run.yaml",
+    }
+
+    config = json.loads((out / "open_clip_config.json").read_text())
+    assert config["preprocess_cfg"] == {"mean": pytest.approx(MEAN), "std": pytest.approx(STD)}
+    model = open_clip.CLIP(**config["model_cfg"]).eval()
+    pixels = torch.randn(4, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+    for name, encoder in encoders.items():
+        weights = load_file(out / f"{'base' if name == 'zeroshot' else name}.safetensors")
+        assert all(key.startswith("visual.") for key in weights)
+        model.visual.load_state_dict({key.removeprefix("visual."): value for key, value in weights.items()})
+        with torch.no_grad():
+            assert torch.equal(model.encode_image(pixels), encoder(pixels)), name
+
+    spec = load_spec(out / "run.yaml")
+    assert {task: getattr(head, "suite", None) for task, head in spec.heads.items()} == {
+        "flowers": None,
+        "shapes": None,
+        "MNIST": "mnist",
+    }
+    head = file_head(out / "heads.safetensors", "MNIST", spec.heads["MNIST"].logit_scale, list("0123456789"))  # type: ignore[union-attr]
+    features = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(head.scores(features), F.normalize(features, dim=1) @ (100 * rows(10, 2)).T)
+
+    found = run_cli("validate", out / "run.yaml", "--json")
+    problems = json.loads(found.out)["problems"]
+    assert found.code == 4 and problems and all("data" in str(each) for each in problems), problems
+    data = {}
+    for task, classes in {"flowers": "abc", "shapes": "abc", "MNIST": "0123456789"}.items():
+        write_images(tmp_path / f"{task}.npz", list(classes), train=20, test=20)
+        data[task] = {"kind": "npz", "file": str(tmp_path / f"{task}.npz")}
+    filled = spec.as_dict() | {"data": {"defaults": {"n": 10, "n_diagnosis": 10}, **data}}
+    found = run_cli("validate", write_spec(tmp_path / "filled.yaml", filled))
+    assert found.code == 0, found.out
+
+
+@pytest.mark.parametrize("trap", ["base", "expert", "head"])
+def test_a_hostile_file_in_a_suite_leaves_neither_trace_nor_half_a_folder(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path, trap: str
+) -> None:
+    folder, _ = suite
+    files = {"base": "zeroshot.pt", "expert": "shapes/finetuned.pt", "head": "head_shapes.pt"}
+    canary, content = tmp_path / "canary", folder / files[trap]
+    content.write_bytes(hostile(canary)["os.system, protocol 4"])
+    before = sorted(tmp_path.rglob("*"))
+    result = run_cli("convert", folder, "--out", tmp_path / "out")
+    assert result.code == 4 and str(content) in result.message and "posix.system" in result.message
+    assert "torch.load" in result.hint
+    assert sorted(tmp_path.rglob("*")) == before, "no canary, no folder, no scratch"
+
+
+def change_head(folder: pathlib.Path, weight: Tensor, bias: Tensor) -> None:
+    torch.save({"weight": weight, "bias": bias}, folder / "head_shapes.pt")
+
+
+def test_a_head_that_is_no_zero_shot_head_stays_a_linear_classifier(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+) -> None:
+    folder, _ = suite
+    weight, bias = rows(3) * torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3)
+    for changed in ((weight, bias), (weight, 0 * bias), (rows(3), bias)):
+        change_head(folder, *changed)
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        result = run_cli("convert", folder, "--out", out)
+        assert "head of shapes is no zero-shot head" in result.err
+        heads = load_file(out / "heads.safetensors")
+        assert torch.equal(heads["shapes.weight"], changed[0]) and torch.equal(
+            heads["shapes.bias"], changed[1]
+        )
+        entry = load_spec(out / "run.yaml").as_dict()["heads"]["shapes"]
+        assert entry["weight"] == "shapes.weight" and entry["linear"] == str(out / "heads.safetensors")
+
+
+def missing_base(folder: pathlib.Path) -> list[str]:
+    (folder / "zeroshot.pt").unlink()
+    return ["no zeroshot.pt", "Expected zeroshot.pt"]
+
+
+def a_level_too_high(folder: pathlib.Path) -> list[str]:
+    inner = folder / "ViT-B-32"
+    inner.mkdir()
+    for entry in [entry for entry in folder.iterdir() if entry != inner]:
+        entry.rename(inner / entry.name)
+    return ["no task-vector suite", str(inner)]
+
+
+def a_name_that_is_taken(folder: pathlib.Path) -> list[str]:
+    (folder / "shapes").rename(folder / "base")
+    return ["the name base is taken", "Rename"]
+
+
+def no_tower(folder: pathlib.Path) -> list[str]:
+    torch.save({"weight": torch.zeros(2)}, folder / "zeroshot.pt")
+    return ["zeroshot.pt", "class_embedding"]
+
+
+def a_truncated_expert(folder: pathlib.Path) -> list[str]:
+    path = folder / "MNIST" / "finetuned.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+    return [str(path), "Copy or download it again"]
+
+
+def no_matrix(folder: pathlib.Path) -> list[str]:
+    torch.save({"weight": torch.zeros(2)}, folder / "head_shapes.pt")
+    return ["head_shapes.pt", "no matrix"]
+
+
+@pytest.mark.parametrize(
+    "spoil", [missing_base, a_level_too_high, a_name_that_is_taken, no_tower, a_truncated_expert, no_matrix]
+)
+def test_what_is_no_suite_is_refused_and_nothing_is_written(
+    suite: tuple[pathlib.Path, Encoders],
+    run_cli: Callable[..., Result],
+    tmp_path: pathlib.Path,
+    spoil: Callable[[pathlib.Path], list[str]],
+) -> None:
+    words = spoil(suite[0])
+    result = run_cli("convert", suite[0], "--out", tmp_path / "out")
+    assert result.code == 4 and "Traceback" not in result.err
+    assert all(word in result.err for word in words), result.err
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".partial-*"))
+
+
+def test_suites_of_validation_splits_and_whole_models_convert_too(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+) -> None:
+    """Bases beside their experts, state dicts, `TASKVal` folders, text towers that were kept."""
+    folder = tmp_path / "whole"
+    weights = scrambled(lambda: open_clip.CLIP(**MODEL)).state_dict()
+    for task in ("CarsVal", "DTDVal"):
+        (folder / task).mkdir(parents=True)
+        for name in ("nonlinear_zeroshot.pt", "nonlinear_finetuned.pt"):
+            state = {f"model.{key}": value for key, value in weights.items()}
+            torch.save({"state_dict": state, "model_name": "ViT"}, folder / task / name)
+    torch.save({"weight": 100 * rows(196), "bias": torch.zeros(196)}, folder / "head_CarsVal.pt")
+    result = run_cli("convert", folder, "--out", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "activation" in result.err and "DTD has no head_DTD.pt" in result.err
+    converted = load_file(tmp_path / "out" / "Cars.safetensors")
+    assert set(converted) == set(weights)
+    assert all(torch.equal(converted[key], value) for key, value in weights.items())
+    spec = load_spec(tmp_path / "out" / "run.yaml")
+    assert set(spec.experts) == {"Cars", "DTD"} and set(spec.heads) == {"Cars"}
+    assert getattr(spec.heads["Cars"], "suite", None) == "stanford-cars"
+    written = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["model_cfg"]
+    clip = open_clip.CLIP(**written)
+    clip.load_state_dict(converted)
+    assert "tanganke/stanford_cars" in (tmp_path / "out" / "run.yaml").read_text()
+
+
+def test_one_file_becomes_one_file_and_nothing_is_overwritten(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+) -> None:
+    folder, encoders = suite
+    file = folder / "flowers" / "finetuned.pt"
+    result = run_cli("convert", file)
+    written = load_file(file.with_suffix(".safetensors"))
+    expected: dict[str, Any] = encoders["flowers"].state_dict()
+    assert result.code == 0 and set(written) == set(expected)
+    assert all(torch.equal(written[key], value) for key, value in expected.items())
+    for given in ((file,), (folder, "--out", folder), (file, "--out", folder / "zeroshot.pt")):
+        result = run_cli("convert", *given)
+        assert result.code == 4 and "exists already" in result.message
+    assert run_cli("convert", tmp_path / "nowhere").code == 4

@@ -1,0 +1,119 @@
+"""open_clip's pretrained tags: the file its own helper gives, announced, from the cache, or refused with the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+from typing import Any
+
+import huggingface_hub
+import open_clip
+import pytest
+from safetensors.torch import save_file
+
+from driftlens.access import Access
+from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.pretrained import resolve_pretrained
+from driftlens.models.vit import scrambled
+from driftlens.pipeline.study.opening import open_models
+from driftlens.spec import load_spec
+from tests.models.towers import OPEN_CLIP_CONFIG, open_clip_folder
+from tests.specs import minimal
+
+MODEL = "tiny-quickgelu"
+TAG = {"hf_hub": "somebody/tiny/", "quick_gelu": True, "mean": open_clip.OPENAI_DATASET_MEAN}
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """A tiny model that open_clip knows by name, with two tags and an empty cache; a place for its file."""
+    configs = {MODEL: OPEN_CLIP_CONFIG, "tiny": {**OPEN_CLIP_CONFIG, "quick_gelu": False}}
+    other = TAG | {"mean": (0.0, 0.0, 0.0)}
+    for name, config in configs.items():
+        monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, name, config)
+        monkeypatch.setitem(open_clip.pretrained._PRETRAINED, name, {"openai": TAG, "other": other})
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repository, file: None)
+    return tmp_path / "open_clip_model.safetensors"
+
+
+def tiny(name: str = MODEL) -> Architecture:
+    return load_architecture("open-clip", name)
+
+
+def test_a_tag_is_fetched_by_open_clips_helper_and_announced(
+    published: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def download(config: dict[str, Any]) -> str:
+        assert config == TAG
+        return str(published)
+
+    monkeypatch.setattr(open_clip, "download_pretrained", download)
+    with caplog.at_level(logging.WARNING, "driftlens"):
+        assert resolve_pretrained("pretrained:openai", tiny()) == str(published)
+    assert "fetching the weights pretrained:openai" in caplog.text and "somebody/tiny" in caplog.text
+    assert resolve_pretrained("base.safetensors", tiny()) == "base.safetensors"
+
+
+def test_what_is_in_the_cache_is_used_offline_as_the_base_of_a_spec(
+    published: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = scrambled(lambda: open_clip.CLIP(**OPEN_CLIP_CONFIG))
+    save_file(module.state_dict(), published)
+    cached = {("somebody/tiny", published.name): str(published)}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *place: cached.get(place))
+    monkeypatch.setattr(open_clip, "download_pretrained", None)
+    spec = load_spec(
+        minimal(
+            architecture={"loader": "open-clip", "source": MODEL},
+            base={"weights": "pretrained:openai"},
+            merged={"weights": str(published)},
+            experts={"cars": {"weights": str(published)}},
+        )
+    )
+    models = open_models(spec, Access(offline=True))
+    assert models.base is not None and set(models.base.headers) == set(module.state_dict())
+    assert models.origins["base"] == "pretrained:openai"
+
+
+def test_what_is_not_in_the_cache_is_refused_offline_and_where_fetching_fails(
+    published: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(config: dict[str, Any]) -> str:
+        raise FileNotFoundError("no such host")
+
+    monkeypatch.setattr(open_clip, "download_pretrained", unreachable)
+    for offline, words in (
+        (True, "the network is not to be used"),
+        (False, "FileNotFoundError: no such host"),
+    ):
+        with pytest.raises(CheckpointError, match=words) as refusal:
+            resolve_pretrained("pretrained:openai", tiny(), offline=offline)
+        assert "somebody/tiny" in refusal.value.message and "--offline" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "error", "words"),
+    [
+        (MODEL, "pretrained:openia", SpecError, ["there are openai, other", "'openai'"]),
+        ("tiny", "pretrained:openai", IncompatibleModelsError, ["with QuickGELU", "source: tiny-quickgelu"]),
+        (MODEL, "pretrained:other", IncompatibleModelsError, ["prepared otherwise: mean (0.0, 0.0, 0.0)"]),
+    ],
+    ids=["no such tag", "another activation", "other pixels"],
+)
+def test_a_tag_that_does_not_fit_is_refused(
+    published: pathlib.Path, model: str, place: str, error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as refusal:
+        resolve_pretrained(place, tiny(model))
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_an_architecture_from_files_has_no_tags(tmp_path: pathlib.Path) -> None:
+    folder = open_clip_folder(tmp_path / "model")
+    config = tmp_path / "model_config.json"
+    config.write_text(json.dumps(OPEN_CLIP_CONFIG))
+    for source in (folder, config):
+        with pytest.raises(SpecError, match="that open_clip knows by name"):
+            resolve_pretrained("pretrained:openai", load_architecture("open-clip", str(source)))

@@ -1,4 +1,4 @@
-"""`driftlens convert`: a task-vector suite as its authors pickle it, read without their code and ready to be analysed."""
+"""`driftlens convert`: a task-vector suite as its authors pickle it, read without their code, ready to be analysed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,16 +48,19 @@ class ClassificationHead(torch.nn.Linear):
 
     def forward(self, features):
         return super().forward(F.normalize(features, dim=-1) if self.normalize else features)
-
-for kind in (ImageEncoder, ClassificationHead):
-    kind.__module__ = "src.modeling"
 """
 FORMS: dict[str, Callable[[object, pathlib.Path], None]] = {
     "flowers": lambda model, path: path.write_bytes(pickle.dumps(model)) and None,
-    "shapes": lambda model, path: torch.save(model, path, _use_new_zipfile_serialization=False),
+    "shapes": lambda model, path: save_old(model, path),
     "MNIST": lambda model, path: torch.save(model, path),
 }
 Encoders = dict[str, nn.Module]
+
+
+def save_old(model: object, path: pathlib.Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it looks for the source of the classes, to keep it too
+        torch.save(model, path, _use_new_zipfile_serialization=False)
 
 
 def rows(count: int, seed: int = 0) -> Tensor:
@@ -64,11 +68,11 @@ def rows(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.fixture
-def suite(tmp_path: pathlib.Path, recwarn: pytest.WarningsRecorder) -> tuple[pathlib.Path, Encoders]:
+def suite(tmp_path: pathlib.Path) -> tuple[pathlib.Path, Encoders]:
     """A suite's folder, its experts in the three forms there are, and the encoders; the code is gone afterwards."""
     code = types.ModuleType("src.modeling")
     exec(SOURCE, vars(code))
-    sys.modules["src.modeling"] = code
+    sys.modules |= {"src": types.ModuleType("src"), "src.modeling": code}
     folder = tmp_path / "ViT-tiny"
     preprocess = open_clip.image_transform(SIZE, is_train=False, mean=MEAN, std=STD)
     encoders: Encoders = {}
@@ -82,7 +86,7 @@ def suite(tmp_path: pathlib.Path, recwarn: pytest.WarningsRecorder) -> tuple[pat
     for seed, (task, count) in enumerate({"flowers": 3, "shapes": 3, "MNIST": 10}.items()):
         save_zip = FORMS["MNIST"]
         save_zip(code.ClassificationHead(True, 100 * rows(count, seed)), folder / f"head_{task}.pt")
-    del sys.modules["src.modeling"]
+    del sys.modules["src"], sys.modules["src.modeling"]
     return folder, encoders
 
 

@@ -75,9 +75,10 @@ def helper(image):
     raise AssertionError("called")
 """
     exec(source, vars(module))
-    sys.modules["src.modeling"] = module
+    sys.modules |= {"src": types.ModuleType("src"), "src.modeling": module}
     yield module
     sys.modules.pop("src.modeling", None)
+    sys.modules.pop("src")
 
 
 @pytest.mark.parametrize("form", FORMS)

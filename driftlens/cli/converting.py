@@ -35,11 +35,6 @@ def convert(
     """
     from driftlens.suites.conversion import convert as run_conversion
 
-    done = run_conversion(source, out, on_file=note)
-    for text in done.notices:
-        note(f"notice: {text}")
-    spec = done.place / "run.yaml"
-    say(
-        f"wrote {done.place}"
-        + (f"; fill in the data, then: driftlens validate {spec}" if spec.exists() else "")
-    )
+    place = run_conversion(source, out, tell=note)
+    spec = place / "run.yaml"
+    say(f"wrote {place}" + (f"; fill in the data, then: driftlens validate {spec}" if spec.exists() else ""))

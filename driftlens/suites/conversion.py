@@ -11,13 +11,13 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, RunError
+from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError
 from driftlens.files import atomic_folder, write_json_atomic, write_text_atomic
 from driftlens.models.alignment import tower_prefix
 from driftlens.models.open_clip_vit import CONFIG_FILE, LAYOUT
@@ -36,33 +36,18 @@ _ONE_NORM = 1e-3
 _FORM = "Expected zeroshot.pt, one folder per task with finetuned.pt, and head_TASK.pt."
 
 
-@dataclass(frozen=True)
-class Converted:
-    """What `convert` wrote.
-
-    Attributes:
-        place: the folder, or the file.
-        lines: one sentence per file.
-        notices: what the user should know.
-    """
-
-    place: pathlib.Path
-    lines: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-
 def convert(
-    source: pathlib.Path,
-    out: pathlib.Path | None = None,
-    *,
-    on_file: Callable[[str], None] = lambda line: None,
-) -> Converted:
+    source: pathlib.Path, out: pathlib.Path | None = None, *, tell: Callable[[str], None] = lambda line: None
+) -> pathlib.Path:
     """Write the tensors of pickled checkpoints as safetensors, without running anything in them.
 
     Args:
         source: the folder of a task-vector suite, or one file with a module, a state dict or a training checkpoint.
         out: the folder, or for one file the `.safetensors`, to write; beside `source` if left out.
-        on_file: told of every file that is written.
+        tell: told of every file that is written, and what the user should know.
+
+    Returns:
+        The folder, or the file, that was written.
 
     Raises:
         CheckpointError: there is no suite, or a file is damaged, or uses anything that is no part of weights.
@@ -70,19 +55,18 @@ def convert(
         RunError: `out` is there already, or can't be written.
     """
     if source.is_dir():
-        return _convert_suite(
-            _Suite.found(source), out or source.with_name(f"{source.name}-safetensors"), on_file
-        )
+        target = out or source.absolute().with_name(f"{source.absolute().name}-safetensors")
+        _convert_suite(_Suite.found(source), target, tell)
+        return target
     if not source.exists():
         raise CheckpointError(f"there is no file or folder {source}", hint="Check the path.")
     target = out or source.with_suffix(".safetensors")
     if target.exists():
         raise RunError(f"{target} exists already", hint="Choose another --out, or remove it first.")
-    weights, done = Pickled(source), Converted(target)
+    weights = Pickled(source)
     save_state_dict(target, Patched(weights, {}))
-    done.lines.append(f"{target.name}: {len(weights.headers)} tensors")
-    on_file(done.lines[-1])
-    return done
+    tell(f"{target.name}: {len(weights.headers)} tensors")
+    return target
 
 
 @dataclass(frozen=True)
@@ -122,40 +106,32 @@ class _Suite:
         return cls(folder, base, experts, heads)
 
 
-def _convert_suite(suite: _Suite, out: pathlib.Path, on_file: Callable[[str], None]) -> Converted:
-    done = Converted(out)
-
-    def told(line: str) -> None:
-        done.lines.append(line)
-        on_file(line)
-
+def _convert_suite(suite: _Suite, out: pathlib.Path, tell: Callable[[str], None]) -> None:
+    notices: list[str] = []
     base = Pickled(suite.base)
     names = _names(base, whole=None)
     is_whole = any(not name.startswith(LAYOUT.tower) for name in names)
     if not is_whole and len(names) < len(base.headers):
-        done.notices.append(
-            f"{suite.base.name} has no text tower (the suites delete it): only image towers are written, and class "
-            "embeddings come from the heads"
-        )
+        notices.append(f"{suite.base.name} has no whole text tower, so only image towers are written")
     with atomic_folder(out) as folder:
         save_state_dict(folder / "base.safetensors", Patched(renamed(base, names), {}))
-        told(f"base.safetensors: {len(names)} tensors, from {suite.base.name}")
+        tell(f"base.safetensors: {len(names)} tensors, from {suite.base.relative_to(suite.folder)}")
         for task, path in suite.experts.items():
             expert = Pickled(path)
             mapping = _names(expert, whole=is_whole)
             save_state_dict(folder / f"{escape(task)}.safetensors", Patched(renamed(expert, mapping), {}))
-            told(f"{escape(task)}.safetensors: {len(mapping)} tensors, from {path.relative_to(suite.folder)}")
-        write_json_atomic(folder / CONFIG_FILE, _configuration(base, names, done.notices))
-        heads = {task: _Head.read(task, path, done.notices) for task, path in suite.heads.items()}
+            tell(f"{escape(task)}.safetensors: {len(mapping)} tensors, from {path.relative_to(suite.folder)}")
+        write_json_atomic(folder / CONFIG_FILE, _configuration(base, names, notices))
+        heads = {task: _Head.read(task, path, notices) for task, path in suite.heads.items()}
         tensors = {key: value for head in heads.values() for key, value in head.tensors.items()}
         if tensors:
             save_state_dict(folder / "heads.safetensors", tensors)
-            told(f"heads.safetensors: {', '.join(heads)}")
-        for task in suite.experts.keys() - heads.keys():
-            done.notices.append(f"{task} has no head_{task}.pt, so its accuracy isn't measured")
-        write_text_atomic(folder / "run.yaml", _spec(suite, heads, done.notices))
-        told("run.yaml: a spec to start from; fill in the data")
-    return done
+            tell(f"heads.safetensors: {', '.join(heads)}")
+        write_text_atomic(folder / "run.yaml", _spec(suite, heads))
+    bare = sorted(suite.experts.keys() - heads.keys())
+    notices += [f"{task} has no head_{task}.pt, so its accuracy isn't measured" for task in bare]
+    for text in notices:
+        tell(f"notice: {text}")
 
 
 def _names(source: StateSource, *, whole: bool | None) -> dict[str, str]:
@@ -178,12 +154,18 @@ def _names(source: StateSource, *, whole: bool | None) -> dict[str, str]:
 
 def _configuration(base: Pickled, names: Mapping[str, str], notices: list[str]) -> dict[str, Any]:
     shapes = {name: base.headers[key].shape for name, key in names.items()}
+    blocks = "visual.transformer.resblocks"
+    for key in ("visual.conv1.weight", "visual.proj", f"{blocks}.0.mlp.c_fc.weight"):
+        if key not in shapes:
+            raise IncompatibleModelsError(
+                f"{base.name} has no {key!r}: it is no vision transformer of open_clip's own",
+                hint="Convert its files one by one, and write the spec by hand.",
+            )
     prefix = names[f"visual.{LAYOUT.anchor}"].removesuffix(LAYOUT.anchor)
     wrapper = prefix.removesuffix(LAYOUT.tower)
     # What is left of a text tower that was deleted still tells its size.
     beside = {key.removeprefix(wrapper): base.headers[key].shape for key in base.headers if wrapper != prefix}
     width, _, patch, _ = shapes["visual.conv1.weight"]
-    blocks = "visual.transformer.resblocks"
     gelu = base.modules.get(f"{prefix}transformer.resblocks.0.mlp.gelu")
     if gelu is None:
         notices.append(
@@ -266,20 +248,11 @@ class _Head:
         if one_norm and not bias.any() and normalises is not False:
             entry = {"file": "heads.safetensors", "tensor": task, "logit_scale": scale, **rows}
             return cls({task: (weight / scale).float()}, entry)
-        why = (
-            "it takes features as they are"
-            if normalises is False
-            else "its rows differ in norm, or it has a bias"
-        )
+        why = "rows of several norms, or a bias" if normalises is not False else "features as they are"
         notices.append(f"the head of {task} is no zero-shot head ({why}); it is kept as a linear classifier")
-        weight_key, bias_key = f"{task}.weight", f"{task}.bias"
-        linear = {
-            "linear": "heads.safetensors",
-            "weight": weight_key,
-            "bias": bias_key,
-            "normalize": bool(normalises),
-        }
-        return cls({weight_key: weight.float(), bias_key: bias.float()}, {**linear, **rows})
+        linear = {"linear": "heads.safetensors", "weight": f"{task}.weight", "bias": f"{task}.bias"}
+        tensors = {linear["weight"]: weight.float(), linear["bias"]: bias.float()}
+        return cls(tensors, {**linear, "normalize": bool(normalises), **rows})
 
 
 def _suite_of(task: str, rows: int, notices: list[str]) -> dict[str, str]:
@@ -296,7 +269,7 @@ def _suite_of(task: str, rows: int, notices: list[str]) -> dict[str, str]:
 # --- the spec
 
 
-def _spec(suite: _Suite, heads: Mapping[str, _Head], notices: list[str]) -> str:
+def _spec(suite: _Suite, heads: Mapping[str, _Head]) -> str:
     entries = {task: dict(head.entry) for task, head in heads.items()}
     spec = {
         "version": 1,
@@ -306,14 +279,7 @@ def _spec(suite: _Suite, heads: Mapping[str, _Head], notices: list[str]) -> str:
         "merge": {"method": "task_arithmetic", "scaling": 0.3},
         "experts": {task: {"weights": f"{escape(task)}.safetensors"} for task in suite.experts},
         **({"heads": entries} if entries else {}),
-        "data": {
-            task: {
-                "kind": "imagefolder",
-                "calibration": f"data/{escape(task)}/train",
-                "test": f"data/{escape(task)}/test",
-            }
-            for task in suite.experts
-        },
+        "data": {task: {"kind": "imagefolder", **_splits(task)} for task in suite.experts},
         "calibration": {"preset": "paper-clip"},
     }
     return f"{_HEADER}{to_yaml(spec)}{_on_the_hub(suite)}"
@@ -325,15 +291,15 @@ _HEADER = """# Made by `driftlens convert`. Put the paths of the images under `d
 """
 
 
-def _on_the_hub(suite: _Suite) -> str:
-    known = {
-        task: published_task(name).data
-        for task in suite.experts
-        if (name := find_published(task)) is not None
+def _splits(task: str) -> dict[str, str]:
+    return {
+        split: f"data/{escape(task)}/{folder}"
+        for split, folder in (("calibration", "train"), ("test", "test"))
     }
-    if not known:
-        return ""
-    lines = (f"#   {json.dumps(task)}: {json.dumps({'kind': 'hf', **data})}" for task, data in known.items())
-    return "\n".join(
-        ["", "# Copies on the Hugging Face Hub, to be written under `data` instead:", *lines, ""]
-    )
+
+
+def _on_the_hub(suite: _Suite) -> str:
+    known = {task: name for task in suite.experts if (name := find_published(task)) is not None}
+    entries = {task: {"kind": "hf", **published_task(name).data} for task, name in known.items()}
+    lines = [f"#   {json.dumps(task)}: {json.dumps(entry)}\n" for task, entry in entries.items()]
+    return "".join(["\n# Copies on the Hugging Face Hub, for `data`:\n", *lines]) if lines else ""

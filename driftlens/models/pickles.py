@@ -28,7 +28,7 @@ from driftlens.models.weight_files import NESTS, by_hand, refuse_pointer, refuse
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 """What PyTorch's format before 1.6 begins with."""
-_MOST_STEPS, _MOST_MODULES, _DEEPEST, _LONGEST = 5_000_000, 100_000, 200, 5_000
+_MOST_STEPS, _MOST, _DEEPEST, _LONGEST = 5_000_000, 100_000, 200, 1_000
 """Far beyond what a checkpoint of a network needs; a file beyond it is made to exhaust whoever reads it."""
 
 _STORAGES = {
@@ -131,7 +131,11 @@ class Pickled:
             refuse_torchscript(path)
         try:
             self.top = _unpickled(path)
-            self._tensors = dict(self._weights(self.top))
+            self._tensors: dict[str, Stored] = {}
+            for key, value in self._weights(self.top):
+                self._tensors[key] = value
+                if len(self._tensors) > _MOST or len(key) > _LONGEST:
+                    raise CheckpointError("it names tensors without end", hint="Don't use this file.")
             self.headers: Mapping[str, TensorHeader] = {
                 key: TensorHeader(value.shape, value.storage.dtype) for key, value in self._tensors.items()
             }
@@ -176,7 +180,7 @@ class Pickled:
 
     def _walked(self, module: Inert, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
         """Parameters, kept buffers and those of submodules, as `Module.state_dict` lists them."""
-        if depth > _DEEPEST or len(prefix) > _LONGEST or len(self.modules) > _MOST_MODULES:
+        if depth > _DEEPEST or len(prefix) > _LONGEST or len(self.modules) > _MOST:
             raise CheckpointError("its modules are nested without end", hint="Don't use this file.")
         self.modules[prefix.removesuffix(".")] = module
         dropped = module.attribute("_non_persistent_buffers_set")
@@ -248,7 +252,7 @@ def _from_zip(path: pathlib.Path) -> Any:
         if entry is None or entry.file_size != count * dtype.itemsize:
             found = "none" if entry is None else f"{entry.file_size:,}"
             raise CheckpointError(
-                f"storage {key!r} should have {count * dtype.itemsize:,} bytes, the archive holds {found}",
+                f"storage {key[:40]!r} should have {count * dtype.itemsize:,} bytes, the archive holds {found}",
                 hint="Copy or download it again, if it was cut short on the way.",
             )
 
@@ -268,11 +272,11 @@ def _from_stream(stream: mmap.mmap, *, nested: bool = False) -> Any:
 
     def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
         if sizes.setdefault(key, (dtype, count)) != (dtype, count):
-            raise CheckpointError(f"storage {key!r} is said to be of two kinds", hint="Don't use this file.")
+            raise CheckpointError("a storage is said to be of two kinds", hint="Don't use this file.")
         return Storage(dtype, count, lambda: stream[places[key] : places[key] + count * dtype.itemsize])
 
     first = _Machine(storage, nested=nested).run(stream)
-    if first != _MAGIC:
+    if first != _MAGIC and not sizes:
         return first
     version, system, top, keys = (_Machine(storage, nested=nested).run(stream) for _ in range(4))
     if version != _PROTOCOL or dict(_named_in(system)).get("little_endian") is not True:
@@ -283,10 +287,10 @@ def _from_stream(stream: mmap.mmap, *, nested: bool = False) -> Any:
         dtype, count = sizes[key]
         places[key] = stream.tell() + 8
         if int.from_bytes(stream.read(8), "little") != count:
-            raise CheckpointError(f"storage {key!r} is not as long as it should be", hint="Copy it again.")
+            raise CheckpointError("a storage is not as long as it should be", hint="Copy the file again.")
         stream.seek(places[key] + count * dtype.itemsize)  # refused beyond the end
-    if missing := sizes.keys() - places.keys():
-        raise EOFError(f"no numbers for storage {min(missing)!r}")
+    if sizes.keys() != places.keys():
+        raise EOFError("there are no numbers for some tensors")
     return top
 
 
@@ -444,6 +448,8 @@ def _named(module: Any, name: Any) -> Global:
     if not isinstance(module, str) or not isinstance(name, str):
         raise TypeError("a name is no text")
     full = f"{_OLD_NAMES.get(module, module)}.{name}"
+    if len(full) > _LONGEST or not full.isprintable():  # it may end up in a message
+        raise TypeError("a name can't be one")
     # Of Python's own library no class is part of a model; its names are known without importing anything.
     if full.split(".")[0] in sys.stdlib_module_names and full not in _PYTHONS_OWN:
         raise _unknown(full)

@@ -127,8 +127,7 @@ class Pickled:
         self.name = str(path)
         self.modules: dict[str, Inert] = {}
         refuse_pointer(path)
-        if zipfile.is_zipfile(path):
-            refuse_torchscript(path)
+        refuse_torchscript(path)
         try:
             self.top = _unpickled(path)
             self._tensors: dict[str, Stored] = {}

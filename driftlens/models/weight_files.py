@@ -139,9 +139,7 @@ def open_torch_file(path: pathlib.Path) -> StateSource:
         CheckpointError: the file holds code or objects other than tensors, is TorchScript, truncated or
             empty.
     """
-    zipped = zipfile.is_zipfile(path)
-    if zipped:
-        refuse_torchscript(path)
+    zipped = refuse_torchscript(path)
     weights = _weights(path, _load(path, mapped=zipped))
     return TensorsSource(str(path), _without_prefix(weights, "module."))
 
@@ -197,16 +195,18 @@ def _refusal(path: pathlib.Path, error: Exception) -> CheckpointError:
     )
 
 
-def refuse_torchscript(path: pathlib.Path) -> None:
-    """Refuse a TorchScript archive.
+def refuse_torchscript(path: pathlib.Path) -> bool:
+    """Refuse a TorchScript archive; tells whether the file is a zip file at all.
 
     Raises:
-        CheckpointError: it is one, or no whole zip file.
+        CheckpointError: it is one, or a damaged zip file.
     """
     try:
+        if not zipfile.is_zipfile(path):
+            return False
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # damaged archives have many: names that are no text, unknown versions
         raise _refusal(path, error) from error
     if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
         raise CheckpointError(
@@ -214,6 +214,7 @@ def refuse_torchscript(path: pathlib.Path) -> None:
             hint=_advice(path, "x = torch.jit.load(sys.argv[1], map_location='cpu').state_dict()"),
             source=str(path),
         )
+    return True
 
 
 def _weights(path: pathlib.Path, loaded: object) -> Mapping[str, Tensor]:

@@ -41,7 +41,7 @@ def hostile(canary: pathlib.Path) -> dict[str, bytes]:
         "builtins.exec": Calls(exec, source),
         "pathlib.touch": Calls(pathlib.Path.touch, canary),
         "functools.partial": Calls(functools.partial(os.system, command)),
-        "a setter of state": Calls(str, str(canary), setter=open, state="w"),
+        "a setter of state": Calls(str, str(canary), setter=os.mknod, state=0o600),
         "nested in a call": Calls(torch._utils._rebuild_parameter, Calls(os.system, command), False, {}),
         "in a tensor's file": Calls(
             torch.storage._load_from_bytes, pickle.dumps(Calls(os.system, command), protocol=2)

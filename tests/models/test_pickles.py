@@ -65,7 +65,7 @@ class Encoder(torch.nn.Module):
         self.attention = torch.nn.MultiheadAttention(4, 2)
         self.tied = torch.nn.Linear(4, 4)
         self.tied.weight = self.attention.out_proj.weight
-        self.half = torch.nn.Parameter(torch.randn(4, 6).t()[1:5].to(torch.bfloat16))
+        self.halved = torch.nn.Parameter(torch.randn(4, 6).t()[1:5].to(torch.bfloat16))
         self.register_buffer("kept", torch.arange(5)[2:])
         self.register_buffer("dropped", torch.ones(3), persistent=False)
         self.none = torch.nn.Linear(2, 2, bias=False)

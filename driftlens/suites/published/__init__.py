@@ -92,5 +92,5 @@ def published_task(name: str) -> PublishedTask:
             hint=did_you_mean(name, [*names, *_ALSO]),
         )
     raw = yaml.safe_load(files(__name__).joinpath(f"{found}.yaml").read_text(encoding="utf-8"))
-    lists = {key: tuple(raw.pop(key, ())) for key in ("templates", "classes", "labels")}
-    return PublishedTask(found, **raw, **lists)
+    lists = {key: tuple(raw.get(key, ())) for key in ("templates", "classes", "labels")}
+    return PublishedTask(found, **{**raw, **lists})

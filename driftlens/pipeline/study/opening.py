@@ -28,6 +28,7 @@ from driftlens.settings import resolve
 from driftlens.spec import RunSpec
 from driftlens.spec.sections import FileHead, TextHead
 from driftlens.suites.published import published_task
+from driftlens.suites.published.rows import rows_of
 from driftlens.variants import baseline, expert_of, task_of
 
 
@@ -176,7 +177,7 @@ def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | N
     """
     named = class_names(entry.classes) if entry.classes is not None else named
     if entry.suite is not None:
-        return published_task(entry.suite).rows(named)
+        return rows_of(published_task(entry.suite), named)
     if named is None:
         raise SpecError(
             f"heads.{task}: no class names, and the data of {task} names none",

@@ -7,11 +7,11 @@ about data sets, with the source named in each; a spec uses them by `heads.<task
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 
-from driftlens.errors import DataError, SpecError, did_you_mean
+from driftlens.errors import SpecError, did_you_mean
 
 _ALSO = {"cars": "stanford-cars", "flowers102": "oxford_flowers102", "emnist": "emnist_letters"}
 """Further names in use, in plain form."""
@@ -38,28 +38,6 @@ class PublishedTask:
     templates: tuple[str, ...]
     classes: tuple[str, ...]
     labels: tuple[str, ...] = field(default=())
-
-    def rows(self, named: Sequence[str] | None) -> tuple[str, ...]:
-        """The classes in label order, by the names that somebody's data gives them.
-
-        Those may be the words of the prompts or the data set's own labels, in any case and with any spaces or
-        punctuation, or the numbers of the labels. None, for data that names none, gives the words of the prompts.
-
-        Raises:
-            DataError: the data has other classes.
-        """
-        from driftlens.data.task_data import plain_form, require_same_classes
-
-        if named is None:
-            return self.classes
-        theirs = {str(int(name)) if name.isdecimal() else plain_form(name): name for name in named}
-        numbers = tuple(map(str, range(len(self.classes))))
-        if len(theirs) == len(named) == len(self.classes):
-            for spelt in (self.classes, self.labels, numbers):
-                if theirs.keys() == {plain_form(name) for name in spelt}:
-                    return tuple(theirs[plain_form(name)] for name in spelt)
-        require_same_classes(named, self.classes, where=f"the suite's {self.title}")
-        raise DataError(f"the suite's {self.title}: class names occur more than once")
 
 
 def published_names() -> list[str]:

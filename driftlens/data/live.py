@@ -145,21 +145,17 @@ def _named(
     names = plain if own is None else tuple(class_name(label, own, where) for label in labels)
     if rows is None:
         return names, []
-    if not {*names} <= {*rows} and not {*plain} <= {*rows}:
+    chosen = next((found for found in (names, plain) if {*found} <= {*rows}), None)
+    if chosen is None:
         if own is not None or any(isinstance(label, str) for label in labels):
             require_same_classes(names, rows, where=where, all_of_head=False)
-        indexed = tuple(class_name(label, rows, where) for label in labels)
-        return indexed, [
-            f"the labels are numbers and index the head's classes: {labels[0]} is {indexed[0]!r}"
-        ]
-    chosen = names if {*names} <= {*rows} else plain
+        chosen = tuple(class_name(label, rows, where) for label in labels)
+        return chosen, [f"the labels are numbers and index the head's classes: {labels[0]} is {chosen[0]!r}"]
     place = {name: row for row, name in enumerate(rows)}
     apart = [label for label, name in zip(labels, chosen, strict=True) if label not in (name, place[name])]
-    if apart and chosen is plain:
-        return chosen, [
-            f"the labels are taken as names: {apart[0]} is row {place[str(apart[0])]} of the head"
-        ]
-    return chosen, []
+    if not apart or chosen is not plain:
+        return chosen, []
+    return chosen, [f"the labels are taken as names: {apart[0]} is row {place[str(apart[0])]} of the head"]
 
 
 def _opened(source: Any, batch_size: int, where: str) -> _Source:

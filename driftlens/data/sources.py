@@ -136,7 +136,16 @@ def named(
     """Class name per sample, and all class names: the known ones, or else those that occur, in order.
 
     Numbers may be written as text. They index the known names, unless all of them are such names themselves.
+
+    Raises:
+        DataError: a label is neither text nor a whole number, or no place among the known names.
     """
+    odd = [label for label in labels if not isinstance(label, int | str | None)]
+    if odd:
+        raise DataError(
+            f"{where}: the label {str(odd[0])[:40]!r} is neither text nor a whole number",
+            hint="Cast the labels, or name where class labels stand.",
+        )
     found = {label for label in labels if label is not None}
     are_numbers = all(isinstance(label, int) or label.isdecimal() for label in found)
     if known is not None and are_numbers and not found <= set(known):
@@ -150,11 +159,7 @@ def named(
 
 
 def listed_classes(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
-    """The class names that an entry lists, or that stand in its JSON file; None where it leaves them out.
-
-    Raises:
-        DataError: the file can't be read, or a name occurs twice.
-    """
+    """The class names that an entry lists, or that stand in its JSON file; None where it leaves them out."""
     from driftlens.models.heads import class_names
 
     return None if given is None else class_names(given)

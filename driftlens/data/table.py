@@ -25,9 +25,6 @@ from driftlens.errors import DataError
 if TYPE_CHECKING:
     from driftlens.spec.data import TableData
 
-_SHOWN = 3
-"""How many of many paths a message lists."""
-
 
 @data_sources.register("table")
 def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
@@ -56,13 +53,13 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
         raise DataError(f"{where}: no rows{there}", hint="Every task needs samples in each split.")
     paths = _paths([columns[entry.image][row] for row in rows], file.parent, where)
     label = wanted.get("label")
-    labels = [] if label is None else [columns[label][row] for row in rows]
-    names, class_names = _labels(labels, listed_classes(entry.classes), where)
+    labels = [columns[label][row] if label and columns[label][row] != "" else None for row in rows]
+    names, class_names = named(labels, listed_classes(entry.classes), where)
     return SplitView(
         origin=f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve()),
         ids=tuple(paths),
         class_names=class_names,
-        label=lambda position: names[position] if names else None,
+        label=lambda position: names[position],
         read=lambda position: read_image(file.parent / paths[position]),
     )
 
@@ -103,27 +100,11 @@ def _paths(found: Sequence[Any], folder: Path, where: str) -> list[str]:
         )
     twice = [path for path, count in Counter(found).items() if count > 1]
     if twice:
-        raise DataError(f"{where}: {_few(twice)} occurs more than once", hint="Name every image once.")
+        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
     missing = [path for path in found if not (folder / path).is_file()]
     if missing:
         raise DataError(
-            f"{where}: {len(missing)} of {len(found)} images are not there: {_few(missing)}",
+            f"{where}: {len(missing)} of {len(found)} images are not there, the first is {missing[0]}",
             hint=f"Relative paths are resolved against {folder}.",
         )
     return list(found)
-
-
-def _few(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
-
-
-def _labels(
-    values: Sequence[Any], known: tuple[str, ...] | None, where: str
-) -> tuple[list[str | None], tuple[str, ...] | None]:
-    odd = next((value for value in values if value is not None and not isinstance(value, int | str)), None)
-    if odd is not None:
-        raise DataError(
-            f"{where}: the label {odd!r} is neither text nor a whole number",
-            hint="Cast the column of labels.",
-        )
-    return named([None if value == "" else value for value in values], known, where)

@@ -28,7 +28,7 @@ class _Sample(NamedTuple):
     shard: Path
     offset: int
     size: int
-    label: int | str | None
+    label: Any
 
 
 @data_sources.register("webdataset")
@@ -84,7 +84,7 @@ def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
     endings = [f".{entry.image.lower()}"] if entry.image else SUFFIXES
     wanted = (entry.label or "").lower()
     groups: dict[str, dict[str, tarfile.TarInfo]] = {}
-    labels: dict[str, bytes] = {}
+    labels: dict[str, Any] = {}
     hint = "Write it anew; of tar.gz files only the unpacked tar can be read at any place."
     with (
         refused(f"{shard}: no tar file, or damaged", hint),
@@ -105,7 +105,7 @@ def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
                 )
             members[ending] = member
             if ending == wanted:
-                labels[key] = _content(tar, member)
+                labels[key] = _label(tar, member, entry)
         # tarfile takes whatever it can't read for the end.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
@@ -117,8 +117,7 @@ def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
         images = [ending for ending in members if f".{ending}" in endings]
         if len(images) == 1:
             member = members[images[0]]
-            label = _label(labels[key], entry, where) if key in labels else None
-            yield _Sample(where, shard, member.offset_data, member.size, label)
+            yield _Sample(where, shard, member.offset_data, member.size, labels.get(key))
         elif images or key in labels:
             raise DataError(
                 f"{where}: its images are {', '.join(images) or 'none'}, among {', '.join(members)}",
@@ -126,27 +125,14 @@ def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
             )
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    stream = tar.extractfile(member)  # a plain file's bytes; nothing is written
-    assert stream is not None
-    if member.size > _LONGEST_LABEL:
-        raise DataError(
-            f"{tar.name!s}: the label {member.name} has {member.size} bytes", hint="Name another member."
-        )
-    return stream.read()
-
-
-def _label(content: bytes, entry: WebdatasetData, where: str) -> int | str | None:
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, entry: WebdatasetData) -> Any:
     """Text as it is; of JSON the value, or of an object that under `key`."""
-    hint = f"Its member .{entry.label} must be UTF-8 text, or JSON where it ends so."
-    with refused(f"{where}: the label can't be read", hint, ValueError, RecursionError):
-        text = content.decode("utf-8-sig").strip()
+    hint = f"A member .{entry.label} must hold UTF-8 text, or JSON where it ends so."
+    with refused(f"{tar.name!s}: the label {member.name} can't be read", hint, ValueError, RecursionError):
+        if member.size > _LONGEST_LABEL:
+            raise ValueError(f"it has {member.size} bytes")
+        stream = tar.extractfile(member)  # a plain file's bytes; nothing is written
+        assert stream is not None
+        text = stream.read().decode("utf-8-sig").strip()
         value = json.loads(text) if str(entry.label).endswith("json") else text or None
-    if isinstance(value, dict):
-        value = value.get(entry.key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
-        raise DataError(
-            f"{where}: the label {str(value)[:40]!r} is neither text nor a whole number",
-            hint="In a JSON object `key: KEY` says where it stands.",
-        )
-    return value
+    return value.get(entry.key) if isinstance(value, dict) else value

@@ -173,7 +173,7 @@ def test_an_image_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
         pytest.param({"0.txt": b"x"}, "no sample with an image", id="no image"),
         pytest.param(sample("0", 1) | {"0.jpg": b""}, "its images are png, jpg", id="two images"),
         pytest.param(sample("0", 1) | {"0.PNG": b""}, "0.PNG occurs twice", id="one member twice"),
-        pytest.param(sample("0", 1, b"\xff"), "the label can't be read", id="no UTF-8"),
+        pytest.param(sample("0", 1, b"\xff"), "the label 0.cls can't be read", id="no UTF-8"),
         pytest.param(sample("0", 1, b"0" * 2**21), "has 2097152 bytes", id="a long label"),
     ],
 )
@@ -184,9 +184,9 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path, members: dict[str, bytes
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("content", [b"[" * 10**5, b"{", b"1.5", b"true", b'{"label": [1]}'])
+@pytest.mark.parametrize("content", [b"[" * 10**5, b"{", b"1.5", b'{"label": [1]}'])
 def test_json_that_is_no_label_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(DataError, match=r"0\.tar/0: the label"):
+    with pytest.raises(DataError, match=r"0\.tar: the label|the label .* is neither"):
         opened(**entry(shard(tmp_path / "0.tar", sample("0", 1, content, "json")), label="json"))
 
 

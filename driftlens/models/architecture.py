@@ -38,11 +38,14 @@ class FolderFormat:
         weights: file name of the weights.
         configs: file name -> content of the JSON files beside it.
         required: keys without which the library refuses to load, whatever the base's file holds.
+        usage: keys of the weights, names of all other files -> Python that loads the folder it is run in and computes
+            the features of `image.png`; empty where nobody wrote any.
     """
 
     weights: str
     configs: Mapping[str, object]
     required: Callable[[], Collection[str]] = frozenset
+    usage: Callable[[Collection[str], Collection[str]], str] = lambda keys, files: ""
 
 
 @dataclass(frozen=True)

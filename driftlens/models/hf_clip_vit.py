@@ -8,7 +8,8 @@ have its keys and paths; which layout a module has is read off its structure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.chain import adapters
-from driftlens.models.loading import read_config
+from driftlens.models.loading import image_processor_config, read_config
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.refusals import require_plain, wrong_family
 from driftlens.models.sources import StateSource
@@ -43,6 +44,8 @@ LAYOUT = KeyLayout(
         "transformer.resblocks.": "a tower saved by open_clip, whose loader is open-clip",
     },
 )
+
+log = logging.getLogger("driftlens")
 
 
 class HfClipViT(ClipViT):
@@ -125,8 +128,7 @@ def load_hf_clip(source: str, offline: bool) -> Architecture:
     require_plain(config, source)
     skeleton = _skeleton(config, source)
     size = skeleton.config.image_size
-    processor = read_config(source, "preprocessor_config.json", offline=offline)
-    preprocess = hf_preprocess(processor, (size, size), source)
+    preprocess = hf_preprocess(image_processor_config(source, offline=offline), (size, size), source)
 
     return Architecture(
         loader="hf-clip",
@@ -136,10 +138,46 @@ def load_hf_clip(source: str, offline: bool) -> Architecture:
         layout=LAYOUT,
         preprocess=preprocess,
         folder=FolderFormat(
-            "model.safetensors", {"config.json": config, "preprocessor_config.json": preprocess.settings}
+            "model.safetensors",
+            {"config.json": config, "preprocessor_config.json": preprocess.settings},
+            usage=partial(_usage, type(skeleton).__name__),
         ),
         open_text=partial(_text_tower, config, source, offline),
     )
+
+
+_WHOLE = """\
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+
+folder = "."  # this one, or the model's id on the Hub
+model, processor = CLIPModel.from_pretrained(folder), CLIPProcessor.from_pretrained(folder)
+prompts = ["a photo of a cat.", "a photo of a dog."]
+inputs = processor(text=prompts, images=Image.open("image.png"), padding=True, return_tensors="pt")
+output = model(**inputs)
+features, scores = output.image_embeds, output.logits_per_image  # features of unit length
+"""
+_TOWER = """\
+from PIL import Image
+from transformers import CLIPImageProcessor, {tower}
+
+folder = "."  # this one, or the model's id on the Hub
+model, processor = {tower}.from_pretrained(folder), CLIPImageProcessor.from_pretrained(folder)
+features = model(**processor(images=Image.open("image.png"), return_tensors="pt")).{output}
+"""
+
+
+def _usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
+    """Python that uses a saved folder: with text, or where that can't be read, the image tower alone."""
+    is_whole = any(key.startswith("text_model.") for key in keys)
+    if is_whole and not {"tokenizer.json", "vocab.json"}.isdisjoint(files):
+        return _WHOLE
+    if is_whole:
+        log.warning(
+            "the base came without tokenizer files, and so does the saved folder: it can't read prompts"
+        )
+    output = "pooler_output" if tower == "CLIPVisionModel" else "image_embeds"
+    return _TOWER.format(tower=tower, output=output)
 
 
 def _skeleton(config: dict[str, Any], source: str) -> Any:

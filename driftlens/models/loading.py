@@ -31,7 +31,27 @@ _REFUSED = {
 
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
 """Weight files to fetch, best form first: a repository often holds the same weights twice."""
-_BESIDE = ["*.json", "*.txt", "*.model"]
+_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
+
+_COMPANIONS = (
+    *(
+        "tokenizer*.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+    ),
+    *(
+        "*.model",
+        "chat_template.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "*processor_config.json",
+    ),
+)
+"""Files beside weights and configuration that a model is used with; none of them is code."""
+_CONFIGS = ("config.json", "open_clip_config.json")
 
 log = logging.getLogger("driftlens")
 
@@ -147,6 +167,49 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
             source=repository,
         ) from error
     return pathlib.Path(folder)
+
+
+def library_folder(place: str) -> pathlib.Path | None:
+    """The folder with a configuration, as a library lays it out, that `place` is, lies in, or names.
+
+    Args:
+        place: a folder, a file of weights, or a Hub id, of which the local cache alone is looked at.
+
+    Returns:
+        None where there is no such folder.
+    """
+    name = place.removeprefix("hf-hub:").removeprefix("local-dir:")
+    path = pathlib.Path(name).expanduser()
+    if not path.exists() and is_hub_id(name):
+        with contextlib.suppress(CheckpointError):  # what is not in the cache is not there
+            path = _snapshot(name, [], local=True)
+    folder = path if path.is_dir() else path.parent
+    is_there = name and path.exists() and any((folder / config).is_file() for config in _CONFIGS)
+    return folder if is_there else None
+
+
+def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
+    """The tokenizer, processor and generation files in a library's folder, by name; never code."""
+    if folder is None:
+        return {}
+    found = {path.name: path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return dict(sorted(found.items()))
+
+
+def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:
+    """How the images of a folder or Hub repository of transformers are prepared; None where it doesn't say.
+
+    Version 5 saves that as a part of processor_config.json, which it prefers to the preprocessor_config.json of
+    older versions.
+
+    Raises:
+        SpecError: `source` is neither a folder nor a Hub id.
+        CheckpointError: a file can't be fetched, or holds something else.
+    """
+    nested = (read_config(source, "processor_config.json", offline=offline) or {}).get("image_processor")
+    if isinstance(nested, dict):
+        return nested
+    return read_config(source, "preprocessor_config.json", offline=offline)
 
 
 def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, Any] | None:

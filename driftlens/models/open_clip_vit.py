@@ -48,6 +48,17 @@ LAYOUT = KeyLayout(
 )
 _POOLINGS: dict[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
 _FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")
+_USAGE = """\
+import open_clip
+from PIL import Image
+
+name = "local-dir:."  # this folder; on the Hub, hf-hub: and the model's id
+model, preprocess = open_clip.create_model_from_pretrained(name)
+tokenizer = open_clip.get_tokenizer(name)
+model.eval()
+features = model.encode_image(preprocess(Image.open("image.png"))[None])
+texts = model.encode_text(tokenizer(["a photo of a cat.", "a photo of a dog."]))
+"""
 _SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
 
 
@@ -155,7 +166,10 @@ def load_open_clip(source: str, offline: bool) -> Architecture:
         layout=LAYOUT,
         preprocess=preprocess,
         folder=FolderFormat(
-            "open_clip_model.safetensors", folder, lambda: tuple(_whole(config, source).state_dict())
+            "open_clip_model.safetensors",
+            folder,
+            lambda: tuple(_whole(config, source).state_dict()),
+            lambda keys, files: _USAGE,
         ),
         open_text=partial(_text_tower, config, source),
     )

@@ -6,17 +6,21 @@ One tensor is in memory at a time.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, IncompatibleModelsError, ShapeError, SpecError
+from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
 from driftlens.files import atomic_folder, atomic_path, write_json_atomic, write_text_atomic
 from driftlens.models.alignment import key_map, tower_prefix
 from driftlens.models.architecture import Architecture, FolderFormat
 from driftlens.models.chain import LayerChain, ParameterKey, Slot
+from driftlens.models.loading import companion_files, library_folder, read_json
 from driftlens.models.sources import (
     DTYPES,
     OnDemand,
@@ -27,9 +31,13 @@ from driftlens.models.sources import (
     renamed,
     require_key,
 )
+from driftlens.models.weight_files import WEIGHT_FILES, shards_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
+_CODE = frozenset(("auto_map", "custom_pipelines"))
+
+log = logging.getLogger("driftlens")
 
 
 class Patched:
@@ -180,9 +188,12 @@ def save_model(
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
-    card: str | None = None,
+    card: Callable[[str], str] | None = None,
 ) -> None:
-    """Write a model the way its base is stored: the base's keys and dtypes, and what else its file holds.
+    """Write a model the way its base is stored: the base's keys, dtypes and shards, and what else its file holds.
+
+    The tokenizer, processor and generation files of the folder that the architecture was read from, or else of the
+    base's, come along; code never does.
 
     Args:
         architecture: of both.
@@ -190,7 +201,7 @@ def save_model(
         model: the model to save, under the skeleton's key names (see `Patched` and `fused`).
         path: ending in `.safetensors`, a state dict; anything else, a folder that the original library loads.
         metadata: strings for the header of the weights.
-        card: text of the folder's README.md.
+        card: Python that uses the folder (see `FolderFormat`) -> text of its README.md.
 
     Raises:
         SpecError: a folder is asked for, but the architecture has no such form or the base is only a part.
@@ -198,27 +209,103 @@ def save_model(
         DriftLensError: as `Patched.read`; nothing is left at `path`.
         RunError: `path` can't be written to, or is a folder that is not empty.
     """
+    require_target(architecture, path)
     canonical = {stored: key for key, stored in _stored_keys(architecture, base, model).items()}
-    target = pathlib.Path(path)
+
+    def patched(names: Mapping[str, str]) -> Patched:
+        updates = {name: canonical[key] for name, key in names.items() if key in canonical}
+        return Patched(renamed(base, names), OnDemand(updates, lambda name: model.read(updates[name])))
+
+    target, form = pathlib.Path(path), architecture.folder
     if target.suffix == ".safetensors":
-        save_state_dict(
-            target, Patched(base, OnDemand(canonical, lambda key: model.read(canonical[key]))), metadata
-        )
+        save_state_dict(target, patched({key: key for key in base.headers}), metadata)
+        return
+    assert form is not None  # `require_target` refused it
+    names = _library_names(architecture, base, form)
+    files = _files(base, names, form)
+    beside = _companions(architecture, base, form)
+    usage = form.usage(names, [*form.configs, *beside])
+    with atomic_folder(target) as folder:
+        for name, place in beside.items():
+            _copy(place, folder / name)
+        for name, content in form.configs.items():
+            write_json_atomic(folder / name, _without_code(content, name))
+        if card is not None:
+            write_text_atomic(folder / "README.md", card(usage))
+        for name, part in files.items():
+            save_state_dict(folder / name, patched(part), metadata)
+        if len(files) > 1:
+            places = {key: name for name, part in files.items() for key in part}
+            size = sum(base.headers[key].nbytes for key in names.values())
+            index = {"metadata": {"total_size": size}, "weight_map": places}
+            write_json_atomic(folder / f"{form.weights}.index.json", index)
+
+
+def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> None:
+    """Refuse a place that a model could not be written to, before anything is computed for it.
+
+    Raises:
+        RunError: it is a folder with something in it, or a file where a folder should be.
+        SpecError: the architecture can only be saved as a state dict.
+    """
+    place = pathlib.Path(path)
+    if place.suffix == ".safetensors":
+        if place.is_dir():
+            raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
         return
     if architecture.folder is None:
         raise SpecError(
             f"a {architecture.source} can only be saved as a state dict",
             hint="Give a path ending in .safetensors.",
         )
-    names = _library_names(architecture, base, architecture.folder)
-    updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-    weights = Patched(renamed(base, names), OnDemand(updates, lambda key: model.read(updates[key])))
-    with atomic_folder(target) as folder:
-        for file, content in architecture.folder.configs.items():
-            write_json_atomic(folder / file, content)
-        if card is not None:
-            write_text_atomic(folder / "README.md", card)
-        save_state_dict(folder / architecture.folder.weights, weights, metadata)
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise RunError(f"{place} exists already", hint="Choose another path, or remove it first.")
+
+
+def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> dict[str, dict[str, str]]:
+    """The files of weights to write, each with its part of `names`: the base's own shards, or one for all."""
+    # Not every library looks for an index.
+    shards = shards_of(base) if f"{form.weights}.index.json" in WEIGHT_FILES else {}
+    if not all(key in shards for key in names.values()):
+        return {form.weights: dict(names)}
+    files: dict[str, dict[str, str]] = {}
+    for name, key in names.items():
+        shard = pathlib.PurePath(shards[key]).stem.replace("pytorch_model", "model")
+        files.setdefault(f"{shard}.safetensors", {})[name] = key
+    return files if len(files) > 1 else {form.weights: dict(names)}
+
+
+def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
+    """What comes along from the architecture's folder, or from the base's where there is nothing."""
+    source, own = library_folder(architecture.source), library_folder(base.name)
+    found = {name: place for name, place in companion_files(source).items() if name not in form.configs}
+    if found or own == source:
+        return found
+    # Images are prepared as they were, which the configurations say: another folder's processor would prevail.
+    return {
+        name: place
+        for name, place in companion_files(own).items()
+        if not name.endswith("processor_config.json")
+    }
+
+
+def _copy(source: pathlib.Path, target: pathlib.Path) -> None:
+    """A file of the base's folder; a configuration that names code there comes without."""
+    content = read_json(source) if source.name.endswith("config.json") else None
+    plain = None if content is None else _without_code(content, source.name)
+    if plain == content:
+        shutil.copyfile(source, target)
+    else:
+        write_json_atomic(target, plain)
+
+
+def _without_code(content: Any, file: str) -> Any:
+    """A configuration without the entries that have a library run files beside it."""
+    if not isinstance(content, Mapping):
+        return content
+    for entry in _CODE & content.keys():
+        log.warning("%s names code of its own under %r, which is not saved with the model", file, entry)
+    return {key: _without_code(value, file) for key, value in content.items() if key not in _CODE}
 
 
 def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:

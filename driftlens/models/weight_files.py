@@ -50,6 +50,17 @@ def open_folder(folder: pathlib.Path) -> StateSource:
     )
 
 
+def shards_of(source: StateSource) -> Mapping[str, str]:
+    """The file name of each tensor's shard, of a source that `open_folder` made of shards; nothing for others.
+
+    Raises:
+        CheckpointError: the index has become malformed.
+    """
+    folder = pathlib.Path(source.name)
+    index = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
+    return _weight_map(index) if index is not None and index.suffix == ".json" else {}
+
+
 def open_file(path: pathlib.Path) -> StateSource:
     """The weights in one file, `.safetensors` or PyTorch's.
 

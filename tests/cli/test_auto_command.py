@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from driftlens.pipeline.calibrate.card import escaped
+from driftlens.pipeline.study.card import escaped
 from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.build import Report

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from driftlens.records.run import DriftRun, open_run
@@ -51,7 +52,9 @@ def test_the_table_shows_before_control_after_and_expert(
     assert f"wrote {target}" in result.out
     assert "the stem" in result.err and "was not calibrated" in result.err
     clip(load_file(target / "open_clip_model.safetensors"))  # strict: every key, every shape
-    assert "model-merging" in (target / "README.md").read_text(encoding="utf-8")
+    card = ModelCard.load(target / "README.md")
+    assert [found.dataset_name for found in card.data.eval_results] == list(TASKS)
+    assert "create_model_from_pretrained" in card.text
 
 
 def test_json_holds_the_same_numbers(folder: pathlib.Path, run_cli: Cli) -> None:

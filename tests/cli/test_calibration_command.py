@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from driftlens.calibration.featcal import FeatCal
-from driftlens.pipeline.calibrate.card import calibration_command, model_card
 from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.study.card import calibration_command, model_card
 from driftlens.records.run import DriftRun
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import NAME, copied, request

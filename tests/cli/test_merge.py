@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlens.records.run import DriftRun
 from tests.cli.conftest import Result
 from tests.models.clip import under_transformers_names
-from tests.pipeline.world import SCALING, World, clip, merged_weights, write_spec
+from tests.pipeline.world import SCALING, World, clip, merged_weights, pixels, write_spec
 
 Cli = Callable[..., Result]
 METHOD = ("--method", "task_arithmetic", "--set", f"scaling={SCALING}")
@@ -58,19 +63,32 @@ def test_the_file_says_with_which_parameters_it_was_merged_defaults_included(
 def test_a_merged_folder_is_one_that_open_clip_loads(
     world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:
+    """An expert's own text tower is not merged, and the card says so."""
     import open_clip
 
-    assert (
-        run_cli("merge", write_spec(spec_file, world.spec()), *METHOD, "--out", tmp_path / "merged").code == 0
-    )
+    weights = world.state("flowers")
+    weights["transformer.resblocks.0.ln_1.bias"] += 0.01
+    save_file(weights, tmp_path / "own.safetensors")
+    own = {"flowers": {"weights": str(tmp_path / "own.safetensors")}}
+    spec = world.spec()
+    spec["experts"] = spec["experts"] | own
+
+    assert run_cli("merge", write_spec(spec_file, spec), *METHOD, "--out", tmp_path / "merged").code == 0
     module, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'merged'}")
     same(dict(module.state_dict()), merged_weights(world))
     assert tuple(preprocess.transforms[-1].mean) == (0.5, 0.4, 0.3)
+    card = (tmp_path / "merged/README.md").read_text(encoding="utf-8")
+    assert "the expert of flowers has a fine-tuned text tower, which is not used" in card
 
 
 def test_a_merged_folder_is_one_that_transformers_loads(
-    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+    world: World,
+    spec_file: pathlib.Path,
+    tmp_path: pathlib.Path,
+    run_cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As its card says, whose Python is run here."""
     from transformers import CLIPImageProcessor, CLIPVisionModelWithProjection
 
     folder = tmp_path / "merged"
@@ -79,6 +97,20 @@ def test_a_merged_folder_is_one_that_transformers_loads(
     assert not any(loading.values()), loading
     assert list(CLIPImageProcessor.from_pretrained(folder).image_mean) == [0.5, 0.4, 0.3]
     same(dict(module.state_dict()), under_transformers_names(tower(merged_weights(world))))
+
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "transformers" and "merge" in card.data.tags
+    assert f"| scaling | {SCALING} |" in card.text and str(world.folder) not in card.content
+    assert all(f"| expert:{task} | {task} |" in card.text for task in world.tasks)
+    picture = np.load(world.data(world.tasks[0]))["x_test"][0]
+    Image.fromarray(picture).save(folder / "image.png")
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    with torch.no_grad():
+        exec(card.text.partition("```python\n")[2].partition("```")[0], names)
+        pixels_of = pixels(world.data(world.tasks[0]), ["test/0"]).float()
+        expected = clip(merged_weights(world)).encode_image(pixels_of)
+    torch.testing.assert_close(names["features"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_average_needs_no_base_and_holds_the_image_tower_alone(
@@ -104,5 +136,7 @@ def test_a_merge_that_can_not_be_leaves_no_file(
         refused = run_cli("merge", spec, "--method", method, "--out", file)
         assert refused.code == 2 and words in refused.err
     assert run_cli("merge", spec, "--method", "average", "--set", "scaling", "--out", file).code == 2
+    taken = run_cli("merge", spec, "--method", "average", "--out", spec_file.parent)
+    assert taken.code == 4 and "exists already" in taken.err
     assert run_cli("merge", spec, "--method", "average", "--set", "scaling=1", "--out", file).code == 2
     assert list(tmp_path.iterdir()) == [spec]

@@ -128,7 +128,7 @@ def test_a_folder_is_loaded_by_the_original_library(
     plain = open_checkpoint(base_folder)
     base = TensorsSource("base", {wrapper + key: plain.read(key) for key in plain.headers})
     model = doubled(architecture, base)
-    save_model(architecture, base, model, tmp_path / "out", card="# A model\n")
+    save_model(architecture, base, model, tmp_path / "out", card=lambda usage: "# A model\n")
     found = library_feature(tmp_path / "out", architecture.loader)
     torch.testing.assert_close(found, expected_feature(architecture, model), rtol=1e-5, atol=1e-5)
     assert (tmp_path / "out" / "README.md").read_text() == "# A model\n"

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import file_head, text_head
 from driftlens.models.loading import open_checkpoint
+from driftlens.models.saving import save_model
 from driftlens.models.sources import StateSource
 from tests.models.clip import chain_states, under_transformers_names
 
@@ -88,10 +90,11 @@ def test_real_accuracies_are_those_measured_when_the_models_were_made(
     assert accuracy == pytest.approx(stated["test_accuracy"][task][model], abs=tolerance)
 
 
-def test_transformers_reads_the_real_text_tower_too(real: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def whole_of_transformers(real: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """open_clip's text tower under transformers' names, and its tokenizer as vocabulary and merges."""
     from open_clip import SimpleTokenizer
 
+    folder.mkdir()
     whole = load_file(real / "open_clip" / "base.safetensors")
     visual = {key.removeprefix("visual."): value for key, value in whole.items() if key.startswith("visual.")}
     text = {key: value for key, value in whole.items() if not key.startswith("visual.")}
@@ -103,32 +106,65 @@ def test_transformers_reads_the_real_text_tower_too(real: pathlib.Path, tmp_path
                 **text_under_transformers_names(text),
             }.items()
         },
-        tmp_path / "model.safetensors",
+        folder / "model.safetensors",
     )
     tokenizer = SimpleTokenizer()
     special = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {special.get(token, token): index for token, index in tokenizer.encoder.items()}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text(
-        "\n".join(["#version: 0.2", *map(" ".join, tokenizer.bpe_ranks), ""])
-    )
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, tokenizer.bpe_ranks), ""]))
     vision = json.loads((real / "hf" / "base" / "config.json").read_text())
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_act": "quick_gelu"}
     shape = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 49408, "max_position_embeddings": 16}
     config = {"model_type": "clip", "projection_dim": 128, "vision_config": vision}
     config["text_config"] = {**layers, **shape, "eos_token_id": 2, "bos_token_id": 0}  # as OpenAI's files say
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = (real / "hf" / "base" / "preprocessor_config.json").read_text()
+    (folder / "preprocessor_config.json").write_text(processor)
+    return folder
 
+
+def test_transformers_reads_the_real_text_tower_too(real: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = whole_of_transformers(real, tmp_path / "whole")
     names, templates = (
         np.load(real / "data" / "clothing10.npz")["class_names"].tolist(),
         suite(real)["templates"],
     )
-    tower = load_architecture("hf-clip", str(tmp_path)).text_tower(open_checkpoint(tmp_path))
+    tower = load_architecture("hf-clip", str(folder)).text_tower(open_checkpoint(folder))
     made = text_head(tower, names, templates)
     architecture, base = FORMS["open_clip"](real, "base")
     expected = text_head(architecture.text_tower(base), names, templates)
     torch.testing.assert_close(made.embeddings, expected.embeddings, rtol=0, atol=1e-5)
     torch.testing.assert_close(F.normalize(made.embeddings), made.embeddings)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_saved_expert_classifies_in_transformers_as_here(
+    real: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Zero-shot: images and prompts are read from the saved folder by the library alone."""
+    from transformers import CLIPModel, CLIPProcessor
+
+    folder, data = whole_of_transformers(real, tmp_path / "whole"), np.load(real / "data" / "clothing10.npz")
+    architecture, base = load_architecture("hf-clip", str(folder)), open_checkpoint(folder)
+    expert = architecture.align(open_checkpoint(real / "hf" / "clothing10"))
+    save_model(architecture, base, expert, tmp_path / "out")
+    names, images = data["class_names"].tolist(), data["x_test"]
+    head = text_head(architecture.text_tower(base), names, ["a photo of a {}."])
+    scores = head.scores(features(architecture, expert, images))
+    processor = CLIPProcessor.from_pretrained(tmp_path / "out")
+    found = CLIPModel.from_pretrained(tmp_path / "out")(
+        **processor(
+            text=[f"a photo of a {name}." for name in names],
+            images=[Image.fromarray(image) for image in images],
+            padding=True,
+            return_tensors="pt",
+        )
+    ).logits_per_image
+    torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-3)
+    right = [(one.argmax(dim=1) == torch.tensor(data["y_test"])).double().mean() for one in (found, scores)]
+    assert right[0] == right[1] > 0.5  # by chance 0.1
 
 
 def text_under_transformers_names(text: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,11 +21,11 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SingularGramError, SpecError
 from driftlens.models.chain import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
-from driftlens.pipeline.calibrate.card import escaped
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search import trials
 from driftlens.pipeline.search.automatic import choose_settings, score
 from driftlens.pipeline.search.trials import LANE, Trials
+from driftlens.pipeline.study.card import escaped
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 
 import pytest
-import yaml
+from huggingface_hub import EvalResult, ModelCard
 from scipy import stats
 
 import driftlens as dl
-from driftlens.pipeline.calibrate.card import escaped, model_card
+from driftlens.merging.method import merge_methods
 from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.study.card import escaped, merge_card, model_card
 from driftlens.records.before_after import accuracy_changes
 from driftlens.records.run import DriftRun
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
@@ -34,10 +36,62 @@ def test_the_card_in_the_run_is_the_one_its_tables_give(run: DriftRun, card: str
     assert card == model_card(run, NAME)
 
 
-def test_the_front_matter_is_what_the_hub_reads(card: str) -> None:
-    front = yaml.safe_load(card.split("---\n")[1])
-    assert front["library_name"] == "open_clip" and "model-merging" in front["tags"]
-    assert "base_model" not in front, "local files are no models of the Hub"
+def test_the_front_matter_is_what_the_hub_reads(run: DriftRun, card: str) -> None:
+    """By the Hub's own classes, which refuse results that lack what they need."""
+    data = ModelCard(card).data
+    assert data.library_name == "open_clip" and {"merge", "driftlens", "featcal"} <= set(data.tags)
+    assert data.base_model is None and data.license is None, "local files are no models of the Hub"
+    assert data.model_name == run.name and len(data.eval_results) == len(TASKS)
+    for task, found in zip(TASKS, data.eval_results, strict=True):
+        row = run.accuracy(task, VARIANT).iloc[0]
+        assert isinstance(found, EvalResult) and (found.dataset_name, found.dataset_split) == (task, "test")
+        assert (found.metric_type, found.metric_value) == ("accuracy", row["value"])
+        assert found.dataset_args == {"num_samples": row["n"]}
+        assert found.metric_args == {"confidence_interval_95": [row["ci_low"], row["ci_high"]]}
+        assert found.task_type == "image-classification"
+    assert "```python" not in card, "a run's own file is none that a library loads"
+    assert "## How to use it\n\n```python\nimport x\n```\n" in model_card(run, NAME, "import x\n")
+
+
+def hub_copy(cache: pathlib.Path, name: str, front: str) -> str:
+    """Weights in the Hub's local cache, with a configuration and a card beside them."""
+    folder = cache / f"models--someone--{name}" / "snapshots" / "0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text(f"---\n{front}\n---\n# {name}\n")
+    return str(folder / "model.safetensors")
+
+
+def test_parents_on_the_hub_and_their_license_are_named(tmp_path: pathlib.Path) -> None:
+    fronts = {"base": "license: other\nlicense_name: ours\nlicense_link: LICENSE", "expert:cars": "tags: [a]"}
+    origins = {model: hub_copy(tmp_path, model[:4], front) for model, front in fronts.items()}
+    for origin in origins.values():
+        pathlib.Path(origin).touch()
+    entry = merge_methods["task_arithmetic"]
+    card = functools.partial(
+        merge_card,
+        entry.record({"scaling": 0.3}),
+        "hf-clip",
+        "/home/me/model",
+        notices=["/home/me/model has none"],
+    )
+    found = ModelCard(card(origins=origins))
+    assert "- model has none" in found.text and "/home/me" not in found.content
+    assert found.data.base_model == ["someone/base", "someone/expe"]
+    assert (
+        found.data.to_dict()["base_model_relation"] == "merge" and found.data.library_name == "transformers"
+    )
+    said = found.data.license, found.data.license_name, found.data.license_link
+    assert said == ("other", "ours", "LICENSE") and found.data.eval_results is None
+
+    origins["expert:dogs"] = hub_copy(tmp_path, "dogs", "license: mit")
+    pathlib.Path(origins["expert:dogs"]).touch()
+    mixed = ModelCard(card(origins=origins | {"expert:own": "/home/me/own.safetensors"}))
+    assert mixed.data.license is None and mixed.data.license_name is None
+    assert "state base other, expert:dogs mit." in mixed.text and "/home/me" not in mixed.content
+
+    pathlib.Path(origins["expert:dogs"]).with_name("README.md").write_text("---\n- a list: [\n---\n")
+    assert ModelCard(card(origins=origins)).data.license == "other"
 
 
 def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from driftlens.calibration.calibrator import Trained
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
-from driftlens.models.saving import save_model
+from driftlens.models.saving import require_target, save_model
 from driftlens.pipeline.analyze.diagnosis import require_closed
 from driftlens.pipeline.analyze.evaluation import first_look
 from driftlens.pipeline.analyze.phases import (
@@ -26,7 +27,6 @@ from driftlens.pipeline.analyze.phases import (
     run_phase,
     suitable_threads,
 )
-from driftlens.pipeline.calibrate.card import model_card
 from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
@@ -36,12 +36,9 @@ from driftlens.pipeline.calibrate.plan import (
     untouched_but_moved,
 )
 from driftlens.pipeline.calibrate.scratch import CalibrationScratch
-from driftlens.pipeline.calibrate.variants import (
-    require_target,
-    save_variants,
-    weights_metadata,
-)
+from driftlens.pipeline.calibrate.variants import save_variants, weights_metadata
 from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve, train
+from driftlens.pipeline.study.card import model_card
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.reopening import (
     add_calibration,
@@ -109,7 +106,7 @@ def calibrate(
     terms = Terms(resume=resume, replace=replace, is_chosen=choose is not None)
     terms.require(plan, opened)
     if save_weights is not None:
-        require_target(opened.models, save_weights)
+        require_target(opened.models.architecture, save_weights)
     if choose is not None:
         choose.require(plan.calibrator, plan.counts, has_base=opened.study.has_base)
     require_same_samples(opened.manifest, opened.study)
@@ -128,12 +125,13 @@ def calibrate(
             with _resumable(
                 lambda: (folder / plan.weights[plan.variant]).is_file() and how_to_explain(folder)
             ):
-                card = _complete(writer, opened, reporter, attribution=attribution)
+                _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
     if save_weights is not None:
         metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
         models = opened.models
         model = models.architecture.align(open_checkpoint(folder / plan.weights[plan.variant]))
+        card = functools.partial(model_card, run, plan.name)
         save_model(models.architecture, models.own_form, model, save_weights, metadata=metadata, card=card)
     return run
 
@@ -323,8 +321,8 @@ def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
     ]
 
 
-def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> str:
-    """Add what comes behind the first numbers, as far as it is missing; returns the text of the model card."""
+def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
+    """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
     plan, study = opened.plan, opened.study
     CalibrationScratch(writer.folder, plan.name).remove()
     control = writer.manifest.calibrations[plan.name].control
@@ -332,9 +330,7 @@ def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *,
     if plan.variant not in study.pool:
         add_calibration(study, opened.models, writer.folder, plan.name, plan.method, control)
     complete_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
-    card = model_card(open_run(writer.folder), plan.name)
     with writer.file(plan.card) as file:
-        file.write_text(card, encoding="utf-8")
+        file.write_text(model_card(open_run(writer.folder), plan.name), encoding="utf-8")
     if attribution:
         explain_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
-    return card

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from driftlens.errors import RunError, SpecError
-from driftlens.files import PathLike
 from driftlens.models.chain import LayerChain, ParameterKey
 from driftlens.models.saving import Patched, fused, save_model, save_state_dict
 from driftlens.models.sources import OnDemand, StateSource, TensorHeader
@@ -58,27 +55,6 @@ def save_variants(
     if solution.attachments:
         with writer.file(calibration_attachments(plan.name)) as path:
             save_state_dict(path, attachment_tensors(solution.attachments))
-
-
-def require_target(models: OpenModels, target: PathLike) -> None:
-    """Refuse a place that the calibrated model could not be written to, before anything is computed for it.
-
-    Raises:
-        RunError: it is a folder with something in it, or a file where a folder should be.
-        SpecError: the architecture can only be saved as a state dict.
-    """
-    place = pathlib.Path(target)
-    if place.suffix == ".safetensors":
-        if place.is_dir():
-            raise RunError(f"{place} is a folder", hint="Give the path of a file, or one without the ending.")
-        return
-    if models.architecture.folder is None:
-        raise SpecError(
-            f"a {models.architecture.source} can only be saved as a state dict",
-            hint="Give a path ending in .safetensors.",
-        )
-    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise RunError(f"{place} exists already", hint="Choose another path, or remove it first.")
 
 
 def weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:

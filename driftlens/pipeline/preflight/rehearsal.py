@@ -11,6 +11,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
 from driftlens.models.chain import Layer
+from driftlens.models.saving import require_target
 from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibration
 from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
@@ -18,7 +19,6 @@ from driftlens.pipeline.calibrate.plan import (
     coverage,
     untouched_but_moved,
 )
-from driftlens.pipeline.calibrate.variants import require_target
 from driftlens.pipeline.preflight.costs import (
     LIVE_COPIES,
     Cost,
@@ -64,7 +64,7 @@ def rehearse(
     checks.attempt("name", lambda: Terms(resume=resume, replace=replace).require(plan, opened))
     checks.attempt("samples", lambda: require_same_samples(opened.manifest, opened.study))
     if save_weights is not None:
-        checks.attempt("save-weights", lambda: require_target(opened.models, save_weights))
+        checks.attempt("save-weights", lambda: require_target(opened.models.architecture, save_weights))
     _describe(opened, checks)
     checks.cost = _cost(opened)
     free, need = free_bytes(folder), checks.cost.disk_bytes

@@ -23,9 +23,11 @@ from driftlens.files import PathLike, scratch_beside
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import MergeFunction, MergeMethod, merge_methods
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Slot, State
-from driftlens.models.saving import save_model
+from driftlens.models.saving import require_target, save_model
 from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
-from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool, open_study
+from driftlens.pipeline.study.card import merge_card
+from driftlens.pipeline.study.companions import companions
+from driftlens.pipeline.study.opening import OpenModels, dtype_notices, open_models, open_pool, open_study
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.spec import RunSpec
@@ -273,17 +275,27 @@ def save_merge(
 ) -> None:
     """Merge and write the result in the format of the base.
 
+    A folder gets a card that says what it was made of, and how.
+
     Raises:
         SpecError: as for `merged_source`, or the base can't be saved in this form.
         RunError: the path can't be written to.
         DriftLensError: as for `merged_source`.
     """
+    known = models.architecture
+    require_target(known, path)
     source = merged_source(models, method, parameters, study, beside=path, reporter=reporter)
     entry = merge_methods[method]
     record = entry.record(entry.resolve(parameters))
-    record["parameters"] = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
-    metadata = {f"merge_{name}": value for name, value in record.items()}
-    save_model(models.architecture, models.own_form, source, path, metadata=metadata)
+    settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
+    metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
+
+    def card(usage: str) -> str:
+        notices = [*known.notices, *dtype_notices(models)]
+        notices += [finding.text for finding in companions(models)]
+        return merge_card(record, known.loader, known.source, models.origins, notices, usage)
+
+    save_model(known, models.own_form, source, path, metadata=metadata, card=card)
 
 
 def merge_of(

@@ -1,0 +1,231 @@
+"""Saved folders are whole: the original library reads images and prompts from them as it did from the base's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from driftlens.errors import NumericsError
+from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.heads import text_head
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.saving import Patched, save_model
+from driftlens.models.sources import StateSource, content_digest
+from tests.models.clip import chain_states
+from tests.models.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
+
+CLASSES = ("cat", "dog", "tree", "sea", "map")
+
+
+def version_4(folder: pathlib.Path) -> pathlib.Path:
+    """As OpenAI's repository: vocabulary and merges by themselves, preprocessor_config.json."""
+    return hf_folder(folder)
+
+
+def version_5(folder: pathlib.Path) -> pathlib.Path:
+    """As transformers 5 saves model and processor: tokenizer.json, and of images processor_config.json."""
+    import transformers
+
+    hf_folder(folder)
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(folder)
+    images = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 16}, crop_size=16, image_mean=[0.1, 0.2, 0.3]
+    )
+    for name in ("vocab.json", "merges.txt", "preprocessor_config.json"):
+        (folder / name).unlink()
+    transformers.CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    assert not (folder / "preprocessor_config.json").exists()
+    return folder
+
+
+def moved(architecture: Architecture, base: StateSource) -> StateSource:
+    """The base with every weight of its image tower moved."""
+    tower = architecture.align(base)
+    return Patched(tower, {key: 1.3 * tower.read(key) for key in tower.headers})
+
+
+def pictures(count: int = 6) -> list[Image.Image]:
+    """Stripes and noise of the tower's size, so that nothing is resized and libraries agree."""
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randint(0, 64, (count, 16, 16, 3), generator=generator)
+    stripes = 191 * torch.rand(count, 16, 1, 3, generator=generator).round().long()
+    return [Image.fromarray(image.numpy()) for image in (noise + stripes).to(torch.uint8)]
+
+
+def own_features(architecture: Architecture, model: StateSource, images: list[Image.Image]) -> Tensor:
+    module = architecture.skeleton
+    module.load_state_dict({key: model.read(key) for key in architecture.keys}, assign=True)
+    assert architecture.preprocess is not None
+    return chain_states(architecture.chain, module, architecture.preprocess(images))[-1]["hidden"]
+
+
+def used(usage: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the Python of a card computes, run in its folder beside a picture."""
+    pictures()[0].save(folder / "image.png")
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.chdir(folder)
+        names: dict[str, Any] = {}
+        exec(usage, names)
+    return names
+
+
+@pytest.mark.parametrize("style", [version_4, version_5])
+@torch.no_grad()
+def test_a_whole_clip_classifies_in_its_library_as_here(
+    style: Callable[[pathlib.Path], pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import CLIPModel, CLIPProcessor
+
+    folder, out = style(tmp_path / "base"), tmp_path / "out"
+    architecture, base = load_architecture("hf-clip", str(folder)), open_checkpoint(folder)
+    model = moved(architecture, base)
+    save_model(architecture, base, model, out, card=lambda usage: usage)
+
+    features = own_features(architecture, model, pictures())
+    head = text_head(architecture.text_tower(base), CLASSES, ["a photo of a {}."])
+    scores = head.scores(features)
+
+    library, processor = CLIPModel.from_pretrained(out), CLIPProcessor.from_pretrained(out)
+    prompts = [f"a photo of a {name}." for name in CLASSES]
+    found = library(**processor(text=prompts, images=pictures(), padding=True, return_tensors="pt"))
+    torch.testing.assert_close(found.image_embeds, F.normalize(features), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.text_embeds, head.embeddings, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.logits_per_image, scores, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.logits_per_image.argmax(dim=1), scores.argmax(dim=1))
+
+    computed = used((out / "README.md").read_text(), out, monkeypatch)
+    torch.testing.assert_close(computed["features"], F.normalize(features[:1]), rtol=0, atol=1e-5)
+    again = load_architecture("hf-clip", str(out)).preprocess
+    assert again is not None and architecture.preprocess is not None
+    assert torch.equal(again(pictures()), architecture.preprocess(pictures()))
+
+
+def test_the_tokenizer_of_the_base_comes_along_where_the_architecture_has_none(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The architecture's own folder says how images are prepared, whatever lies beside the base's weights."""
+    base_folder, bare = version_5(tmp_path / "base"), tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((base_folder / "config.json").read_bytes())
+    images = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": 16}
+    (bare / "preprocessor_config.json").write_text(json.dumps(images | {"image_mean": [0.9, 0.8, 0.7]}))
+    architecture, base = load_architecture("hf-clip", str(bare)), open_checkpoint(base_folder)
+    with caplog.at_level(logging.WARNING, "driftlens"):
+        save_model(architecture, base, moved(architecture, base), tmp_path / "out")
+    assert caplog.text == ""
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (base_folder / "tokenizer.json").read_bytes()
+    from transformers import CLIPProcessor
+
+    assert list(CLIPProcessor.from_pretrained(tmp_path / "out").image_processor.image_mean) == [0.9, 0.8, 0.7]
+
+    (base_folder / "tokenizer.json").unlink()
+    with caplog.at_level(logging.WARNING, "driftlens"):
+        save_model(architecture, base, moved(architecture, base), tmp_path / "mute")
+    assert "without tokenizer" in caplog.text
+
+
+def test_code_never_comes_along(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, out = version_5(tmp_path / "base"), tmp_path / "out"
+    for name in ("modeling_clip.py", "tokenizer.py", "chat_template.py", "run.sh", "weights.pkl"):
+        (folder / name).write_text("raise SystemExit")
+    for name in ("generation_config.json", "chat_template.jinja", "special_tokens_map.json"):
+        (folder / name).write_text("{}")
+    for name in ("config.json", "tokenizer_config.json", "processor_config.json"):
+        content = json.loads((folder / name).read_text())
+        inner = content.get("image_processor", content)
+        inner["auto_map"] = {"AutoModel": "modeling_clip.Model"}
+        (folder / name).write_text(json.dumps(content))
+    architecture, base = load_architecture("hf-clip", str(folder)), open_checkpoint(folder)
+    with caplog.at_level(logging.WARNING, "driftlens"):
+        save_model(architecture, base, moved(architecture, base), out)
+    assert {path.suffix for path in out.iterdir()} == {".json", ".safetensors", ".jinja"}
+    for path in out.glob("*.json"):
+        assert "auto_map" not in path.read_text(), path.name
+        known = json.loads((folder / path.name).read_text()) if (folder / path.name).exists() else {}
+        assert known.keys() - {"auto_map"} <= json.loads(path.read_text()).keys(), path.name
+    for name in ("config.json", "tokenizer_config.json", "processor_config.json"):
+        assert f"{name} names code of its own" in caplog.text
+
+
+@torch.no_grad()
+def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration names one of transformers, whose files lie beside it in a folder."""
+    import open_clip
+    from transformers import CLIPTokenizer
+
+    folder, out = open_clip_folder(tmp_path / "base"), tmp_path / "out"
+    tiny_tokenizer_files(folder)
+    CLIPTokenizer.from_pretrained(folder).save_pretrained(folder)
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "someone/tokenizer"
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    architecture, base = load_architecture("open-clip", str(folder)), open_checkpoint(folder)
+    model = moved(architecture, base)
+    save_model(architecture, base, model, out, card=lambda usage: usage)
+    computed = used((out / "README.md").read_text(), out, monkeypatch)
+    torch.testing.assert_close(
+        computed["features"], own_features(architecture, model, pictures()[:1]), rtol=1e-5, atol=1e-5
+    )
+    tokens = [open_clip.get_tokenizer(f"local-dir:{place}")(["a cat", "a dog"]) for place in (folder, out)]
+    assert torch.equal(*tokens) and not torch.equal(*tokens[1])
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: pathlib.Path) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    folder, out = tmp_path / "base", tmp_path / "out"
+    config = CLIPConfig(text_config=HF_TEXT, vision_config=HF_VISION, projection_dim=8)
+    CLIPModel(config).save_pretrained(folder, max_shard_size="40KB")
+    if index.startswith("pytorch"):
+        as_pickles(folder)
+    architecture, base = load_architecture("hf-clip", str(folder)), open_checkpoint(folder)
+    model = moved(architecture, base)
+    save_model(architecture, base, model, out)
+    before, after = (
+        json.loads((place / name).read_text())["weight_map"]
+        for place, name in ((folder, index), (out, "model.safetensors.index.json"))
+    )
+    assert len(set(after.values())) == len(list(out.glob("*.safetensors"))) > 2
+    groups = [
+        {frozenset(key for key in at if at[key] == file) for file in at.values()} for at in (before, after)
+    ]
+    assert groups[0] == groups[1]
+    loaded, info = CLIPModel.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values()), info
+    assert content_digest(architecture.align(open_checkpoint(out))) == content_digest(model)
+    assert torch.equal(loaded.state_dict()["text_projection.weight"], base.read("text_projection.weight"))
+
+    save_model(architecture, base, model, tmp_path / "one.safetensors")
+    assert open_checkpoint(tmp_path / "one.safetensors").headers.keys() == base.headers.keys()
+    key = architecture.chain.parameter_keys()[-1]
+    broken = Patched(model, {key: torch.full(model.headers[key].shape, float("nan"))})
+    with pytest.raises(NumericsError, match="NaN"):
+        save_model(architecture, base, broken, tmp_path / "broken")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "out", "one.safetensors"}
+
+
+def as_pickles(folder: pathlib.Path) -> None:
+    """The shards of a folder as older versions of the library wrote them."""
+    from safetensors.torch import load_file
+
+    listed = json.loads((folder / "model.safetensors.index.json").read_text())
+    for path in folder.glob("*.safetensors"):
+        torch.save(load_file(path), folder / f"pytorch_{path.stem}.bin")
+        path.unlink()
+    listed["weight_map"] = {
+        key: f"pytorch_{name.removesuffix('.safetensors')}.bin" for key, name in listed["weight_map"].items()
+    }
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(listed))

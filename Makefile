@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python
 
-.PHONY: help install check format test test-slow browser bench demo gallery screenshots lowest
+.PHONY: help install check format test test-slow browser families bench demo gallery screenshots lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,9 @@ test-slow:       ## all tests, the slow ones too
 
 browser:         ## tests in a real browser; a missing one is a failure
 	DRIFTLENS_REQUIRE_BROWSER=1 $(PYTHON) -m pytest tests/browser
+
+families:        ## the table of model families in docs, from what the tests show
+	$(PYTHON) -m tests.families > docs/families.new && mv docs/families.new docs/families.md
 
 bench:           ## ratios of time and memory, each from one run on this machine
 	$(PYTHON) -m benchmarks

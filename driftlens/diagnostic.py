@@ -104,7 +104,7 @@ class Diagnostic:
     cost: Callable[[int, int], int] = lambda samples, width: 0
 
 
-diagnostics: Registry[Diagnostic] = Registry("diagnostic", "driftlens.diagnostics")
+diagnostics: Registry[Diagnostic] = Registry("diagnostic", "driftlens.diagnostics", "driftlens.diagnostics")
 
 
 def diagnostic(

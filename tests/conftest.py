@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.families import SHOWN, shown
+
 # No test asserts on time, so no example has a deadline either.
 settings.register_profile("driftlens", deadline=None, max_examples=50)
 settings.load_profile("driftlens")
@@ -43,7 +45,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores, MOST_WORKERS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before some are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[SHOWN] = shown(items)
     if config.getoption("--slow"):
         return
     for item in items:

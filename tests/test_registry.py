@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pathlib
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,7 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, request: py
     folder = tmp_path / name
     folder.mkdir()
     (folder / "__init__.py").write_text(
-        f"from driftlens.registry import Registry\nregistry = Registry('toy', '{name}')\n"
+        f"from driftlens.registry import Registry\nregistry = Registry('toy', '{name}', 'driftlens.{name}')\n"
     )
     for value, entry in enumerate(("alpha", "zeta")):
         (folder / f"{entry}.py").write_text(ENTRY.format(package=name, name=entry, value=value))
@@ -62,3 +63,56 @@ def test_a_file_that_fails_to_import_is_named_by_every_lookup(
     for lookup in (first, again, again):
         with pytest.raises(SpecError, match=rf"{package}\.middle can't be imported .*nowhere_to_be_found"):
             LOOKUPS[lookup](found)
+
+
+def installed(folder: pathlib.Path, group: str, entry: str, source: str) -> str:
+    """Lay a distribution of one module into `folder` as an installer does, and name the module."""
+    module = f"outside_{group}_{entry}"
+    about = folder / f"{module}-1.2.dist-info"
+    about.mkdir(parents=True)
+    (folder / f"{module}.py").write_text(source)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-toys\nVersion: 1.2\n")
+    (about / "entry_points.txt").write_text(f"[driftlens.{group}]\n{entry} = {module}\n")
+    return module
+
+
+def test_what_is_installed_elsewhere_is_found_but_not_what_lies_in_the_current_folder(
+    package: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m` looks for modules in the current folder first, whoever filled it."""
+    for folder, entry in (("site", "beta"), ("here", "gamma")):
+        source = ENTRY.format(package=package, name=entry, value=7)
+        installed(tmp_path / folder, package, entry, source)
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    installed(tmp_path / "site" / "other", f"not_{package}", "delta", "raise SystemError('of another group')")
+    monkeypatch.syspath_prepend(str(tmp_path / "site" / "other"))
+    monkeypatch.chdir(tmp_path / "here")
+    found = registry_of(package)
+    assert list(found) == ["alpha", "beta", "zeta"] and found["beta"] == 7
+    assert not [name for name in sys.modules if name.startswith("outside") and name.endswith("gamma")]
+
+
+SPOILT: dict[str, tuple[str, str]] = {
+    "not importable": ("import nowhere_to_be_found", "ModuleNotFoundError: .*nowhere_to_be_found"),
+    "a taken name": (ENTRY.format(package="{package}", name="alpha", value=7), "toy 'alpha' is registered"),
+    "another name": (
+        ENTRY.format(package="{package}", name="omega", value=7),
+        "registers no toy called 'beta'",
+    ),
+    "leaves": ("import sys\nsys.exit(3)", "SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize(("source", "words"), SPOILT.values(), ids=SPOILT)
+def test_what_is_installed_and_does_not_register_itself_is_named_by_every_lookup(
+    package: str, source: str, words: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = installed(tmp_path / "site", package, "beta", source.format(package=package))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    found = registry_of(package)
+    for lookup in LOOKUPS.values():
+        with pytest.raises(
+            SpecError, match=rf"toys are not all .*{module} of some-toys 1\.2 .*{words}"
+        ) as caught:
+            lookup(found)
+        assert "pip uninstall some-toys" in caught.value.hint

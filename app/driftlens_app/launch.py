@@ -58,7 +58,7 @@ def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool =
         options["server.headless"] = "true"
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     hosts = [part for name in allowed_hosts(host) for part in ("--server.allowedHosts", name)]
-    return [sys.executable, "-m", "streamlit", "run", str(_HERE / "server.py"), *flags, *hosts]
+    return [sys.executable, "-P", "-m", "streamlit", "run", str(_HERE / "server.py"), *flags, *hosts]
 
 
 def allowed_hosts(host: str) -> Sequence[str]:

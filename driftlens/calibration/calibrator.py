@@ -121,5 +121,7 @@ def over_preset(method: str, preset: str | None, settings: Mapping[str, object])
     return {**(kind.presets[preset] if preset is not None else {}), **settings}
 
 
-calibrators: Registry[type[Calibrator]] = Registry("calibrator", "driftlens.calibration")
+calibrators: Registry[type[Calibrator]] = Registry(
+    "calibrator", "driftlens.calibration", "driftlens.calibrators"
+)
 """Names to classes; calling one with settings as keyword arguments gives a calibrator."""

@@ -6,13 +6,14 @@ import importlib
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from driftlens.cli.app import JsonFlag, RunFolder, app, note, say, say_json
-from driftlens.errors import ChecksFailedError, RunError
+from driftlens.errors import ChecksFailedError, RunError, SpecError
 
 if TYPE_CHECKING:
     from driftlens.records.run import DriftRun
@@ -126,7 +127,37 @@ def environment() -> dict[str, str]:
         "cache": f"{cache}, {free_bytes(cache) / 2**30:.1f} GiB free",
         "offline": "yes (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no",
         "transformers with torchvision": clip,
+        "plugins": "; ".join(_plugins()) or "none",
     }
+
+
+def _plugins() -> Iterator[str]:
+    """What other installed distributions add, and what of it can't be had."""
+    from driftlens.calibration.calibrator import calibrators
+    from driftlens.diagnostic import diagnostics
+    from driftlens.merging.method import merge_methods
+    from driftlens.models.architecture import loaders
+    from driftlens.models.chain import adapters
+    from driftlens.registry import Registry, installed, origin
+    from driftlens_reports.charts.chart import charts
+
+    registries: tuple[Registry[Any], ...] = (
+        *(loaders, adapters, merge_methods),
+        *(calibrators, diagnostics, charts),
+    )
+    readers = {registry.group: registry for registry in registries}
+    offered = installed()
+    for entry in offered:
+        reader = readers.get(entry.group)
+        what = (
+            f"{reader.kind} {entry.name}" if reader is not None else f"{entry.name} in {entry.group}, unknown"
+        )
+        yield f"{' '.join(origin(entry))}: {what}"
+    for group in sorted(readers.keys() & {entry.group for entry in offered}):
+        try:
+            len(readers[group])
+        except SpecError as error:
+            yield f"broken: {error.message}"
 
 
 @app.command()

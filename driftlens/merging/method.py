@@ -143,4 +143,4 @@ class _MergeMethods(Registry[MergeMethod]):
         return file
 
 
-merge_methods = _MergeMethods("merge method", "driftlens.merging")
+merge_methods = _MergeMethods("merge method", "driftlens.merging", "driftlens.merge_methods")

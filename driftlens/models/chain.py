@@ -322,7 +322,7 @@ class Adapter(Protocol):
         ...
 
 
-adapters: Registry[Adapter] = Registry("adapter", "driftlens.models")
+adapters: Registry[Adapter] = Registry("adapter", "driftlens.models", "driftlens.adapters")
 """One file of this package each; modules of no family are left to `sequential_chain`."""
 
 

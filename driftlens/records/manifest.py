@@ -20,6 +20,7 @@ from driftlens.files import write_json_atomic
 from driftlens.records.layout import MANIFEST
 from driftlens.records.lock import utc_now
 from driftlens.records.schema import SCHEMA_VERSION, refuse_newer
+from driftlens.registry import installed, origin
 
 T = TypeVar("T")
 PhaseState = Literal["running", "done", "failed", "cancelled"]
@@ -199,9 +200,9 @@ _VARIABLES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that compute or write; nothing is imported."""
+    """Versions of Python and of the installed packages that compute, write or add to DriftLens; nothing is imported."""
     found = {package: version for package in _PACKAGES if (version := version_of(package))}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), **found, **dict(map(origin, installed()))}
 
 
 def version_of(package: str) -> str | None:

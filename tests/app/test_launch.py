@@ -18,6 +18,7 @@ import pytest
 
 from driftlens.cli import main
 from driftlens_app import launch
+from driftlens_app.jobs import command_line
 from driftlens_app.pages import pages
 from driftlens_app.settings import Settings
 from tests.app.conftest import MAIN
@@ -242,3 +243,9 @@ def test_every_page_works_where_torch_cannot_be_imported(tmp_path: Path) -> None
     command = [sys.executable, "-c", WITHOUT_TORCH, str(MAIN), *pages()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_modules_that_lie_among_the_runs_are_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise SystemExit('code from the folder of the runs')")
+    done = command_line.answer(["--help"], tmp_path)
+    assert done.returncode == 0 and not done.stderr

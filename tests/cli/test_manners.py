@@ -15,6 +15,7 @@ import pytest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens.templates import template_names
+from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
 from tests.pipeline.world import TASKS, World, write_spec
@@ -280,6 +281,26 @@ def test_doctor_reports_versions_as_json(run_cli: Cli) -> None:
     found = json.loads(run_cli("doctor", "--json").out)
     assert found["torch"] == torch.__version__.split("+")[0] and "cores" in found["cpu"]
     assert all(name in run_cli("doctor").out for name in found)
+    assert found["plugins"] == "none"
+
+
+def test_doctor_lists_what_is_installed_from_elsewhere_and_what_of_it_is_broken(
+    run_cli: Cli, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "toys-1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: toys\nVersion: 1.2\n")
+    (about / "entry_points.txt").write_text(
+        "[driftlens.charts]\nbars = toys\n[driftlens.chart]\npie = toys\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(charts, "_broken", ("toys of toys 1.2", "Mend it.", ImportError("no toys")))
+    found = json.loads(run_cli("doctor", "--json").out)["plugins"]
+    assert found.split("; ")[:2] == [
+        "toys 1.2: pie in driftlens.chart, unknown",
+        "toys 1.2: chart bars",
+    ]
+    assert "broken: the charts are not all there: toys of toys 1.2" in found and "no toys" in found
 
 
 def test_accuracy_is_printed_by_evaluate(run_cli: Cli, finished: DriftRun) -> None:

@@ -17,6 +17,7 @@ from driftlens.models.chain import Head
 from driftlens.models.heads import class_names, file_head, text_head
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.sources import StateSource, TensorsSource
+from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.models.towers import hf_folder, open_clip_folder
 
 CLASSES = ["cat", "dog", "a very long name of a thing"]
@@ -130,6 +131,8 @@ def tower_of(folder: pathlib.Path) -> TextTower:
     return load_architecture("open-clip", str(folder)).text_tower(open_checkpoint(folder))
 
 
+@OPEN_CLIP
+@pytest.mark.shows(heads="prompts")
 def test_prompts_give_open_clips_own_zero_shot_classifier(open_clip: pathlib.Path) -> None:
     from open_clip import build_zero_shot_classifier, create_model, get_tokenizer
 
@@ -142,6 +145,8 @@ def test_prompts_give_open_clips_own_zero_shot_classifier(open_clip: pathlib.Pat
     assert head.logit_scale == pytest.approx(model.logit_scale.exp().item())
 
 
+@TRANSFORMERS_CLIP
+@pytest.mark.shows(heads="prompts")
 def test_prompts_give_the_text_features_of_transformers(hf: pathlib.Path) -> None:
     from transformers import CLIPModel, CLIPTokenizer
 

@@ -15,6 +15,7 @@ from torch import nn
 from driftlens.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.loading import open_checkpoint
+from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.models.clip import chain_states
 from tests.models.towers import (
     HF_VISION,
@@ -50,6 +51,8 @@ def feature(architecture: Architecture, weights: pathlib.Path) -> torch.Tensor:
     return chain_states(architecture.chain, skeleton, pixels().float())[-1]["hidden"]
 
 
+@TRANSFORMERS_CLIP
+@pytest.mark.shows(files="hf-clip")
 def test_a_transformers_folder_gives_the_librarys_features(hf: pathlib.Path) -> None:
     from transformers import CLIPModel
 
@@ -65,6 +68,8 @@ def test_a_transformers_folder_gives_the_librarys_features(hf: pathlib.Path) -> 
     assert architecture.notices == ()
 
 
+@OPEN_CLIP
+@pytest.mark.shows(files="open-clip")
 def test_an_open_clip_folder_gives_the_librarys_features(open_clip: pathlib.Path) -> None:
     from open_clip import create_model
 

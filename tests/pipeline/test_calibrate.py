@@ -17,11 +17,12 @@ import driftlens as dl
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.records.run import DriftRun
 from driftlens.records.verify import verify
+from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.models.clip import under_transformers_names
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
 from tests.pipeline.world import DEPTH, TASKS, Form, World, labels, merged_weights, pixels
 
-FORMS: tuple[Form, ...] = ("open_clip", "hf")
+FORMS = [pytest.param("open_clip", marks=OPEN_CLIP), pytest.param("hf", marks=TRANSFORMERS_CLIP)]
 LAYERS = DEPTH + 2
 RHO = 2.0
 
@@ -92,6 +93,7 @@ def test_the_exported_folder_computes_the_stored_features_in_its_own_library(
 
 
 @torch.no_grad()
+@pytest.mark.shows("drift", "reloads", heads="class embeddings", sites="linear, norm")
 def test_accuracy_in_the_original_library_is_that_of_the_tables(
     run: DriftRun, encode: Callable[[torch.Tensor], torch.Tensor], world: World
 ) -> None:

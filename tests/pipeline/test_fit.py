@@ -20,6 +20,7 @@ from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.progress import ProgressEvent
 from driftlens.records.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
+from tests.families import STACK
 from tests.pipeline.calibrating import copied, request
 from tests.pipeline.test_live import python
 from tests.pipeline.world import TASKS, World, clip, merged_weights, pixels
@@ -82,6 +83,8 @@ def test_one_expert_that_is_the_merged_model_moves_nothing() -> None:
         torch.testing.assert_close(value, merged.state_dict()[key], rtol=1e-6, atol=1e-6)
 
 
+@STACK
+@pytest.mark.shows("live", sites="linear, norm")
 def test_blocks_that_were_spoiled_are_found_again() -> None:
     base, _, expert = stacks()
     spoiled = copy.deepcopy(expert)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import driftlens as dl
 from driftlens.records.run import DriftRun
+from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.world import LOADERS, SCALING, Form, World
 
 
@@ -25,6 +26,9 @@ def numbers(frame: pd.DataFrame, *without: str) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("table", ["layers", "samples", "outputs", "accuracy"])
+@OPEN_CLIP
+@TRANSFORMERS_CLIP
+@pytest.mark.shows("drift", "attribution")
 def test_both_forms_give_the_same_tables(finished: DriftRun, transformers_run: DriftRun, table: str) -> None:
     # Errors of self-checks are differences of rounding; drift of the stem's class token is the same for all samples, so
     # that its deviation and its similarity are rounding too.

@@ -20,6 +20,7 @@ import driftlens as dl
 from driftlens.errors import DataError, DriftLensError, IncompatibleModelsError, NumericsError, SpecError
 from driftlens.records.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
+from tests.families import OPEN_CLIP, STACK
 from tests.pipeline.world import LOGIT_SCALE, TASKS, World, clip, merged_weights, pixels, write_spec
 from tests.reference.drift import drift_rows, stack_steps
 
@@ -54,6 +55,8 @@ def test_runs_of_other_data_under_the_same_ids_are_not_called_paired(tmp_path: p
     assert not dl.compare(first, other, allow_mismatch=True).tasks["drift_paired"].any()
 
 
+@OPEN_CLIP
+@pytest.mark.shows("live", "drift")
 def test_live_open_clip_modules_give_the_rows_of_their_checkpoints(
     world: World, finished: DriftRun, tmp_path: pathlib.Path
 ) -> None:
@@ -84,6 +87,8 @@ def test_live_open_clip_modules_give_the_rows_of_their_checkpoints(
     pd.testing.assert_frame_equal(run.layers()[columns], finished.layers()[columns], rtol=1e-4, atol=1e-6)
 
 
+@STACK
+@pytest.mark.shows("live", "drift", "attribution")
 def test_a_plain_module_and_a_loader_give_the_rows_of_the_module_itself(tmp_path: pathlib.Path) -> None:
     modules, inputs = stacks(), samples()
     labels = torch.tensor([0, 1, 2, 0, 1, 2])

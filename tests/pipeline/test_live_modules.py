@@ -98,7 +98,14 @@ def final_drift(given: dict[str, nn.Module], **inputs: Tensor) -> float:
     return float((outs[0] - outs[1]).norm(dim=1).mean())
 
 
-@pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
+LLAMA, GPT2, BERT, T5 = map(pytest.mark.family, ("Llama", "GPT-2", "BERT", "T5"))
+
+
+@pytest.mark.shows("live", "drift")
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(llama, id="llama", marks=LLAMA), pytest.param(gpt2, id="gpt2", marks=GPT2)],
+)
 def test_a_decoder_runs_without_its_cache_and_keeps_its_configuration(
     build: Callable[[], nn.Module], tmp_path: pathlib.Path
 ) -> None:
@@ -159,6 +166,8 @@ def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differ
     assert not (tmp_path / "run").exists()
 
 
+@T5
+@pytest.mark.shows("live", drift="where all models share the position bias")
 def test_t5_is_right_where_all_models_share_what_is_handed_to_the_blocks(tmp_path: pathlib.Path) -> None:
     """A frozen position bias; of the decoder, the whole encoder."""
     base = with_seed(t5)().eval()
@@ -228,6 +237,8 @@ def padded(more: int = 0, mask: Callable[[Tensor], Tensor] = lambda mask: mask) 
     return transformers.BatchEncoding({"input_ids": ids * seen, "attention_mask": mask(seen.long())})
 
 
+@BERT
+@pytest.mark.shows("live", "attribution")
 @pytest.mark.parametrize("pool", ["cls", "mean", "last", "all"])
 def test_padding_changes_no_drift(pool: Any, tmp_path: pathlib.Path) -> None:
     given = models(bert)
@@ -244,6 +255,8 @@ def test_padding_changes_no_drift(pool: Any, tmp_path: pathlib.Path) -> None:
     pd.testing.assert_frame_equal(other.drop(columns=own), one.drop(columns=own), rtol=1e-6, atol=1e-6)
 
 
+@BERT
+@pytest.mark.shows("drift")
 def test_mean_pooled_drift_of_padded_samples_is_that_of_their_tokens(tmp_path: pathlib.Path) -> None:
     given, batch = models(bert), padded(4)
     found = analyzed(given, [batch], tmp_path / "run", pool="mean").layers(variant="merged")
@@ -254,6 +267,8 @@ def test_mean_pooled_drift_of_padded_samples_is_that_of_their_tokens(tmp_path: p
     assert found["drift_l2_mean"].iloc[-1] == pytest.approx(np.mean(want), rel=1e-5)
 
 
+@BERT
+@pytest.mark.shows(sites="linear, norm")
 def test_padding_weighs_nothing_in_a_calibration() -> None:
     given = models(bert)
     one, other = (fitted(given, [padded(more)]).model_.state_dict() for more in (0, 9))

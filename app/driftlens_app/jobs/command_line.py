@@ -15,8 +15,8 @@ from driftlens.errors import DriftLensError, RunError, RunLockedError, SpecError
 from driftlens.records.status import Failure
 from driftlens_app.settings import Settings
 
-COMMAND = (sys.executable, "-m", "driftlens")
-"""The program; tests put a stand-in here."""
+COMMAND = (sys.executable, "-P", "-m", "driftlens")
+"""The program, which looks for no module in the folder of the runs; tests put a stand-in here."""
 
 PATIENCE_SECONDS = 300.0
 """How long a visitor may have to wait for an answer."""

@@ -153,7 +153,7 @@ class Chart:
         return drawn
 
 
-charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts")
+charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts", "driftlens.charts")
 
 
 def chart(name: str, **declared: Any) -> Callable[[Render], Render]:

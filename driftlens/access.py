@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from driftlens.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -18,3 +23,33 @@ class Access:
     device: str | None = None
     offline: bool = False
     trust: bool = False
+
+    def function(self, target: str, what: str) -> Callable[..., Any]:
+        """The function `package.module:function`; importing it runs its code.
+
+        Args:
+            target: names it.
+            what: what a spec wants it for, as messages call it.
+
+        Raises:
+            SpecError: the code is not trusted, or there is no such function.
+        """
+        if not self.trust:
+            raise SpecError(
+                f"the {what} {target} is Python code, which runs only when it is trusted",
+                hint="If you trust it, repeat the command with --trust-code.",
+            )
+        module, _, name = target.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except ImportError as error:
+            raise SpecError(
+                f"{target}: the module can't be imported: {error}",
+                hint="Install it, or add its folder to PYTHONPATH.",
+            ) from error
+        if not callable(function):
+            raise SpecError(
+                f"{target}: {module} has no function {name}", hint="The form is package.module:function."
+            )
+        found: Callable[..., Any] = function
+        return found

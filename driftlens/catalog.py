@@ -1,4 +1,4 @@
-"""What there is to choose from, as plain values: calibrators and merge methods with their settings and presets.
+"""What there is to choose from, as plain values: loaders; calibrators and merge methods with settings and presets.
 
 The dashboard, which never imports torch, asks the command line for it: `driftlens methods --json`.
 """
@@ -12,11 +12,12 @@ from typing import Any
 from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators
 from driftlens.merging.method import merge_methods
+from driftlens.models.architecture import loaders
 from driftlens.settings import settings_of
 
 
 def catalog() -> dict[str, dict[str, Any]]:
-    """Calibrators and merge methods by name, each with title, source and settings.
+    """Calibrators, merge methods and loaders by name, each with title, source and settings.
 
     Of calibrators also the presets, and which settings can be chosen by themselves.
     """
@@ -39,6 +40,10 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "settings": _settings(method.function),
             }
             for name, method in merge_methods.items()
+        },
+        "loaders": {
+            name: {"title": (loader.__doc__ or name).partition("\n")[0], "source": "", "settings": []}
+            for name, loader in loaders.items()
         },
     }
 

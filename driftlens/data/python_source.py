@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from driftlens.data.sources import (
     names_of,
     refused,
 )
-from driftlens.errors import DataError, SpecError
+from driftlens.errors import DataError
 
 if TYPE_CHECKING:
     from driftlens.spec.data import PythonData
@@ -35,12 +34,7 @@ def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
         SpecError: the code is not trusted, or there is no such function.
         DataError: the function fails, or returns something else.
     """
-    if not access.trust:
-        raise SpecError(
-            f"the data source {entry.target} is Python code, which runs only when it is trusted",
-            hint="If you trust it, repeat the command with --trust-code.",
-        )
-    function, where = _function(entry.target), f"{entry.target}({split!r})"
+    function, where = access.function(entry.target, "data source"), f"{entry.target}({split!r})"
     with refused(f"{where} failed", DEBUG_HINT):
         items = function(split)
     names = _class_names(items, where)
@@ -51,22 +45,6 @@ def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
         label=lambda position: _label(_item(items, position, where)[1], names, f"{where}[{position}]"),
         read=lambda position: as_picture(_item(items, position, where)[0], f"{where}[{position}]"),
     )
-
-
-def _function(target: str) -> Any:
-    module, _, name = target.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise SpecError(
-            f"{target}: the module can't be imported: {error}",
-            hint="Install it, or add its folder to PYTHONPATH.",
-        ) from error
-    if not callable(function):
-        raise SpecError(
-            f"{target}: {module} has no function {name}", hint="The form is package.module:function."
-        )
-    return function
 
 
 def _length(items: Any, where: str) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
+from driftlens.models.interception import buffers_on
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
 
 
@@ -322,7 +323,7 @@ def streamed_weights(
     in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
     outside = [name for name in _weights(module) if name not in in_blocks]
     with ExitStack() as stack:
-        stack.enter_context(_buffers_on(module, device))
+        stack.enter_context(buffers_on(module, device))
         stack.enter_context(_replaced(module, outside, read))
         for path, block in blocks.items():
             stack.enter_context(_streamed_block(block, path, read))
@@ -378,20 +379,3 @@ def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Ten
                 owner._parameters[leaf] = cast("nn.Parameter", weight)
             else:
                 owner._buffers[leaf] = weight
-
-
-@contextmanager
-def _buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
-    owners = [
-        (owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None
-    ]
-    before = [owner._buffers[name] for owner, name in owners]
-    try:
-        for owner, name in owners:
-            buffer = owner._buffers[name]
-            assert buffer is not None
-            owner._buffers[name] = buffer.to(device)
-        yield
-    finally:
-        for (owner, name), buffer in zip(owners, before, strict=True):
-            owner._buffers[name] = buffer

@@ -2,12 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.refusals import LIVE, family_of_keys
 from driftlens.models.sources import Composed, StateSource, TensorHeader, renamed
+
+
+class Layout(Protocol):
+    """How checkpoints of one architecture name its parameters."""
+
+    def key_map(
+        self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
+    ) -> dict[str, str]:
+        """The skeleton's key of each tensor -> its key in the checkpoint called `name`.
+
+        What belongs to no layer is left out; what nobody knows is kept, so that comparing keys reveals it.
+
+        Raises:
+            IncompatibleModelsError: the checkpoint is of another architecture.
+        """
+        ...
+
+    def align(
+        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
+    ) -> StateSource:
+        """The checkpoint under the skeleton's key names; `fallback` may give what experts are saved without.
+
+        Raises:
+            IncompatibleModelsError: the checkpoint is of another architecture, or lacks some of it.
+        """
+        ...
+
+    def wrapper(self, headers: Collection[str], name: str) -> str:
+        """What stands before the library's own names in a checkpoint, such as `module.`.
+
+        Raises:
+            IncompatibleModelsError: the checkpoint is of another architecture.
+        """
+        ...
+
+
+_WRAPPERS = ("", "module.", "model.", "_orig_mod.")
+"""What training code puts before the names of a whole model."""
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """Checkpoints that hold a whole model under one of several spellings, as versions of a library wrote them.
+
+    Attributes:
+        names: per spelling, the skeleton's key -> its name in the file.
+        left_out: beginnings of names that are no part of the model: classifiers, poolers that nobody reads.
+    """
+
+    names: Sequence[Mapping[str, str]]
+    left_out: tuple[str, ...] = ()
+
+    def key_map(
+        self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
+    ) -> dict[str, str]:
+        """See `Layout`; of the spellings, the one in which most of the model is found."""
+        found, wrapper = self._best(headers)
+        used, beside = set(found.values()), tuple(wrapper + part for part in self.left_out)
+        unknown = {
+            key: key
+            for key, header in headers.items()
+            if key not in used and not key.startswith(beside) and header.dtype.is_floating_point
+        }
+        return found | unknown
+
+    def align(
+        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
+    ) -> StateSource:
+        """See `Layout`; what is missing is missing."""
+        return renamed(source, self.key_map(source.headers, wanted, source.name))
+
+    def wrapper(self, headers: Collection[str], name: str) -> str:
+        """See `Layout`."""
+        return self._best(headers)[1]
+
+    def _best(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
+        """The skeleton's keys that are found, and what stands before the names in the file."""
+        tried = (
+            ({key: wrapper + stored for key, stored in names.items() if wrapper + stored in headers}, wrapper)
+            for names, wrapper in itertools.product(self.names, _WRAPPERS)
+        )
+        return max(tried, key=lambda candidate: len(candidate[0]))
 
 
 @dataclass(frozen=True)
@@ -25,6 +109,22 @@ class KeyLayout:
     tower: str
     projection: str
     foreign: Mapping[str, str]
+
+    def key_map(
+        self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
+    ) -> dict[str, str]:
+        """See `Layout`."""
+        return key_map(headers, wanted, self, name)
+
+    def align(
+        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
+    ) -> StateSource:
+        """See `Layout`; experts may lack the projection."""
+        return aligned(source, wanted, self, fallback)
+
+    def wrapper(self, headers: Collection[str], name: str) -> str:
+        """See `Layout`."""
+        return tower_prefix(headers, self, name).removesuffix(self.tower)
 
 
 def tower_prefix(keys: Collection[str], layout: KeyLayout, name: str) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
+from driftlens.access import Access
 from driftlens.errors import IncompatibleModelsError, SpecError
-from driftlens.models.alignment import KeyLayout, aligned, tower_prefix
-from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.preprocessing import Preprocess
+from driftlens.models.alignment import KeyLayout, Layout
+from driftlens.models.chain import IMAGE, LayerChain, adapters
+from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import StateSource
 from driftlens.registry import Registry
@@ -53,7 +55,7 @@ class Architecture:
     """One network architecture, without weights.
 
     Attributes:
-        loader: which library builds it: `open-clip`, `hf-clip`, or `live` for a module of the caller's.
+        loader: which library builds it: `open-clip`, `hf-clip`, ..., or `live` for a module of the caller's.
         source: what it was built from: Hub id, folder, model name or file.
         skeleton: the library's own module in eval mode; parameters are on meta unless the loader is `live`.
         chain: the skeleton taken apart.
@@ -61,16 +63,18 @@ class Architecture:
         preprocess: samples -> raw inputs; None when the caller brings these.
         folder: how to save it for the original library; None when only a state dict can be saved.
         open_text: the base's weights under their own key names -> its text tower; None where there is none.
+        classifier: path of the linear classifier that whole models end in and the skeleton lacks; "" where they don't.
     """
 
     loader: str
     source: str
     skeleton: nn.Module
     chain: LayerChain
-    layout: KeyLayout | None = None
+    layout: Layout | None = None
     preprocess: Preprocess | None = None
     folder: FolderFormat | None = None
     open_text: Callable[[StateSource], TextTower] | None = field(default=None, repr=False)
+    classifier: str = ""
 
     @property
     def adapter(self) -> str:
@@ -100,7 +104,15 @@ class Architecture:
         Raises:
             IncompatibleModelsError: the checkpoint is of another architecture, or lacks the projection.
         """
-        return source if self.layout is None else aligned(source, self.keys, self.layout, fallback)
+        return source if self.layout is None else self.layout.align(source, self.keys, fallback)
+
+    def classifier_keys(self, stored: StateSource) -> tuple[str, str] | None:
+        """Keys of weight and bias of the classifier in a checkpoint under its own names; None where it holds none."""
+        weight, bias = (f"{self.classifier}.{part}" for part in ("weight", "bias"))
+        for key in stored.headers if self.classifier else ():
+            if key == weight or key.endswith(f".{weight}"):
+                return key, key.removesuffix(weight) + bias
+        return None
 
     def text_tower(self, base: StateSource) -> TextTower:
         """The text tower of a base, which is given under its own key names.
@@ -113,25 +125,92 @@ class Architecture:
         return self.open_text(base)
 
 
-loaders: Registry[Callable[[str, bool], Architecture]] = Registry("loader", "driftlens.models")
-"""(source, offline) -> the architecture that `source` describes."""
+@dataclass(frozen=True)
+class ArchitectureRequest:
+    """What a loader is asked for.
+
+    Attributes:
+        source: Hub id, folder, model name or file, as the loader reads it.
+        blocks: path of the list of blocks; None leaves it to the loader.
+        access: what may be used.
+    """
+
+    source: str
+    blocks: str | None = None
+    access: Access = Access()
 
 
-def load_architecture(loader: str, source: str, *, offline: bool = False) -> Architecture:
-    """The architecture that `source` describes; no weights are read and no memory is taken for them.
+loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry("loader", "driftlens.models")
+"""A request -> the architecture that its source describes."""
+
+PYTHON = "python:"
+"""What stands before the loaders that are functions of the user's."""
+
+
+def load_architecture(
+    loader: str, source: str, *, blocks: str | None = None, access: Access = Access()
+) -> Architecture:
+    """The architecture that `source` describes; where a family has an adapter, no weights are read for it.
 
     Args:
-        loader: `open-clip` or `hf-clip`.
-        source: Hub id or local folder; for open_clip also a model name or a model_config.json. OpenAI's
-            weights need a quickgelu name: `ViT-B-32-quickgelu`.
-        offline: whether only files that were downloaded before may be used.
+        loader: the name of a registered loader, or `python:package.module:function`.
+        source: what the loader reads: Hub id or local folder; for open_clip also a model name or a
+            model_config.json. OpenAI's weights need a quickgelu name: `ViT-B-32-quickgelu`.
+        blocks: path of the list of blocks, for loaders that read any model.
+        access: what may be used.
 
     Raises:
-        SpecError: no such loader, or `source` names nothing.
+        SpecError: no such loader, `source` names nothing, or code is not trusted.
         CheckpointError: a configuration file can't be fetched or read.
         IncompatibleModelsError: the architecture is not supported; the message says what it is.
     """
-    return loaders[loader](source, offline)
+    request = ArchitectureRequest(source, blocks, access)
+    if loader.startswith(PYTHON):
+        return _from_python(loader, request)
+    return loaders[loader](request)
+
+
+def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
+    """Refuse `blocks` where a loader knows its models.
+
+    Raises:
+        SpecError: they are given.
+    """
+    if request.blocks is not None:
+        raise SpecError(
+            f"architecture.blocks is {request.blocks!r}, but the loader {loader} knows where its blocks are",
+            hint="Take `blocks` out, or use the loader hf-auto or timm.",
+        )
+
+
+def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
+    """The module that a function of the user's returns, and how it reads an image.
+
+    Raises:
+        SpecError: the code is not trusted, there is no such function, or it returns something else.
+        IncompatibleModelsError: the function fails.
+    """
+    target = loader.removeprefix(PYTHON)
+    function = request.access.function(target, "loader")
+    try:
+        found = function(request.source) if request.source else function()
+    except Exception as error:  # whatever somebody's code raises
+        raise IncompatibleModelsError(
+            f"{target} failed: {type(error).__name__}: {error}", hint="The traceback is shown with --debug."
+        ) from error
+    module, transform = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(module, nn.Module) or not callable(transform):
+        raise SpecError(
+            f"{target} returned {type(found).__name__}; expected a pair: an nn.Module with weights, and a function "
+            "from a PIL image to the tensor that the module reads",
+            hint="For example `return model.eval(), transform`, as torchvision and timm have them.",
+        )
+    preprocess = image_preprocess(target, transform)
+    example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
+    chain = sequential_chain(module.eval(), example, blocks=request.blocks)
+    return Architecture(
+        loader, request.source or target, module, replace(chain, modality=IMAGE), preprocess=preprocess
+    )
 
 
 def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
@@ -164,7 +243,7 @@ def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> No
     Raises:
         SpecError: the base lacks some of them.
     """
-    before = tower_prefix(base.headers, layout, base.name).removesuffix(layout.tower)
+    before = layout.wrapper(base.headers, base.name)
     wanted = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
     if not all(before + key in base.headers for key in wanted):
         raise no_text_tower(base.name)

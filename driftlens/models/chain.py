@@ -94,11 +94,54 @@ class Head:
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """scale * |class embeddings|_2 / shortest feature on the segment; infinite where that meets the origin."""
-        drift = end - start
-        t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
-        shortest = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
-        bound: Tensor = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2) / shortest
+        norm = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2)
+        bound: Tensor = norm / _shortest(start, end)
         return bound
+
+
+def _shortest(start: Tensor, end: Tensor) -> Tensor:
+    """Norm of the shortest feature on each segment, [n]."""
+    drift = end - start
+    t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
+    shortest: Tensor = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
+    return shortest
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """A `ScoreMap` of classifiers: weight @ feature + bias.
+
+    Attributes:
+        classes: names of the rows.
+        weight: [classes, d].
+        bias: [classes], or None.
+        normalize: whether features are brought to unit norm first.
+    """
+
+    classes: tuple[str, ...]
+    weight: Tensor
+    bias: Tensor | None = None
+    normalize: bool = False
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
+
+        Raises:
+            DataError: the features are not as wide as the rows.
+        """
+        if features.shape[-1] != self.weight.shape[-1]:
+            raise DataError(
+                f"the classifier reads {self.weight.shape[-1]} features, the model gives {features.shape[-1]}",
+                hint="Give the classifier that was trained on this model's final features.",
+            )
+        bias = None if self.bias is None else self.bias.to(features)
+        features = F.normalize(features, dim=-1) if self.normalize else features
+        return F.linear(features, self.weight.to(features), bias)
+
+    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
+        """|weight|_2, over the shortest feature on the segment where features are normalised."""
+        norm: Tensor = torch.linalg.matrix_norm(self.weight.to(start), ord=2)
+        return norm / _shortest(start, end) if self.normalize else norm.expand(len(start))
 
 
 def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
@@ -130,6 +173,7 @@ class Modality:
 
 
 IMAGE = Modality("image")
+TEXT = Modality("text", pool="mean")
 TENSOR = Modality("tensor")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap
 from driftlens.models.frames import (
+    Frame,
     Inputs,
     Mask,
     features_of,
@@ -29,6 +30,10 @@ from driftlens.models.interception import bypassed, call, evaluating, observe, r
 from driftlens.models.sites import BLOCK_ITSELF, site_kind, tapped
 
 
+class ShapesOnlyError(SpecError):
+    """A module that has shapes only can't show how it calls its blocks."""
+
+
 class Dissection:
     """The pieces of one module, as functions of parameters and features; the module stays as it is.
 
@@ -43,6 +48,7 @@ class Dissection:
         self.mask = mask
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
+        self._frames: list[Frame] | None = None
 
     def outer_weights(self) -> dict[str, Tensor]:
         """Names and values of the weights outside the blocks."""
@@ -59,20 +65,49 @@ class Dissection:
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
 
-        Runs the module once, with its own weights, to see how it calls its blocks.
+        Runs the module once, with its own weights, to see how it calls its blocks. One that has shapes only was seen by
+        `look_at`.
 
         Raises:
             SpecError: features don't flow from block to block, a block is given something that carries state, or
                 the batch's mask can't be read.
         """
         named = raw_inputs(inputs)
-        recording = observe(self._named_blocks(self.module), lambda: run(self.module, named), keep=False)
+        frames = self._frames
+        if frames is None:
+            frames = observe(
+                self._named_blocks(self.module), lambda: run(self.module, named), keep=False
+            ).frames
         state = {
             name: value
             for name, value in named.values.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         }
-        return state, side_inputs(self.paths, recording.frames, named, padding_mask(named, self.mask))
+        return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
+
+    def look_at(self, shapes: Any) -> None:
+        """See how a module that has shapes only calls its blocks, on a batch on the meta device.
+
+        Raises:
+            ShapesOnlyError: it can't run without values, or gives its blocks tensors beside their features.
+            SpecError: features don't flow from block to block.
+        """
+        named, given = raw_inputs(shapes), list[str]()
+        try:
+            frames = observe(
+                self._named_blocks(self.module), lambda: run(self.module, named), keep=False
+            ).frames
+            given = [name for frame in frames for name in tensors_given(frame)]
+        except (RuntimeError, NotImplementedError) as error:  # what torch says where a value is asked for
+            raise self._shapes_only("it asks for values") from error
+        if given:
+            raise self._shapes_only(f"its blocks are given {given[0]!r} beside their features")
+        self._frames = frames
+
+    def _shapes_only(self, why: str) -> ShapesOnlyError:
+        return ShapesOnlyError(
+            f"the {type(self.module).__name__} has shapes only, and {why}", hint="Give it loaded."
+        )
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
@@ -191,10 +226,12 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
     Raises:
         SpecError: the module has shapes only.
     """
-    weight = next(iter(own_weights(module).values()), None)
+    weights = own_weights(module).values()
+    # While weights are streamed, those of blocks come last.
+    weight = next((weight for weight in weights if not weight.is_meta), next(iter(weights), None))
     if weight is None:
         return inputs
-    if weight.is_meta:
+    if weight.is_meta and not _is_meta(inputs):
         raise SpecError(
             f"the {type(module).__name__} has no weights, only shapes",
             hint="Give it loaded; the sequential adapter runs the module to see how it calls its blocks.",
@@ -206,6 +243,13 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
         return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
 
     return mapped(inputs, fit)
+
+
+def _is_meta(inputs: Any) -> bool:
+    """Whether every tensor of some raw inputs is on the meta device."""
+    found: list[bool] = []
+    mapped(inputs, lambda leaf: found.append(leaf.is_meta) if isinstance(leaf, Tensor) else None)
+    return all(found)
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:

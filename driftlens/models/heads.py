@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
-from driftlens.models.chain import Head
-from driftlens.models.loading import open_checkpoint
+from driftlens.models.chain import Head, LinearHead
+from driftlens.models.loading import open_checkpoint, read_json
+from driftlens.models.sources import StateSource
 
 if TYPE_CHECKING:
     from driftlens.models.architecture import TextTower
@@ -78,6 +79,63 @@ def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, cla
         )
     _require_unit_norm(embeddings, names, where)
     return Head(names, embeddings, logit_scale)
+
+
+def linear_head(
+    source: StateSource,
+    classes: ClassNames | None,
+    *,
+    weight: str | None = None,
+    bias: str | None = None,
+    normalize: bool = False,
+) -> LinearHead:
+    """A classifier's weight and bias.
+
+    Args:
+        source: holds them.
+        classes: names of the rows, in their order; None counts them from 0.
+        weight: key of the weight, [classes, d]; None takes the only matrix there is.
+        bias: key of the bias; None takes the one beside the weight, if there is one.
+        normalize: whether features are brought to unit norm first.
+
+    Raises:
+        CheckpointError: there is no such tensor, or no single matrix.
+        DataError: rows and names differ in number, or names repeat.
+        ShapeError: the weight is no matrix, or the bias does not fit it.
+    """
+    matrices = [key for key, header in source.headers.items() if len(header.shape) == 2]
+    if weight is None and len(matrices) != 1:
+        raise CheckpointError(
+            f"{source.name} holds {len(matrices)} matrices; a classifier has one weight",
+            hint=f"Name it: heads.<task>.weight, one of {', '.join(matrices[:5]) or 'those in another file'}.",
+        )
+    key = weight or matrices[0]
+    beside = bias or f"{key.removesuffix('weight')}bias"
+    found = source.read(key).float()
+    shift = source.read(beside).float() if bias is not None or beside in source.headers else None
+    names = class_names([str(row) for row in range(len(found))] if classes is None else classes)
+    if found.dim() != 2 or (shift is not None and shift.shape != found.shape[:1]):
+        rest = "" if shift is None else f", its bias {list(shift.shape)}"
+        raise ShapeError(
+            f"{key!r} in {source.name} has shape {list(found.shape)}{rest}; expected [classes, d] and [classes]"
+        )
+    if len(found) != len(names):
+        raise DataError(
+            f"{key!r} in {source.name} has {len(found)} rows, but there are {len(names)} class names",
+            hint="Give one name per row, in the order of the rows: heads.<task>.classes.",
+        )
+    return LinearHead(names, found, shift, normalize)
+
+
+def stated_classes(place: str) -> tuple[str, ...] | None:
+    """Class names in the order of a classifier's rows, as the config.json of its folder has them; None without."""
+    file = pathlib.Path(place).expanduser() / "config.json"
+    labels = read_json(file).get("id2label") if file.is_file() else None
+    if not isinstance(labels, dict) or not all(str(row) in labels for row in range(len(labels))):
+        return None
+    names = tuple(str(labels[str(row)]) for row in range(len(labels)))
+    # What transformers writes where nobody gave names.
+    return None if names == tuple(f"LABEL_{row}" for row in range(len(names))) else names
 
 
 def text_head(

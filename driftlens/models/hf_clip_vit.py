@@ -20,11 +20,13 @@ from driftlens.errors import SpecError
 from driftlens.models.alignment import KeyLayout
 from driftlens.models.architecture import (
     Architecture,
+    ArchitectureRequest,
     FolderFormat,
     TextTower,
     loaders,
     no_text_tower,
     read_text_side,
+    require_own_blocks,
     weightless,
 )
 from driftlens.models.chain import adapters
@@ -108,14 +110,16 @@ adapters.register(HfClipViT.name)(HfClipViT())
 
 
 @loaders.register("hf-clip")
-def load_hf_clip(source: str, offline: bool) -> Architecture:
-    """The architecture of a CLIP, or a CLIP image tower, of transformers; `source` is a folder or Hub id.
+def load_hf_clip(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id.
 
     Raises:
         SpecError: `source` names nothing, or has no config.json.
         CheckpointError: a file can't be fetched or read.
         IncompatibleModelsError: the model is no CLIP.
     """
+    require_own_blocks(request, "hf-clip")
+    source, offline = request.source, request.access.offline
     config = read_config(source, "config.json", offline=offline)
     if config is None:
         other = read_config(source, "open_clip_config.json", offline=True)

@@ -43,6 +43,24 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
+@contextlib.contextmanager
+def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """While this is open, all buffers of a module are on a device."""
+    owners = [
+        (owner, name) for owner in module.modules() for name, b in owner._buffers.items() if b is not None
+    ]
+    before = [owner._buffers[name] for owner, name in owners]
+    try:
+        for owner, name in owners:
+            buffer = owner._buffers[name]
+            assert buffer is not None
+            owner._buffers[name] = buffer.to(device)
+        yield
+    finally:
+        for (owner, name), buffer in zip(owners, before, strict=True):
+            owner._buffers[name] = buffer
+
+
 def call(module: nn.Module, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What `module` returns in eval mode with `parameters` in the place of its own."""
     with evaluating(module):

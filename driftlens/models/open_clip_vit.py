@@ -21,10 +21,12 @@ from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout
 from driftlens.models.architecture import (
     Architecture,
+    ArchitectureRequest,
     FolderFormat,
     TextTower,
     loaders,
     read_text_side,
+    require_own_blocks,
     weightless,
 )
 from driftlens.models.chain import Slot, adapters
@@ -143,7 +145,7 @@ adapters.register(OpenClipViT.name)(OpenClipViT())
 
 
 @loaders.register("open-clip")
-def load_open_clip(source: str, offline: bool) -> Architecture:
+def load_open_clip(request: ArchitectureRequest) -> Architecture:
     """The architecture of an open_clip model, of a name, configuration file, folder or Hub id (`hf-hub:` or not).
 
     Raises:
@@ -151,7 +153,9 @@ def load_open_clip(source: str, offline: bool) -> Architecture:
         CheckpointError: a file can't be fetched or read.
         IncompatibleModelsError: the tower is not supported.
     """
-    stated = _config(source, offline)
+    require_own_blocks(request, "open-clip")
+    source = request.source
+    stated = _config(source, request.access.offline)
     config = stated.get("model_cfg", stated)
     skeleton = _skeleton(config, source)
     chain = OpenClipViT().chain(skeleton)  # refuses by name what has no such image size

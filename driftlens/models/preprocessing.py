@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from driftlens.errors import DataError, IncompatibleModelsError
+from driftlens.errors import DataError, IncompatibleModelsError, SpecError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -72,6 +73,80 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
     return _checked(Preprocess(backend, transform, stated, notice), image_size, source)
 
 
+def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
+    """Preprocessing of any image model of transformers, by its own processor with PIL.
+
+    Without a `preprocessor_config.json` the family's defaults for `config.image_size` are taken, with a notice.
+
+    Raises:
+        IncompatibleModelsError: there is no processor that works.
+    """
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+
+    plain: dict[str, Any] = (
+        {"backend": "pil"} if int(transformers.__version__.split(".")[0]) >= 5 else {"use_fast": False}
+    )
+    notice = ""
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(source, local_files_only=offline, **plain)
+    except (OSError, ValueError):  # no such file, or one without a known class
+        kinds = IMAGE_PROCESSOR_MAPPING.get(type(config))
+        kind = next(filter(None, reversed(kinds.values() if isinstance(kinds, dict) else kinds or ())), None)
+        if kind is None:
+            raise IncompatibleModelsError(
+                f"{source} has no preprocessor_config.json, and transformers no default for its kind",
+                hint="Put the preprocessor_config.json of the base beside its config.json.",
+            ) from None
+        size = getattr(config, "image_size", 224)
+        processor = kind(size={"height": size, "width": size} if isinstance(size, int) else size)
+        notice = f"{source} has no preprocessor_config.json: images are prepared by the family's defaults."
+
+    def transform(images: Sequence[Any]) -> Any:
+        return processor(images=[_rgb(image) for image in images], return_tensors="pt")["pixel_values"]
+
+    return Preprocess(f"transformers {type(processor).__name__}", transform, processor.to_dict(), notice)
+
+
+def hf_text_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
+    """Inputs of pairs (input, target) as the tokenizer of a model gives them, padded to the longest of a batch.
+
+    Longer ones are cut at the model's length.
+
+    Raises:
+        SpecError: there is no tokenizer, or it knows more tokens than the model.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline, trust_remote_code=False)
+    except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
+        tokenizer = None
+    # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
+    if (
+        tokenizer is None
+        or not len(tokenizer("a few words")["input_ids"])
+        or len(tokenizer) > config.vocab_size
+    ):
+        raise SpecError(
+            f"{source} has no tokenizer that fits its {config.vocab_size} tokens, so texts can't be read",
+            hint="Put the base's tokenizer files beside its config.json.",
+        )
+    length = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
+
+    def transform(samples: Sequence[Any]) -> Any:
+        given = tokenizer(
+            [text for text, _ in samples],
+            padding=True,
+            truncation=length < 1 << 30,
+            max_length=length if length < 1 << 30 else None,
+            return_tensors="pt",
+        )
+        return dict(given)
+
+    return Preprocess(f"transformers {type(tokenizer).__name__}", transform, {"max_length": length})
+
+
 def open_clip_preprocess(
     config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str
 ) -> Preprocess:
@@ -94,11 +169,20 @@ def open_clip_preprocess(
             hint="Check interpolation (bicubic, bilinear) and resize_mode (shortest, longest, squash).",
         ) from error
 
-    def transform(images: Sequence[Any]) -> Any:
-        return torch.stack([one(_rgb(image)) for image in images])
-
     notice = _default_notice(source, "preprocess_cfg") if config is None else ""
-    return _checked(Preprocess("open_clip torchvision-PIL", transform, stated, notice), image_size, source)
+    found = replace(image_preprocess("open_clip torchvision-PIL", one, stated), notice=notice)
+    return _checked(found, image_size, source)
+
+
+def image_preprocess(
+    backend: str, transform: Callable[[Any], Tensor], settings: Mapping[str, Any] | None = None
+) -> Preprocess:
+    """Preprocessing by a function from one PIL image in RGB to a tensor, as torchvision and timm have them."""
+
+    def batch(images: Sequence[Any]) -> Any:
+        return torch.stack([torch.as_tensor(transform(_rgb(image))) for image in images])
+
+    return Preprocess(backend, batch, settings or {})
 
 
 def _default_notice(source: str, what: str) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
 from driftlens.files import atomic_folder, atomic_path, write_json_atomic, write_text_atomic
-from driftlens.models.alignment import key_map, tower_prefix
 from driftlens.models.architecture import Architecture, FolderFormat
 from driftlens.models.chain import LayerChain, ParameterKey, Slot
 from driftlens.models.loading import companion_files, library_folder, read_json
@@ -315,7 +314,7 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
     stored = (
         {key: key for key in base.headers}
         if layout is None
-        else key_map(base.headers, architecture.keys, layout, base.name)
+        else layout.key_map(base.headers, architecture.keys, base.name)
     )
     for source, held in ((base, stored), (model, model.headers)):
         missing = next((key for key in keys if key not in held), None)
@@ -331,8 +330,7 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
 def _library_names(architecture: Architecture, base: StateSource, folder: FolderFormat) -> dict[str, str]:
     """The library's own key -> the base's, without the prefix of whatever wrapped the base."""
     assert architecture.layout is not None  # whatever can be saved as a folder has one
-    layout = architecture.layout
-    wrapper = tower_prefix(base.headers, layout, base.name).removesuffix(layout.tower)
+    wrapper = architecture.layout.wrapper(base.headers, base.name)
     names = {key.removeprefix(wrapper): key for key in base.headers if key.startswith(wrapper)}
     missing = next((key for key in folder.required() if key not in names), None)
     if missing is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from driftlens.errors import NumericsError, SpecError
 from driftlens.models.chain import Layer, LayerChain, Site, Slot
 from driftlens.models.dissection import Dissection, fitted, run, same_values, tied_weights
 from driftlens.models.frames import Mask, features_of, frame_at, mapped, raw_inputs, result
-from driftlens.models.interception import call
+from driftlens.models.interception import buffers_on, call
 from driftlens.models.sites import registered_sites, traced_sites
 
 NAME = "sequential"
@@ -32,15 +33,15 @@ def sequential_chain(
 ) -> LayerChain:
     """A module that holds its blocks in a list, taken apart; parameter names are those of `module.state_dict()`.
 
-    The module itself lends its structure and must have weights; it is run in eval mode, and its training flags, hooks
-    and weights are left as they are.
+    The module itself lends its structure; it is run in eval mode, and its training flags, hooks and weights are left
+    as they are. One that has shapes only serves where its blocks are given nothing but features.
 
     Args:
         module: a model as its library made it.
-        example: a batch of raw inputs. With it the chain knows in which order sites run, which of them share an
-            input, which blocks keep their features' shape, and which parameters only the head needs. Without it
-            sites come in the order of registration, no block counts as residual, and every parameter outside the
-            blocks counts as the stem's.
+        example: a batch of raw inputs, on the meta device where the module is. With it the chain knows in which order
+            sites run, which of them share an input, which blocks keep their features' shape, and which parameters only
+            the head needs. Without it sites come in the order of registration, no block counts as residual, and every
+            parameter outside the blocks counts as the stem's.
         blocks: path of the list of blocks; None takes the list with the most children of one class; among equals
             the outermost one.
         mask: which tokens count; see `driftlens.models.frames.Mask`.
@@ -55,7 +56,11 @@ def sequential_chain(
         sites = [registered_sites(block, own) for block, own in zip(parts.blocks, weights, strict=True)]
         is_residual, head_only = [False] * len(sites), frozenset[str]()
     else:
-        sites, is_residual, head_only = _traced(parts, example)
+        is_meta = next((weight.is_meta for weight in module.parameters()), False)
+        with buffers_on(module, torch.device("meta")) if is_meta else nullcontext():
+            if is_meta:
+                parts.look_at(example)
+            sites, is_residual, head_only = _traced(parts, example)
     layers = [
         Layer(
             index=position + 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
@@ -21,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from driftlens.diagnostic import diagnostics
-from driftlens.errors import SpecError, did_you_mean
+from driftlens.errors import SpecError
 from driftlens.spec.types import (
     PYTHON_TARGET,
     Bytes,
@@ -38,16 +39,16 @@ from driftlens.spec.types import (
 )
 from driftlens.suites.published import published_task
 
-LOADERS = ("hf-clip", "open-clip")
 
-
-def _known_loader(loader: str) -> str:
+def _loader_name(loader: str) -> str:
     scheme, _, target = loader.partition(":")
-    if loader in LOADERS or (scheme == "python" and PYTHON_TARGET.fullmatch(target)):
+    if re.fullmatch(r"[a-z0-9][a-z0-9-]*", loader) or (
+        scheme == "python" and PYTHON_TARGET.fullmatch(target)
+    ):
         return loader
     raise problem(
-        f"expected {', '.join(LOADERS)} or python:package.module:function; got {loader!r}",
-        did_you_mean(loader, LOADERS),
+        f"expected a loader such as hf-clip, or python:package.module:function; got {loader!r}",
+        "`driftlens methods` lists the loaders.",
     )
 
 
@@ -55,16 +56,19 @@ class Architecture(Part):
     """Which code builds the network.
 
     Attributes:
-        loader: the library and model family, or `python:package.module:function`, which needs trust.
+        loader: the library and model family, by the name of a registered loader, which whoever opens models looks up:
+            finding the loaders means importing torch. Or `python:package.module:function`, which needs trust.
         source: Hub id, folder, open_clip model name or model_config.json.
+        blocks: path of the list of blocks, for loaders that read any model and may find several lists.
     """
 
-    loader: Annotated[str, AfterValidator(_known_loader)]
+    loader: Annotated[str, AfterValidator(_loader_name)]
     source: Source | None = None
+    blocks: Text | None = None
 
     @model_validator(mode="after")
     def _libraries_need_a_source(self) -> Architecture:
-        if self.source is None and self.loader in LOADERS:
+        if self.source is None and ":" not in self.loader:
             raise problem(
                 f"the loader {self.loader} needs `source`",
                 "Name a Hub id, a folder, an open_clip model name or a model_config.json.",
@@ -300,12 +304,36 @@ class FileHead(Part):
     classes: ClassNames = None
 
 
+class LinearHead(Part):
+    """A linear classifier, the same for all variants of a task.
+
+    Attributes:
+        linear: a file that holds it, or `own`: the classifier in the expert's checkpoint.
+        weight: key of the weight; the only matrix of the file if left out.
+        bias: key of the bias; the one beside the weight if left out.
+        normalize: whether features are brought to unit norm first.
+        suite: a published task whose classes, in label order, the rows are.
+    """
+
+    suite: SuiteTask | None = None
+    linear: Annotated[Literal["own"] | LocalPath, Field(union_mode="left_to_right")]
+    weight: Text | None = None
+    bias: Text | None = None
+    normalize: Flag = False
+    classes: ClassNames = None
+
+
 def _head_kind(given: Any) -> str:
-    is_file = "file" in given if isinstance(given, dict) else isinstance(given, FileHead)
-    return "file head" if is_file else "text head"
+    if isinstance(given, dict):
+        return "file head" if "file" in given else "linear head" if "linear" in given else "text head"
+    if isinstance(given, LinearHead):
+        return "linear head"
+    return "file head" if isinstance(given, FileHead) else "text head"
 
 
 Head = Annotated[
-    Annotated[TextHead, Tag("text head")] | Annotated[FileHead, Tag("file head")],
+    Annotated[TextHead, Tag("text head")]
+    | Annotated[FileHead, Tag("file head")]
+    | Annotated[LinearHead, Tag("linear head")],
     Discriminator(_head_kind),
 ]

@@ -48,7 +48,7 @@ def open_models(base: StateDict, experts: Mapping[str, StateDict]) -> OpenModels
     sources = {"base": TensorsSource("base", base)}
     sources |= {expert_of(task): TensorsSource(task, experts[task]) for task in experts}
     architecture = architecture_of(TinyStack().eval(), torch.zeros(1, 3, 16, 16))
-    return OpenModels(architecture, sources["base"], sources, {})
+    return OpenModels(architecture, sources, sources, {})
 
 
 def study_of(models: OpenModels, *, count: int = 6) -> Study:

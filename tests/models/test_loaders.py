@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from driftlens.access import Access
 from driftlens.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.loading import open_checkpoint
@@ -227,7 +228,7 @@ def test_what_is_no_clip_is_refused(
 ) -> None:
     loader, source = prepare(tmp_path)
     with pytest.raises(error) as refusal:
-        load_architecture(loader, source, offline=True)
+        load_architecture(loader, source, access=Access(offline=True))
     assert words in refusal.value.message
     assert refusal.value.hint
 

@@ -23,7 +23,7 @@ from driftlens.models.chain import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search import trials
-from driftlens.pipeline.search.automatic import choose_settings, score
+from driftlens.pipeline.search.automatic import choose_settings, divergences, drift_scores
 from driftlens.pipeline.search.trials import LANE, Trials
 from driftlens.pipeline.study.card import escaped
 from driftlens.pipeline.study.reopening import reopened
@@ -240,14 +240,28 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
         torch.softmax(10.0 * F.normalize(x.double(), dim=1) @ rows.double().T, dim=1) for x in (expert, found)
     )
     expected = (probabilities * (probabilities / others).log()).sum(dim=1)
-    torch.testing.assert_close(score(found, expert, head), expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(score(2 * expert, expert, head), torch.zeros(7).double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(divergences(found, head, expert, head), expected, rtol=1e-4, atol=1e-6)
+    same = divergences(2 * expert, head, expert, head)
+    torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
+
+
+def test_candidates_are_read_by_the_merged_models_own_score_map(study: Study) -> None:
+    tasks = {}
+    for task, at in study.tasks.items():
+        assert isinstance(at.head, Head)
+        turned = Head(at.head.classes, at.head.embeddings.roll(1, dims=0), at.head.logit_scale)
+        tasks[task] = dataclasses.replace(at, own_heads={"merged": turned})
+    plain, turned_too = (
+        [entry["score"] for entry in chosen(made)[1]["candidates"]]
+        for made in (study, dataclasses.replace(study, tasks=tasks))
+    )
+    assert min(turned_too) > max(plain)
 
 
 def test_without_a_head_the_score_is_the_relative_drift() -> None:
     generator = torch.Generator().manual_seed(0)
     expert, found = torch.randn(2, 7, 5, generator=generator)
-    assert float(score(found, expert, None).mean()) == pytest.approx(
+    assert float(drift_scores(found, expert).mean()) == pytest.approx(
         FinalDrift.between(found, expert).drift_rel, rel=1e-6
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.errors import IncompatibleModelsError, NumericsError, SpecError
 from driftlens.pipeline.analyze import phases
-from driftlens.pipeline.analyze.diagnosis import require_closed
+from driftlens.pipeline.analyze.diagnosis import LibraryDrift, check_closure, require_closed
+from driftlens.pipeline.analyze.live import live_study
 from driftlens.records.run import DriftRun
 from tests.cases import Stack, perturbed, with_seed
 
@@ -402,6 +404,18 @@ def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
     monkeypatch.setattr("driftlens.estimators.calibrate", lambda *_, **__: pytest.fail("solved"))
     with pytest.raises(NumericsError, match="closure error"):
         fitted(given, data, blocks="blocks")
+
+
+def test_as_many_samples_are_held_against_the_library_as_the_budget_holds() -> None:
+    given, data = models(looking), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    study = live_study(
+        merged=given["merged"], experts={"task": given["expert"]}, data={"task": data}, blocks="blocks"
+    )
+    assert len(LibraryDrift(study, "task").batch.inputs) == 6
+    tight = dataclasses.replace(study, settings=dataclasses.replace(study.settings, feature_budget=1))
+    assert len(LibraryDrift(tight, "task").batch.inputs) == 1
+    with pytest.raises(NumericsError, match="closure error 0"):
+        check_closure(tight)
 
 
 def test_models_without_drift_are_closed(tmp_path: pathlib.Path) -> None:

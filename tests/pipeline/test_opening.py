@@ -36,6 +36,9 @@ class Towers:
 
     opened: int = 0
 
+    def classifier_keys(self, stored: StateSource) -> None:
+        return None
+
     def text_tower(self, base: StateSource) -> TextTower:
         assert base is BASE
         self.opened += 1
@@ -43,7 +46,8 @@ class Towers:
 
 
 def models(towers: Towers, base: StateSource | None = BASE) -> OpenModels:
-    return OpenModels(cast("Architecture", towers), base, {}, {})
+    stored = {} if base is None else {"base": base}
+    return OpenModels(cast("Architecture", towers), stored, {}, {})
 
 
 def spec_with(world: World, **heads: Any) -> RunSpec:

@@ -74,7 +74,7 @@ def diagnose(
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
     measured = study.settings.measured
     recorder = _Recorder(study.settings.pool, study.variants[0], measured)
-    library = LibraryDrift(study, task, next(at_hand.diagnosis.batches()))
+    library = LibraryDrift(study, task)
     for chunk in _chunks(study, task, at_hand.diagnosis):
         views = walk(study.pool, task, study.variants, chunk, ids=at_hand.diagnosis.ids)
         for view in views:
@@ -219,15 +219,23 @@ def tolerance(dtype: str, drift_rel: float) -> float:
 
 
 class LibraryDrift:
-    """Drift of one batch as the models' own library gives it, to hold the walk's drift against.
+    """Drift of a task's first samples as the models' own library gives it, to hold the walk's drift against.
+
+    They are a batch, or less where all its boundaries' features don't fit into the budget of features.
 
     Attributes:
         error: |e - e_library| / |e| by variant and layer; NaN where there is no drift.
     """
 
-    def __init__(self, study: Study, task: str, batch: Batch) -> None:
-        pool = study.pool
-        inputs = on_device(batch.inputs, pool.device, pool.dtype)
+    def __init__(self, study: Study, task: str) -> None:
+        pool, samples = study.pool, study.tasks[task].diagnosis
+        num_states = len(pool.chain.layers) * (1 + len(study.variants))
+        per_sample = waiting_bytes(pool, expert_of(task), samples.load([0]), num_states)
+        fitting = max(1, study.settings.feature_budget // max(1, per_sample))
+        self.batch = Batch(
+            0, stop := min(fitting, samples.batch_size, len(samples)), samples.load(range(stop))
+        )
+        inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
         expert = pool.library_states(expert_of(task), inputs)
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
@@ -240,16 +248,20 @@ class LibraryDrift:
         self.error: dict[tuple[str, int], float] = {}
 
     def compare(self, view: LayerView) -> None:
-        """Keep the closure error of the first batch.
+        """Keep the closure error of the first samples.
 
         Raises:
             NumericsError: it is larger than rounding explains.
         """
         if view.start != 0:
             return
-        ours = subtract(view.merged_out, view.expert_out)
+        merged, expert = (
+            {name: leaf[: self.batch.stop] for name, leaf in state.items()}
+            for state in (view.merged_out, view.expert_out)
+        )
+        ours = subtract(merged, expert)
         theirs = self._drift[view.variant][view.layer.index - 1]
-        size, features = float(norm(ours).sum()), float(norm(view.expert_out).sum())
+        size, features = float(norm(ours).sum()), float(norm(expert).sum())
         difference = float(norm(subtract(ours, theirs)).sum())
         error = self.error[view.variant, view.layer.index] = difference / size if size > 0 else math.nan
         # Where the walk sees no drift at all, the library must see none either.
@@ -276,15 +288,14 @@ def require_closed(layers: pd.DataFrame, dtype: str) -> None:
 
 
 def check_closure(study: Study) -> None:
-    """Compare one batch of every task with the library's own forward pass, before anything is built on the drift.
+    """Compare the first samples of every task with the library's own forward pass, before anything is built on drift.
 
     Raises:
         NumericsError: a layer's drift is not that of ordinary forward passes.
     """
     for task, at_hand in study.tasks.items():
-        first = next(at_hand.diagnosis.batches())
-        library = LibraryDrift(study, task, first)
-        for view in walk(study.pool, task, study.variants, [first], ids=at_hand.diagnosis.ids):
+        library = LibraryDrift(study, task)
+        for view in walk(study.pool, task, study.variants, [library.batch], ids=at_hand.diagnosis.ids):
             library.compare(view)
 
 

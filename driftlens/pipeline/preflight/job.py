@@ -17,8 +17,8 @@ from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
 from driftlens.merging.method import READS, MergeMethod, merge_methods
-from driftlens.models.architecture import Architecture, load_architecture
-from driftlens.models.chain import Layer, LayerChain
+from driftlens.models.architecture import Architecture
+from driftlens.models.chain import Layer, LayerChain, LinearHead
 from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.analyze.phases import suitable_threads
@@ -40,9 +40,11 @@ from driftlens.pipeline.study.opening import (
     OpenModels,
     calibration_settings,
     classes_of,
+    open_architecture,
     open_data,
     open_heads,
     open_study,
+    own_heads,
     resolve_device,
     settings_of,
 )
@@ -97,8 +99,7 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
 
 
 def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
-    loader, source = spec.architecture.loader, spec.architecture.source or ""
-    found = checks.attempt("architecture", lambda: load_architecture(loader, source, offline=access.offline))
+    found = checks.attempt("architecture", lambda: open_architecture(spec, access))
     if found is None:
         return None
     paths = [layer.path for layer in found.chain.layers]
@@ -217,10 +218,10 @@ def _cost(
     layers: tuple[LayerCost, ...],
     device: torch.device,
 ) -> Cost:
-    tasks = {}
+    tasks, scored = {}, {*spec.heads, *own_heads(spec, models)}
     for task, opened in data.items():
         diagnosis, test = opened.diagnosis, opened.test
-        is_scored = task in spec.heads and test.labels is not None
+        is_scored = task in scored and test.labels is not None
         tasks[task] = TaskLoad(
             diagnosis=len(diagnosis),
             test=len(test) if is_scored else 0,
@@ -287,8 +288,9 @@ def _check_heads(
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
         checks.attempt("text tower", lambda: models.architecture.text_tower(base))
+    entries = own_heads(spec, models) | spec.heads
     for task in spec.tasks:
-        entry, subject = spec.heads.get(task), f"head of {task}"
+        entry, subject = entries.get(task), f"head of {task}"
         if entry is None:
             checks.ok(subject, "none, so there will be no scores and no accuracy")
         elif entry.classes is None and task not in data:
@@ -305,13 +307,14 @@ def _check_heads(
 
 
 def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
-    rows, columns = head.embeddings.shape
+    what = "classifier rows" if isinstance(head, LinearHead) else "class embeddings"
+    rows, columns = (head.weight if isinstance(head, LinearHead) else head.embeddings).shape
     if width is None or columns == width:
-        checks.ok(f"head of {task}", f"{rows} class embeddings of {columns} entries")
+        checks.ok(f"head of {task}", f"{rows} {what} of {columns} entries")
         return
     error = DataError(
-        f"the class embeddings of {task} have {columns} entries, the models' features have {width}",
-        hint=f"heads.{task}.file was made with another CLIP; make it with this base's text tower.",
+        f"the {what} of {task} have {columns} entries, the models' features have {width}",
+        hint=f"heads.{task} was made with another model; take the one that belongs to these.",
     )
     checks.problem(f"head of {task}", error)
 

@@ -78,7 +78,12 @@ def choose_settings(
         return start if candidate == first else with_settings(start, dataclasses.asdict(candidate))
 
     def measure(model: str, task: str, found: Tensor, expert: Tensor) -> Any:
-        return score(found, expert, None if bare else heads[task]).cpu().numpy()
+        head = heads[task]
+        if bare or head is None:
+            return drift_scores(found, expert).cpu().numpy()
+        # A candidate is the merged model with other weights, so it is read as the merged model is.
+        own = study.tasks[task].own_heads.get("merged", head)
+        return divergences(found, own, expert, head).cpu().numpy()
 
     def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
         others = frozenset(range(NUM_FOLDS)) - {fold}
@@ -143,21 +148,28 @@ def _folds(study: Study) -> dict[str, list[SampleSet]]:
     return found
 
 
-def score(found: Tensor, expert: Tensor, head: ScoreMap | None) -> Tensor:
-    """How far a model is from the expert on each sample, [n]; lower is better.
-
-    With a head: the divergence KL(expert || model) of class probabilities, in nat. Without one: the norm of the drift
-    against the mean norm of the expert's features, whose mean is `drift_rel`.
+def drift_scores(found: Tensor, expert: Tensor) -> Tensor:
+    """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`.
 
     Args:
         found: final features of the model, [n, d].
         expert: the same of the expert.
-        head: the task's score map; it holds class names, and no label is needed.
     """
-    if head is None:
-        sizes = torch.linalg.vector_norm(expert, dim=1).double()
-        return torch.linalg.vector_norm(found - expert, dim=1).double() / sizes.mean()
-    wanted, given = (F.log_softmax(head.scores(x).double(), dim=1) for x in (expert, found))
+    sizes = torch.linalg.vector_norm(expert, dim=1).double()
+    return torch.linalg.vector_norm(found - expert, dim=1).double() / sizes.mean()
+
+
+def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
+    """KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed.
+
+    Args:
+        found: final features of the model, [n, d].
+        head: its score map.
+        expert: final features of the expert.
+        expert_head: its score map.
+    """
+    wanted = F.log_softmax(expert_head.scores(expert).double(), dim=1)
+    given = F.log_softmax(head.scores(found).double(), dim=1)
     return (wanted.exp() * (wanted - given)).sum(dim=1)
 
 

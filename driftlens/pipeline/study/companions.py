@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from driftlens.models.alignment import beside_tower
+from driftlens.models.alignment import KeyLayout, beside_tower
 from driftlens.models.lora import is_lora_folder, named_base
 from driftlens.models.refusals import foreign_code
 from driftlens.models.sources import StateSource
@@ -56,7 +56,7 @@ def _code(name: str, folder: Path | None) -> Iterator[Finding]:
 
 def _text_tower(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
     layout = models.architecture.layout
-    if layout is None:
+    if not isinstance(layout, KeyLayout):
         return
     wanted, own = (beside_tower(model.headers, layout, model.name) for model in (base, source))
     shared = sorted(wanted.keys() & own.keys(), key=lambda key: (base.headers[wanted[key]].nbytes, key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +15,18 @@ from driftlens.data.samples import unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
-from driftlens.errors import SpecError
+from driftlens.errors import CheckpointError, SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
 from driftlens.models.chain import LayerChain, ScoreMap
-from driftlens.models.heads import class_names, file_head, text_head
+from driftlens.models.heads import class_names, file_head, linear_head, stated_classes, text_head
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.pretrained import resolve_pretrained
 from driftlens.models.sources import StateSource
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve
 from driftlens.spec import RunSpec
-from driftlens.spec.sections import FileHead, TextHead
+from driftlens.spec.sections import FileHead, Head, LinearHead
 from driftlens.suites.published import published_task
 from driftlens.suites.published.rows import rows_of
 from driftlens.variants import baseline, expert_of, task_of
@@ -38,24 +38,27 @@ class OpenModels:
 
     Attributes:
         architecture: of all of them.
-        base: the base under its own key names, text tower included; None without one.
-        sources: weights by their name in the pool, under the skeleton's key names.
+        stored: weights by their name in the pool, under their own key names, text towers and classifiers included.
+        sources: the same under the skeleton's key names.
         origins: where each came from, as the spec gives it.
-        stored: weights by the same names, under their own key names, text towers included.
     """
 
     architecture: Architecture
-    base: StateSource | None
+    stored: Mapping[str, StateSource]
     sources: Mapping[str, StateSource]
     origins: Mapping[str, str]
-    stored: Mapping[str, StateSource] = field(default_factory=dict)
+
+    @property
+    def base(self) -> StateSource | None:
+        """The base under its own key names; None without one."""
+        return self.stored.get("base")
 
     @property
     def own_form(self) -> StateSource:
         """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
         if self.base is not None:
             return self.base
-        return self.sources[min(name for name in self.sources if task_of(name) is not None)]
+        return self.stored[min(name for name in self.sources if task_of(name) is not None)]
 
 
 Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
@@ -78,27 +81,30 @@ def open_models(
         IncompatibleModelsError: a checkpoint is of another architecture.
         SpecError: the loader is not there yet.
     """
-    known = architecture or load_architecture(
-        spec.architecture.loader, spec.architecture.source or "", offline=access.offline
-    )
-    origins = origins_of(spec)
-    base: StateSource | None = None
+    known, origins = architecture or open_architecture(spec, access), origins_of(spec)
+    stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
-    own: dict[str, StateSource] = {}
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:
-            nonlocal base
             file = resolve_pretrained(place, known, offline=access.offline)
-            own[name] = stored = open_checkpoint(file, base=base, offline=access.offline)
-            if name == "base":
-                base = stored
-            return known.align(stored, fallback=sources.get("base"))
+            stored[name] = open_checkpoint(file, base=stored.get("base"), offline=access.offline)
+            return known.align(stored[name], fallback=sources.get("base"))
 
         if (source := attempt(name, opened)) is not None:
             sources[name] = source
-    stored = {name: own[name] for name in sources}
-    return OpenModels(known, base, sources, {name: origins[name] for name in sources}, stored)
+    sound = {name: stored[name] for name in sources}
+    return OpenModels(known, sound, sources, {name: origins[name] for name in sources})
+
+
+def open_architecture(spec: RunSpec, access: Access) -> Architecture:
+    """The architecture of a spec.
+
+    Raises:
+        DriftLensError: as for `load_architecture`.
+    """
+    entry = spec.architecture
+    return load_architecture(entry.loader, entry.source or "", blocks=entry.blocks, access=access)
 
 
 def origins_of(spec: RunSpec) -> dict[str, str]:
@@ -146,14 +152,20 @@ def open_heads(
 ) -> dict[str, ScoreMap]:
     """The score map of every task that has one; `data` holds class names by task, for heads that name none.
 
+    Where models end in a classifier, a task without a head in the spec is scored by its expert's.
+
     Raises:
         SpecError: nobody names the classes, or prompts are given and there is no text tower.
+        CheckpointError: an expert has no classifier of its own.
         DataError: names repeat, or their number is not that of the rows.
     """
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
-    for task, entry in spec.heads.items():
-        classes = classes_of(task, entry, data.get(task))
+    for task, entry in (own_heads(spec, models) | spec.heads).items():
+        classes = classes_of(task, entry, data.get(task) or named_by_expert(spec, task, entry))
+        if isinstance(entry, LinearHead):
+            heads[task] = _linear_head(task, entry, classes, models)
+            continue
         if isinstance(entry, FileHead):
             heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
             continue
@@ -168,7 +180,41 @@ def open_heads(
     return heads
 
 
-def classes_of(task: str, entry: FileHead | TextHead, named: tuple[str, ...] | None) -> tuple[str, ...]:
+def own_heads(spec: RunSpec, models: OpenModels) -> dict[str, LinearHead]:
+    """Heads of the tasks that have none in the spec, but an expert that ends in a classifier."""
+    architecture = models.architecture
+    return {
+        task: LinearHead(linear="own")
+        for task in spec.tasks
+        if task not in spec.heads
+        and (stored := models.stored.get(expert_of(task))) is not None
+        and architecture.classifier_keys(stored) is not None
+    }
+
+
+def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
+    if entry.linear != "own":
+        source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
+        return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
+    stored = models.stored[expert_of(task)]
+    keys = (entry.weight, entry.bias) if entry.weight else models.architecture.classifier_keys(stored)
+    if keys is None:
+        raise CheckpointError(
+            f"heads.{task}: {stored.name} holds no classifier of its own",
+            hint=f"Name its key: heads.{task}.weight; or give another head.",
+        )
+    weight, bias = keys
+    bias = bias if bias in stored.headers else None
+    return linear_head(stored, classes, weight=weight, bias=bias, normalize=entry.normalize)
+
+
+def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, ...] | None:
+    """The classes of a classifier that comes with an expert, as the expert's folder names them; None elsewhere."""
+    is_own = isinstance(entry, LinearHead) and entry.linear == "own"
+    return stated_classes(spec.experts[task].weights) if is_own else None
+
+
+def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
     """The names of a head's rows: its own, or those that the task's data gives; a suite puts them in its own order.
 
     Raises:
@@ -234,6 +280,8 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
     if entry is None:
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
+    if named is None and architecture is not None and architecture.classifier:
+        named = named_by_expert(spec, task, head or LinearHead(linear="own"))
     preprocess = None if architecture is None else architecture.preprocess
     return open_task_data(
         task,

@@ -1,0 +1,239 @@
+"""Any model of transformers without remote code, taken apart as its own modules run.
+
+What a model is read from: a folder of `save_pretrained`, or a Hub id. Models for classification lose their classifier,
+the last linear module, to the tasks' heads: what it would have read is the final feature. Where blocks are given
+nothing but features, as in image models, the skeleton has shapes only; elsewhere (masks, rotary tables) it is loaded
+from its source, to see what blocks are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.models.alignment import Spellings
+from driftlens.models.architecture import (
+    Architecture,
+    ArchitectureRequest,
+    FolderFormat,
+    loaders,
+    require_own_blocks,
+    weightless,
+)
+from driftlens.models.chain import IMAGE, TEXT, LayerChain
+from driftlens.models.dissection import ShapesOnlyError
+from driftlens.models.frames import mapped
+from driftlens.models.loading import open_checkpoint, read_config
+from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_text_preprocess
+from driftlens.models.sequential import sequential_chain
+
+VISION = ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit")
+"""Model types that `hf-vit` reads."""
+_BESIDE = ("pooler.", "classifier.", "score.", "cls.", "lm_head.")
+"""Where models of one family have what others lack: what reads their features."""
+_WHOLE_ELSEWHERE = {
+    "clip": "hf-clip",
+    "clip_vision_model": "hf-clip",
+}
+
+
+@loaders.register("hf-vit")
+def load_hf_vit(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier.
+
+    Raises:
+        DriftLensError: as for `load_hf_auto`, and for any other model.
+    """
+    require_own_blocks(request, "hf-vit")
+    kind = _config(request).get("model_type")
+    if kind not in VISION:
+        raise IncompatibleModelsError(
+            f"{request.source} is a {kind} model, expected {', '.join(VISION)}",
+            hint=f"Use the loader {_WHOLE_ELSEWHERE.get(str(kind), 'hf-auto')}.",
+        )
+    return replace(load_hf_auto(request), loader="hf-vit")
+
+
+@loaders.register("hf-auto")
+def load_hf_auto(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a model of transformers; its source is a folder or Hub id.
+
+    Raises:
+        SpecError: the source names nothing, has no config.json or tokenizer, or no list of blocks is found.
+        CheckpointError: a file can't be fetched or read.
+        IncompatibleModelsError: transformers doesn't know the model, it is quantised, or it wants remote code.
+    """
+    source, offline = request.source, request.access.offline
+    stated = _config(request)
+    config, model_class = _class_of(stated, source)
+    skeleton = weightless(partial(_built, model_class, config), source)
+    names = _file_names(skeleton)
+    classifier = _without_classifier(skeleton, config.num_labels, source)
+    reads_images = skeleton.main_input_name == "pixel_values"
+    preprocess: Preprocess
+    if reads_images:
+        preprocess = hf_image_preprocess(source, config, offline)
+        example: Any = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
+    else:
+        preprocess = hf_text_preprocess(source, config, offline)
+        example = preprocess([("a word", ""), ("and a few more", "")])
+    layout = Spellings(_spellings(names, skeleton), _left_out(classifier, skeleton))
+    skeleton, chain = _chain(skeleton, example, layout, request)
+    modality = replace(IMAGE, pool="cls" if _has_class_token(skeleton) else "mean") if reads_images else TEXT
+    return Architecture(
+        loader="hf-auto",
+        source=source,
+        skeleton=skeleton,
+        chain=replace(
+            chain,
+            architecture=f"hf_{config.model_type}",
+            modality=modality,
+            settings={**chain.settings, "model": model_class.__name__},
+        ),
+        layout=layout,
+        preprocess=preprocess,
+        folder=FolderFormat("model.safetensors", {"config.json": stated}),
+        classifier=classifier,
+    )
+
+
+def _config(request: ArchitectureRequest) -> dict[str, Any]:
+    config = read_config(request.source, "config.json", offline=request.access.offline)
+    if config is None:
+        raise SpecError(
+            f"{request.source} has no config.json{' in the local cache' if request.access.offline else ''}",
+            hint="Give a folder of save_pretrained or a Hub id; timm's models need the loader timm.",
+        )
+    return config
+
+
+def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+    """The configuration and the class of a model: for classification where there is such a class."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = stated.get("model_type")
+    if "auto_map" in stated:
+        raise IncompatibleModelsError(
+            f"{source} wants code from its own folder to be run (auto_map), which is never done",
+            hint="Build the model yourself and name the function: the loader python:package.module:function.",
+        )
+    if stated.get("quantization_config"):
+        raise IncompatibleModelsError(
+            f"{source} is quantised ({stated['quantization_config'].get('quant_method', 'of some kind')})",
+            hint="Use the original weights that it was made from.",
+        )
+    if kind in _WHOLE_ELSEWHERE:
+        raise IncompatibleModelsError(
+            f"{source} is a {kind} model, whose final feature is projected",
+            hint=f"Use the loader {_WHOLE_ELSEWHERE[kind]}.",
+        )
+    if kind not in CONFIG_MAPPING:
+        raise IncompatibleModelsError(
+            f"transformers {transformers.__version__} knows no model type {kind!r} ({source})",
+            hint="Update transformers, or check `architecture.source`.",
+        )
+    config = CONFIG_MAPPING[kind].from_dict(dict(stated))
+    named = stated.get("architectures") or [""]
+    if "WithTeacher" in named[0]:
+        raise IncompatibleModelsError(
+            f"{source} is a {named[0]}, which averages two classifiers, so it has no one final feature",
+            hint="Save it as DeiTForImageClassification.",
+        )
+    of_images, of_text = (
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
+    if "CausalLM" in named[0] or "ConditionalGeneration" in named[0]:
+        choices = [auto.MODEL_MAPPING]
+    else:
+        choices = [of_images, of_text, auto.MODEL_MAPPING]
+    for choice in choices:
+        if type(config) in choice:
+            found = choice[type(config)]
+            return config, found[0] if isinstance(found, tuple) else found
+    raise IncompatibleModelsError(
+        f"transformers has no plain model of type {kind!r} ({source})",
+        hint="Build it yourself: python: loaders.",
+    )
+
+
+def _built(model_class: Any, config: Any) -> nn.Module:
+    # Eager attention takes its softmax in float32, whatever the dtype of the model.
+    config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
+    module: nn.Module = model_class(config)
+    return module
+
+
+def _file_names(skeleton: Any) -> dict[str, str]:
+    """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same."""
+    state = skeleton.state_dict()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 wrote what it had
+        return {key: key for key in state}
+    written = {id(value): key for key, value in revert_weight_conversion(skeleton, dict(state)).items()}
+    return {key: written.get(id(value), key) for key, value in state.items()}
+
+
+def _without_classifier(skeleton: nn.Module, num_labels: int, source: str) -> str:
+    """Path of the last linear module that gives class scores, which is taken out; "" where there is none."""
+    found = [
+        path
+        for path, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == num_labels
+    ]
+    if not type(skeleton).__name__.endswith("Classification") or not found:
+        return ""
+    skeleton.set_submodule(found[-1], nn.Identity())
+    return found[-1]
+
+
+def _spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
+    """Names of the skeleton's keys in files: as saved now or as in memory, whole models or their core alone."""
+    core = f"{skeleton.base_model_prefix}."
+    wanted = list(skeleton.state_dict())
+    plain = [{key: names[key] for key in wanted}, {key: key for key in wanted}]
+    alone = [{key: stored.removeprefix(core) for key, stored in spelling.items()} for spelling in plain]
+    within = [{key: core + stored for key, stored in spelling.items()} for spelling in plain]
+    return [*plain, *alone, *within]
+
+
+def _left_out(classifier: str, skeleton: Any) -> tuple[str, ...]:
+    """Beginnings of what other models of the family hold beside the skeleton."""
+    core = f"{skeleton.base_model_prefix}."
+    parts = [f"{classifier}."] if classifier else []
+    known = [key.removeprefix(core) for key in skeleton.state_dict()]
+    parts += [part for part in _BESIDE if not any(key.startswith(part) for key in known)]
+    return (*parts, *(core + part for part in parts))
+
+
+def _chain(
+    skeleton: Any, example: Any, layout: Spellings, request: ArchitectureRequest
+) -> tuple[nn.Module, LayerChain]:
+    """The skeleton taken apart, loaded from its source where it has to be."""
+    shapes = mapped(example, lambda value: value.to("meta"))
+    with contextlib.suppress(ShapesOnlyError):
+        return skeleton, sequential_chain(skeleton, shapes, blocks=request.blocks)
+    stored = open_checkpoint(request.source, offline=request.access.offline)
+    aligned = layout.align(stored, tuple(skeleton.state_dict()), None)
+    state = {
+        key: aligned.read(key).float() if header.dtype.is_floating_point else aligned.read(key)
+        for key, header in aligned.headers.items()
+    }
+    skeleton.load_state_dict(state, strict=False, assign=True)
+    return skeleton, sequential_chain(skeleton, example, blocks=request.blocks)
+
+
+def _has_class_token(skeleton: nn.Module) -> bool:
+    return any(
+        name.rpartition(".")[2] in ("cls_token", "class_embedding") for name, _ in skeleton.named_parameters()
+    )

@@ -1,0 +1,101 @@
+"""Image models of timm, taken apart as their own modules run: by name, or a folder as timm saves to the Hub.
+
+The classifier is taken out: what it would have read is the final feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.models.alignment import Spellings
+from driftlens.models.architecture import (
+    Architecture,
+    ArchitectureRequest,
+    FolderFormat,
+    loaders,
+    weightless,
+)
+from driftlens.models.chain import IMAGE
+from driftlens.models.loading import is_hub_id, read_config
+from driftlens.models.preprocessing import image_preprocess
+from driftlens.models.sequential import sequential_chain
+
+
+@loaders.register("timm")
+def load_timm(request: ArchitectureRequest) -> Architecture:
+    """The architecture of a model of timm; its source is a model name, a folder or a Hub id.
+
+    Raises:
+        SpecError: the source names nothing, or no list of blocks is found.
+        CheckpointError: a file can't be fetched or read.
+        IncompatibleModelsError: timm can't build the model, or it ends in several classifiers.
+    """
+    import timm
+    from timm.data import create_transform, resolve_data_config
+
+    source, stated = request.source.removeprefix("hf-hub:"), dict[str, Any]()
+    name, options = source, dict[str, Any]()
+    if not timm.is_model(source):
+        if not Path(source).expanduser().is_dir() and not is_hub_id(source):
+            raise SpecError(
+                f"timm knows no model {source!r}, and there is no such folder",
+                hint="timm.list_models() has the names.",
+            )
+        stated = read_config(source, "config.json", offline=request.access.offline) or {}
+        name, options = str(stated.get("architecture")), dict(stated.get("model_args") or {})
+        if not timm.is_model(name):
+            raise IncompatibleModelsError(
+                f"{source} has no config.json of timm (architecture {name!r})",
+                hint="Folders of transformers need the loader hf-vit or hf-auto.",
+            )
+        if "num_classes" in stated:
+            options.setdefault("num_classes", stated["num_classes"])
+    skeleton = weightless(partial(timm.create_model, name, pretrained=False, **options), source)
+    if stated.get("pretrained_cfg"):
+        skeleton.pretrained_cfg = skeleton.default_cfg = {
+            **skeleton.pretrained_cfg,
+            **stated["pretrained_cfg"],
+        }
+    classifier = _without_classifier(skeleton, name)
+    settings = resolve_data_config({}, model=skeleton)
+    preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
+    example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2).to("meta")
+    chain = sequential_chain(skeleton, example, blocks=request.blocks)
+    return Architecture(
+        loader="timm",
+        source=request.source,
+        skeleton=skeleton,
+        chain=replace(
+            chain,
+            architecture=f"timm {name}",
+            modality=replace(IMAGE, pool="cls" if getattr(skeleton, "num_prefix_tokens", 0) else "mean"),
+        ),
+        layout=Spellings(
+            [{key: key for key in skeleton.state_dict()}], (f"{classifier}.",) if classifier else ()
+        ),
+        preprocess=preprocess,
+        folder=FolderFormat("model.safetensors", {"config.json": stated}) if stated else None,
+        classifier=classifier,
+    )
+
+
+def _without_classifier(skeleton: Any, name: str) -> str:
+    """Path of the classifier, which is taken out; "" where there is none."""
+    found = skeleton.get_classifier()
+    if isinstance(found, tuple | list):
+        raise IncompatibleModelsError(
+            f"{name} ends in {len(found)} classifiers, so it has no one final feature",
+            hint="Use the model of that name without distillation.",
+        )
+    if not isinstance(found, nn.Linear):
+        return ""
+    path = next(path for path, module in skeleton.named_modules() if module is found)
+    skeleton.set_submodule(path, nn.Identity())
+    return path

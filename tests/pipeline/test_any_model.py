@@ -1,0 +1,370 @@
+"""Image classifiers of other libraries from files: drift as their own forward gives it, each task with its own head."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import driftlens as dl
+from driftlens.access import Access
+from driftlens.errors import DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.models.architecture import load_architecture
+from driftlens.models.loading import open_checkpoint
+from driftlens.pipeline.study.opening import open_study
+from driftlens.spec import load_spec
+from tests.cases import perturbed, with_seed
+
+TASKS = {"beasts": ("cat", "dog", "newt"), "sizes": ("big", "small")}
+SIZE = 16
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": 8,
+}
+
+
+def hf(build: Callable[[int], nn.Module], path: pathlib.Path) -> None:
+    build(0).save_pretrained(path)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of classifier: how its library builds one with so many classes, and how a spec reads it."""
+
+    loader: str
+    build: Callable[[int], Any]
+    core: str
+    blocks: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def vit(classes: int) -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**TINY, num_labels=classes))
+
+
+def deit(classes: int) -> nn.Module:
+    return transformers.DeiTForImageClassification(transformers.DeiTConfig(**TINY, num_labels=classes))
+
+
+def dinov2(classes: int) -> nn.Module:
+    given = {key: value for key, value in TINY.items() if key != "intermediate_size"}
+    return transformers.Dinov2ForImageClassification(
+        transformers.Dinov2Config(**given, mlp_ratio=2, num_labels=classes)
+    )
+
+
+def siglip(classes: int) -> nn.Module:
+    return transformers.SiglipForImageClassification(
+        transformers.SiglipConfig(vision_config=TINY, num_labels=classes)
+    )
+
+
+def resnet(classes: int) -> nn.Module:
+    return transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=classes
+        )
+    )
+
+
+def convnext(classes: int) -> nn.Module:
+    return transformers.ConvNextForImageClassification(
+        transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, num_labels=classes)
+    )
+
+
+def timm_vit(classes: int) -> nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224",
+        num_classes=classes,
+        img_size=SIZE,
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=2,
+    )
+
+
+FAMILIES = {
+    "ViT": Family("hf-vit", vit, "vit"),
+    "DeiT": Family("hf-vit", deit, "deit"),
+    "DINOv2": Family("hf-vit", dinov2, "dinov2"),
+    "SigLIP vision": Family("hf-vit", siglip, "vision_model"),
+    "timm ViT": Family("timm", timm_vit, ""),
+}
+
+
+def trained(family: Family, classes: int, seed: int) -> Any:
+    """A model like a fine-tuned one: everything but its classifier is near the base, which is seed 0."""
+    base = perturbed(with_seed(lambda: family.build(classes))().eval(), 0, 0.1)
+    return perturbed(base, seed, 0.05)
+
+
+def save(family: Family, model: Any, folder: pathlib.Path, names: tuple[str, ...] = ()) -> pathlib.Path:
+    """As the family's library saves it."""
+    if family.loader == "timm":
+        folder.mkdir()
+        save_file(model.state_dict(), folder / "model.safetensors")
+        stated = {
+            "architecture": "vit_tiny_patch16_224",
+            "num_classes": model.num_classes,
+            "pretrained_cfg": {
+                "input_size": [3, SIZE, SIZE],
+                "mean": [0.5] * 3,
+                "std": [0.5] * 3,
+                "crop_pct": 1.0,
+            },
+            "model_args": {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2},
+        }
+        (folder / "config.json").write_text(json.dumps(stated))
+        return folder
+    if names:
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: row for row, name in enumerate(names)}
+    model.save_pretrained(folder)
+    size = {"height": SIZE, "width": SIZE}
+    transformers.ViTImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def logits(model: Any, pixels: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = model(pixels)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Base and experts on disk and in memory, with images whose labels the experts mostly get right."""
+
+    family: Family
+    folder: pathlib.Path
+    experts: dict[str, Any]
+    pixels: dict[str, Tensor]
+    labels: dict[str, list[int]]
+    spec: dict[str, Any]
+
+
+def suite(name: str, folder: pathlib.Path) -> Suite:
+    family = FAMILIES[name]
+    folder.mkdir(parents=True)
+    save(family, trained(family, 5, 0), folder / "base")
+    experts, pixels, labels, data = {}, {}, {}, {}
+    for seed, (task, names) in enumerate(TASKS.items(), start=1):
+        experts[task] = trained(family, len(names), seed)
+        named = names if seed == 1 else ()  # the other one's names come from its data
+        save(family, experts[task], folder / task, named)
+        images = np.random.default_rng(seed).integers(0, 256, (24, SIZE, SIZE, 3), dtype=np.uint8)
+        pixels[task] = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
+        found = logits(experts[task], pixels[task]).argmax(dim=1).tolist()
+        labels[task] = [(label + (row % 5 == 0)) % len(names) for row, label in enumerate(found)]
+        labels[task][: len(names)] = range(len(names))  # every class occurs
+        file = folder / f"{task}.npz"
+        np.savez(
+            file,
+            x_train=images[12:],
+            y_train=labels[task][12:],
+            x_test=images[:12],
+            y_test=labels[task][:12],
+            class_names=names,
+        )
+        data[task] = {"kind": "npz", "file": str(file)}
+    spec = {
+        "version": 1,
+        "architecture": {"loader": family.loader, "source": str(folder / "base")},
+        "base": {"weights": str(folder / "base")},
+        "merge": {"method": "task_arithmetic", "scaling": 0.4},
+        "experts": {task: {"weights": str(folder / task)} for task in TASKS},
+        "data": {"defaults": {"n": 12, "n_diagnosis": 12, "batch_size": 5}, **data},
+        "metrics": {"jacobian": False},
+    }
+    if family.blocks is not None:
+        spec["architecture"]["blocks"] = family.blocks
+    return Suite(family, folder, experts, pixels, labels, spec)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_classifier_is_measured_with_its_own_heads_and_calibrated(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    made = suite(name, tmp_path / "suite")
+    run = dl.analyze(made.spec, out=tmp_path / "run", progress="none")
+    assert run.layers()["closure_error"].max() < 1e-4
+    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
+    merged = copy.deepcopy(made.experts)
+    weights = {
+        key: value.clone()
+        for key, value in open_state(tmp_path / "run" / "models" / "merged.safetensors").items()
+    }
+    for task in TASKS:
+        expected = [
+            logits(made.experts[task], made.pixels[task][:12]).argmax(dim=1).tolist(),
+            made.labels[task][:12],
+        ]
+        assert accuracy[task, "expert"] == pytest.approx(np.mean(np.equal(*expected)))
+        # The merged model in its own library, with the classifier of the task's expert.
+        own = merged[task].state_dict()
+        taken = load_architecture(
+            made.family.loader, str(tmp_path / "suite" / "base"), blocks=made.family.blocks
+        )
+        source = taken.align(open_checkpoint(tmp_path / "run" / "models" / "merged.safetensors"))
+        for key in taken.chain.parameter_keys():
+            own[key].copy_(source.read(key))
+        found = logits(merged[task], made.pixels[task][:12]).argmax(dim=1).tolist()
+        assert accuracy[task, "merged"] == pytest.approx(np.mean(np.equal(found, made.labels[task][:12])))
+    assert weights
+    calibrated = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved.safetensors")
+    drift = calibrated.layers(layer="final").groupby("variant")["drift_l2_mean"].mean()
+    assert np.isfinite(drift["calibrated:featcal"])
+    assert list(open_state(tmp_path / "saved.safetensors")) == list(
+        open_state(tmp_path / "suite" / "base" / "model.safetensors")
+    )
+
+
+def open_state(file: pathlib.Path) -> dict[str, Tensor]:
+    source = open_checkpoint(file)
+    return {key: source.read(key) for key in source.headers}
+
+
+def test_a_folder_saved_for_the_original_library_gives_the_same_features(tmp_path: pathlib.Path) -> None:
+    made = suite("ViT", tmp_path / "suite")
+    run = dl.analyze(made.spec, out=tmp_path / "run", progress="none")
+    run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
+    reloaded = transformers.ViTModel.from_pretrained(tmp_path / "saved", add_pooling_layer=False).eval()
+    with torch.no_grad():
+        found = reloaded(made.pixels["beasts"][:12]).last_hidden_state[:, 0].numpy()
+    stored = dl.open_run(tmp_path / "run").features("beasts", "calibrated:featcal", "final")
+    ids = dl.open_run(tmp_path / "run").samples("beasts", "merged", layer="final")["sample_id"]
+    order = [int(name.rpartition("/")[2]) for name in ids]
+    np.testing.assert_allclose(stored, found[order], rtol=0, atol=5e-3)
+
+
+def test_class_names_come_from_the_expert_then_from_the_data(tmp_path: pathlib.Path) -> None:
+    made = suite("ViT", tmp_path / "suite")
+    reversed_names = list(reversed(TASKS["beasts"]))
+    config = json.loads((made.folder / "beasts" / "config.json").read_text())
+    config["id2label"] = dict(enumerate(reversed_names))
+    (made.folder / "beasts" / "config.json").write_text(json.dumps(config))
+    study, _ = open_study(load_spec(made.spec))
+    heads = {task: at.head.classes for task, at in study.tasks.items() if at.head is not None}
+    assert heads == {"beasts": tuple(reversed_names), "sizes": TASKS["sizes"]}
+
+
+@pytest.mark.parametrize("form", ["memory", "core", "wrapped"])
+def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_path: pathlib.Path) -> None:
+    """As transformers holds it in memory, the core without its classifier, and with a wrapper's prefix."""
+    model = trained(FAMILIES["ViT"], 3, 1)
+    save(FAMILIES["ViT"], model, tmp_path / "model")
+    state = dict(model.state_dict())
+    if form == "core":
+        state = transformers.ViTModel(model.config).state_dict() | model.vit.state_dict()
+    elif form == "wrapped":
+        state = {
+            f"module.{key}": value
+            for key, value in open_state(tmp_path / "model" / "model.safetensors").items()
+        }
+    save_file(state, tmp_path / "other.safetensors")
+    architecture = load_architecture("hf-vit", str(tmp_path / "model"))
+    one, other = (
+        architecture.align(open_checkpoint(tmp_path / place)) for place in ("model", "other.safetensors")
+    )
+    assert set(one.headers) == set(architecture.keys) == set(other.headers)
+    assert all(torch.equal(one.read(key), other.read(key)) for key in one.headers)
+
+
+def refusals(tmp_path: pathlib.Path) -> dict[str, tuple[str, dict[str, Any], type[DriftLensError], str]]:
+    return {
+        "remote code": (
+            "hf-auto",
+            {"model_type": "vit", "auto_map": {"AutoModel": "x.Y"}},
+            IncompatibleModelsError,
+            "auto_map",
+        ),
+        "quantised": (
+            "hf-auto",
+            {"model_type": "vit", "quantization_config": {"quant_method": "gptq"}},
+            IncompatibleModelsError,
+            "gptq",
+        ),
+        "unknown": ("hf-auto", {"model_type": "nothing"}, IncompatibleModelsError, "nothing"),
+        "clip": ("hf-auto", {"model_type": "clip"}, IncompatibleModelsError, "projected"),
+        "family": ("hf-vit", {"model_type": "llama"}, IncompatibleModelsError, "llama"),
+        "teacher": (
+            "hf-vit",
+            {"model_type": "deit", "architectures": ["DeiTForImageClassificationWithTeacher"]},
+            IncompatibleModelsError,
+            "two classifiers",
+        ),
+        "timm": ("timm", {"model_type": "vit"}, IncompatibleModelsError, "config.json of timm"),
+    }
+
+
+@pytest.mark.parametrize("name", ["remote code", "quantised", "unknown", "clip", "family", "teacher", "timm"])
+def test_what_can_not_be_read_is_refused_by_name(name: str, tmp_path: pathlib.Path) -> None:
+    loader, config, error, words = refusals(tmp_path)[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=words) as refusal:
+        load_architecture(loader, str(tmp_path))
+    assert refusal.value.hint and refusal.value.exit_code == 4
+
+
+def test_blocks_are_for_loaders_that_read_any_model(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="knows where its blocks are"):
+        load_architecture("hf-clip", str(tmp_path), blocks="layers")
+
+
+LOADED = """
+import numpy as np
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(48, 8)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, pixels):
+        return self.blocks(self.stem(pixels.flatten(1)))
+
+
+def load(source):
+    torch.manual_seed(0)
+    return Net().eval(), lambda image: torch.tensor(np.asarray(image.resize((4, 4)))).flatten() / 255.0
+
+
+def wrong(source):
+    return Net()
+"""
+
+
+def test_a_function_of_the_users_loads_when_it_is_trusted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_loader.py").write_text(LOADED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SpecError, match="only when it is trusted"):
+        load_architecture("python:own_loader:load", "x")
+    with pytest.raises(SpecError, match="expected a pair"):
+        load_architecture("python:own_loader:wrong", "x", access=Access(trust=True))
+    found = load_architecture("python:own_loader:load", "x", access=Access(trust=True))
+    assert [layer.path for layer in found.chain.blocks] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert found.preprocess is not None and found.chain.modality.name == "image"

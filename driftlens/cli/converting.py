@@ -29,9 +29,10 @@ def convert(
 ) -> None:
     """Turn pickled checkpoints into safetensors; no code in them is run, imported or needed.
 
-    A task-vector suite becomes a folder with base.safetensors, one file per task, heads.safetensors (class embeddings
-    of unit norm), the architecture as the weights tell it, and a run.yaml that lacks only the paths of the images.
-    A single file (a pickled module, a state dict, a training checkpoint) becomes one file of its tensors.
+    A task-vector suite becomes a folder: base.safetensors, one file per task, heads.safetensors (class
+    embeddings of unit norm), the architecture as the weights tell it, and a run.yaml that lacks only the
+    paths of the images. A single file (a pickled module, a state dict, a training checkpoint) becomes
+    one file of its tensors.
     """
     from driftlens.suites.conversion import convert as run_conversion
 

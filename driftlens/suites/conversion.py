@@ -85,9 +85,10 @@ class _Suite:
             task = place.name.removesuffix("Val") or place.name
             if path is None:
                 continue
-            if escape(task).casefold() in {*_TAKEN, *(escape(known).casefold() for known in experts)}:
+            taken = {*_TAKEN, *(escape(known).casefold() for known in experts)}
+            if not task.isprintable() or escape(task).casefold() in taken:
                 raise CheckpointError(
-                    f"{place}: the name {task} is taken by another file of the result",
+                    f"{str(place)!r}: the name {task!r} is taken by another file, or is no name of a task",
                     hint="Rename the folder.",
                 )
             experts[task] = path
@@ -176,7 +177,7 @@ def _configuration(base: Pickled, names: Mapping[str, str], notices: list[str]) 
         "context_length": context,
         "vocab_size": beside.get("token_embedding.weight", (49408,))[0],
         "width": text_width,
-        "heads": max(1, text_width // 64),
+        "heads": _heads(base, f"{wrapper}transformer.resblocks.0.attn", text_width),
         "layers": _depth(shapes, "transformer.resblocks") or 12,
     }
     model = {

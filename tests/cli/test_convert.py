@@ -203,7 +203,7 @@ def a_level_too_high(folder: pathlib.Path) -> list[str]:
 
 def a_name_that_is_taken(folder: pathlib.Path) -> list[str]:
     (folder / "shapes").rename(folder / "base")
-    return ["the name base is taken", "Rename"]
+    return ["the name 'base' is taken", "Rename"]
 
 
 def no_tower(folder: pathlib.Path) -> list[str]:
@@ -244,7 +244,7 @@ def test_suites_of_validation_splits_and_whole_models_convert_too(
     """Bases beside their experts, state dicts, `TASKVal` folders, text towers that were kept."""
     folder = tmp_path / "whole"
     weights = scrambled(lambda: open_clip.CLIP(**MODEL)).state_dict()
-    for task in ("CarsVal", "DTDVal"):
+    for task in ("CarsVal", "D: 花Val"):
         (folder / task).mkdir(parents=True)
         for name in ("nonlinear_zeroshot.pt", "nonlinear_finetuned.pt"):
             state = {f"model.{key}": value for key, value in weights.items()}
@@ -252,12 +252,12 @@ def test_suites_of_validation_splits_and_whole_models_convert_too(
     torch.save({"weight": 100 * rows(196), "bias": torch.zeros(196)}, folder / "head_CarsVal.pt")
     result = run_cli("convert", folder, "--out", tmp_path / "out")
     assert result.code == 0, result.err
-    assert "activation" in result.err and "DTD has no head_DTD.pt" in result.err
+    assert "activation" in result.err and "D: 花 has no head_D: 花.pt" in result.err
     converted = load_file(tmp_path / "out" / "Cars.safetensors")
     assert set(converted) == set(weights)
     assert all(torch.equal(converted[key], value) for key, value in weights.items())
     spec = load_spec(tmp_path / "out" / "run.yaml")
-    assert set(spec.experts) == {"Cars", "DTD"} and set(spec.heads) == {"Cars"}
+    assert set(spec.experts) == {"Cars", "D: 花"} and set(spec.heads) == {"Cars"}
     assert getattr(spec.heads["Cars"], "suite", None) == "stanford-cars"
     written = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["model_cfg"]
     clip = open_clip.CLIP(**written)

@@ -30,7 +30,7 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.chain import adapters
-from driftlens.models.loading import image_processor_config, read_config
+from driftlens.models.loading import image_processor_config, missing_config, read_config
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.refusals import require_plain, wrong_family
 from driftlens.models.sources import StateSource
@@ -122,13 +122,8 @@ def load_hf_clip(request: ArchitectureRequest) -> Architecture:
     source, offline = request.source, request.access.offline
     config = read_config(source, "config.json", offline=offline)
     if config is None:
-        other = read_config(source, "open_clip_config.json", offline=True)
-        if other is not None:
-            raise wrong_family(other, source, "a CLIP of transformers")
-        raise SpecError(
-            f"{source} has no config.json{' in the local cache' if offline else ''}",
-            hint="Give a folder of save_pretrained or a Hub id; open_clip's need the loader open-clip.",
-        )
+        hint = "Give a folder of save_pretrained or a Hub id; open_clip's need the loader open-clip."
+        raise missing_config(source, "config.json", "a CLIP of transformers", offline=offline, hint=hint)
     require_plain(config, source)
     skeleton = _skeleton(config, source)
     size = skeleton.config.image_size

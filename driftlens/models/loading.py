@@ -13,9 +13,9 @@ import pathlib
 import re
 from typing import Any
 
-from driftlens.errors import CheckpointError, SpecError
+from driftlens.errors import CheckpointError, DriftLensError, SpecError
 from driftlens.models.lora import is_lora_folder, lora_source
-from driftlens.models.refusals import require_unquantised
+from driftlens.models.refusals import require_unquantised, wrong_family
 from driftlens.models.sources import StateSource
 from driftlens.models.weight_files import conversion, open_file, open_folder
 
@@ -229,6 +229,27 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
         )
     fetched = _fetched_file(source, file, offline)
     return None if fetched is None else read_json(fetched)
+
+
+def missing_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> DriftLensError:
+    """The error for a source without the configuration that a loader reads; says what it is instead.
+
+    Args:
+        source: a folder or Hub id.
+        file: name of the configuration.
+        expected: what the loader takes.
+        offline: whether only the local cache was looked into.
+        hint: what to give.
+
+    Raises:
+        CheckpointError: the folder has weights, but in a form alone that can't be read.
+    """
+    for other in ("config.json", "open_clip_config.json"):
+        if other != file and (stated := read_config(source, other, offline=True)) is not None:
+            return wrong_family(stated, source, expected)
+    if (folder := pathlib.Path(source).expanduser()).is_dir():
+        _require_plain_folder(folder)
+    return SpecError(f"{source} has no {file}{' in the local cache' if offline else ''}", hint=hint)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.chain import Slot, adapters
-from driftlens.models.loading import read_config, read_json
+from driftlens.models.loading import missing_config, read_config, read_json
 from driftlens.models.preprocessing import open_clip_preprocess
-from driftlens.models.refusals import LIVE, wrong_family
+from driftlens.models.refusals import LIVE
 from driftlens.models.sources import StateSource
 from driftlens.models.vit import ClipViT, Names, Pooling, scrambled
 
@@ -197,13 +197,8 @@ def _config(source: str, offline: bool) -> dict[str, Any]:
         )
     config = read_config(place, CONFIG_FILE, offline=offline)
     if config is None:
-        other = read_config(place, "config.json", offline=True)
-        if other is not None:
-            raise wrong_family(other, source, "a model of open_clip")
-        raise SpecError(
-            f"{source} has no {CONFIG_FILE}{' in the local cache' if offline else ''}",
-            hint="Give a model name or a model_config.json; folders of transformers need the loader hf-clip.",
-        )
+        hint = "Give a model name or a model_config.json; folders of transformers need the loader hf-clip."
+        raise missing_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
     return config
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from driftlens.errors import IncompatibleModelsError
+from driftlens.errors import DriftLensError, IncompatibleModelsError
 from driftlens.models.architecture import architecture_of, load_architecture
 from driftlens.models.sources import TensorsSource
 from tests.models.clip import chain_states
@@ -28,7 +28,7 @@ SMALL = {
 VISION = {**SMALL, "image_size": 8, "patch_size": 4}
 GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
-    "llm": ("LlamaForCausalLM", SMALL, "a llama model (LlamaForCausalLM)", "a transformer", "hf-auto"),
+    "llm": ("LlamaForCausalLM", SMALL, "a llama model (LlamaForCausalLM)", "a language model", "hf-auto"),
     "mixture": (
         "MixtralForCausalLM",
         {**SMALL, "num_local_experts": 2},
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "a mixture of experts",
         "hf-auto",
     ),
-    "bert": ("BertModel", SMALL, "a bert model (BertModel)", "a transformer", "hf-auto"),
+    "bert": ("BertModel", SMALL, "a bert model (BertModel)", "an encoder", "hf-auto"),
     "gpt2": ("GPT2Model", GPT2, "a gpt2 model", "GPT-2", "hf-auto"),
     "vit": ("ViTForImageClassification", VISION, "a vit model", "a ViT", "hf-vit"),
     "dinov2": ("Dinov2Model", VISION, "a dinov2 model", "a ViT", "hf-vit"),
@@ -78,6 +78,26 @@ def test_models_of_transformers_are_sent_to_their_loader(
     assert loader in refusal.value.hint
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 1}, "a vision transformer of timm"),
+        (
+            "convnext_atto",
+            {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)},
+            "a convolutional network in stages",
+        ),
+    ],
+)
+def test_checkpoints_of_timm_are_told_by_their_keys(name: str, options: dict[str, Any], words: str) -> None:
+    import timm
+
+    weights = {key: torch.ones(1) for key in timm.create_model(name, **options).state_dict()}
+    with pytest.raises(IncompatibleModelsError, match=words) as refusal:
+        architecture_of(open_clip_tower()).align(TensorsSource("expert.safetensors", weights))
+    assert "timm" in refusal.value.hint
+
+
 def timm_folder(folder: pathlib.Path) -> None:
     import timm
     from timm.models import save_for_hf
@@ -104,6 +124,10 @@ def quantised(folder: pathlib.Path) -> None:
     CLIPVisionConfig(**HF_VISION, quantization_config=settings).save_pretrained(folder)
 
 
+def gguf(folder: pathlib.Path) -> None:
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
 FOLDERS: dict[str, tuple[str, Callable[[pathlib.Path], object], str, str]] = {
     "timm_to_transformers": ("hf-clip", timm_folder, "a timm model (vit_tiny_patch16_224)", "timm"),
     "timm_to_open_clip": ("open-clip", timm_folder, "a timm model (vit_tiny_patch16_224)", "timm"),
@@ -120,6 +144,18 @@ FOLDERS: dict[str, tuple[str, Callable[[pathlib.Path], object], str, str]] = {
         "code of its own (modeling_own.OwnModel), which is never run",
         "python:module:function",
     ),
+    "gguf_to_transformers": (
+        "hf-clip",
+        gguf,
+        "model-Q4_K_M.gguf is a quantised GGUF file",
+        "original weights",
+    ),
+    "gguf_to_open_clip": (
+        "open-clip",
+        gguf,
+        "model-Q4_K_M.gguf is a quantised GGUF file",
+        "original weights",
+    ),
     "quantised": ("hf-clip", quantised, "quantised weights (bitsandbytes)", "dequantize"),
 }
 
@@ -129,8 +165,9 @@ def test_folders_of_other_kinds_are_refused_with_what_works(
     tmp_path: pathlib.Path, loader: str, prepare: Callable[[pathlib.Path], object], words: str, remedy: str
 ) -> None:
     prepare(tmp_path)
-    with pytest.raises(IncompatibleModelsError) as refusal:
+    with pytest.raises(DriftLensError) as refusal:
         load_architecture(loader, str(tmp_path), offline=True)
+    assert refusal.value.exit_code == 4
     assert words in refusal.value.message
     assert remedy in refusal.value.hint
     assert not (tmp_path / "canary").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap
 from driftlens.models.frames import (
     Frame,
@@ -214,10 +215,22 @@ def run(module: nn.Module, inputs: Inputs) -> Any:
 
     Raises:
         SpecError: it has no weights to run with.
+        DataError: the inputs are not those that it takes.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
     with torch.no_grad(), evaluating(module):
-        return module(*args, **kwargs)
+        try:
+            return module(*args, **kwargs)
+        except TypeError as error:
+            takes = inspect.signature(module.forward)
+            try:
+                takes.bind(*args, **kwargs)
+            except TypeError as odd:
+                raise DataError(
+                    f"a batch of {', '.join(inputs.values)} is not what {type(module).__name__} takes: {odd}",
+                    hint=f"Name the entries as its forward does and leave others out: {', '.join(takes.parameters)}.",
+                ) from error
+            raise
 
 
 def fitted(module: nn.Module, inputs: Any) -> Any:

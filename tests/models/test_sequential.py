@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.errors import NumericsError, SpecError
+from driftlens.errors import DataError, NumericsError, SpecError
 from driftlens.models.chain import LayerChain, State
 from driftlens.models.frames import result
 from driftlens.models.sequential import check_deterministic, sequential_chain
@@ -444,6 +444,34 @@ def test_a_module_of_shapes_only_is_refused(generator: torch.Generator) -> None:
         module = Plain()
     with pytest.raises(SpecError, match="no weights, only shapes"):
         sequential_chain(module).start(rows(generator, N))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"x": rows(torch.Generator(), 2), "idx": torch.arange(2)},
+            "a batch of x, idx is not what Plain takes",
+        ),
+        ({"pixels": rows(torch.Generator(), 2)}, "a batch of pixels is not what Plain takes"),
+    ],
+)
+def test_a_batch_that_the_module_does_not_take_is_refused(batch: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        sequential_chain(Plain(), batch)
+    assert caught.value.hint.endswith(": x.")
+
+
+class Mistaken(Plain):
+    """A mistake of its own, which has to be seen as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + None)  # type: ignore[operator]
+
+
+def test_a_mistake_inside_the_module_is_shown_as_it_is(generator: torch.Generator) -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        sequential_chain(Mistaken(), rows(generator, 2))
 
 
 class Noisy(Plain):

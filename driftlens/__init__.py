@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "analyze": "driftlens.api",
+    "calibrate": "driftlens.api",
     "capture": "driftlens.engine.walk",
     "CancelToken": "driftlens.progress",
     "check": "driftlens.records.checks",
@@ -26,6 +27,7 @@ _HOMES = {
     "FeatCal": "driftlens.estimators",
     "Head": "driftlens.models.heads",
     "JacobianSettings": "driftlens.diagnostics.attribution",
+    "merge": "driftlens.api",
     "ModelPool": "driftlens.engine.pool",
     "PathJacobian": "driftlens.linalg.state",
     "PrefixSwaps": "driftlens.diagnostics.attribution",
@@ -39,7 +41,9 @@ _HOMES = {
     "load_spec": "driftlens.spec",
     "open_checkpoint": "driftlens.models.loading",
     "open_run": "driftlens.api",
+    "sweep": "driftlens.api",
     "task_vector_cosine": "driftlens.diagnostics.task_vectors",
+    "validate": "driftlens.api",
     "walk": "driftlens.engine.walk",
 }
 

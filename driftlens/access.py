@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from driftlens.errors import SpecError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,27 @@ class Access:
             )
         found: Callable[..., Any] = function
         return found
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device of that name, tried out; `auto` is the GPU if there is one.
+
+    Raises:
+        SpecError: torch knows no such device, or this machine has none.
+    """
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        # A name may be known and its device not there: the second GPU of one, another build's.
+        torch.zeros(1, device=found).cpu()
+    except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
+        there = ["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SpecError(
+            f"there is no device {str(device)!r} here: {reason}",
+            hint=f"Use `auto`, or one of {', '.join(there)}.",
+        ) from None
+    return found

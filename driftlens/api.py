@@ -1,58 +1,105 @@
-"""The Python front door: `dl.analyze`, for specs and for live modules, and runs that can be added to."""
+"""The Python front door: the command line's verbs as functions, some for live modules too, and runs to add to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
-from driftlens.errors import SpecError
+from driftlens.errors import DataError, SpecError
 from driftlens.files import PathLike
 from driftlens.progress import CancelToken, Mode, ProgressEvent, ProgressSink, sink_for
+from driftlens.records.listing import is_live
+from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 
 if TYPE_CHECKING:
-    from torch import nn
+    import pandas as pd
+    from torch import Tensor, nn
 
     from driftlens.calibration.calibrator import Calibrator
+    from driftlens.pipeline.preflight.outcome import Preflight
+    from driftlens.pipeline.study.reopening import Live
     from driftlens.spec import RunSpec
 
 
 class Run(DriftRun):
-    """A run that can also be calibrated; like every run it is read without torch."""
+    """A run that can also be added to; like every run it is read without torch."""
 
-    def calibrate(self, calibrator: Calibrator, *, name: str, auto: bool = False, **options: Any) -> Run:
+    _live: Mapping[str, Any] | None = None
+    """What `analyze` was given, if that was live modules; a run that is opened anew doesn't know."""
+
+    def calibrate(
+        self,
+        calibrator: Calibrator,
+        *,
+        name: str,
+        modules: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Run:
         """Calibrate the merged model and measure the result; the run, opened anew, has `calibrated:NAME` too.
 
-            run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
+            run = run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
+            merged.load_state_dict(run.calibrated_state("featcal"))
 
         Args:
             calibrator: its settings; of a registered class.
             name: of the calibration.
-            auto: whether the calibrator's free settings are chosen from the calibration samples, starting from these.
-            **options: samples, layers, sites, top_layers, resume, replace, save_weights, attribution, on_first,
-                on_measured, on_progress, cancel: as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline,
-                trust as in `Access`.
+            modules: for a run of live modules that was opened anew, what `analyze` was given: `base`, `merged`,
+                `experts`, `data`, `heads`; for one that `analyze` just returned, what is to stand in for it. Settings
+                are those of the run; modules with other weights are refused.
+            data: for a run of live modules, samples per task to calibrate on, labels ignored; the calibration says so
+                where they are those that the run was analyzed on, as they are if left out.
+            **options: all other keywords of `driftlens.calibrate`; no progress is shown by default.
 
         Raises:
-            SpecError: the calibrator's class is not registered.
+            SpecError: the calibrator's class is not registered, or something is missing.
+            CheckpointError: a model is not the one that the run was made with.
+            DataError: samples are not those that the run was made with.
             DriftLensError: see the tree in `driftlens.errors`.
         """
-        from driftlens.pipeline.calibrate.job import calibrate
-        from driftlens.pipeline.calibrate.plan import CalibrationRequest, method_called
-        from driftlens.pipeline.search.automatic import HELD_OUT
+        from driftlens.pipeline.calibrate.plan import method_called
 
-        asked = {
-            key: options.pop(key) for key in ("samples", "layers", "sites", "top_layers") if key in options
-        }
-        request = CalibrationRequest(
-            name, method=method_called(calibrator), parameters=calibrator.get_params(), **asked
-        )
-        choose = HELD_OUT if auto else options.pop("choose", None)
-        calibrate(self.path, request, choose=choose, access=_access(options), **options)
-        return Run.at(self.path)
+        settings = {"method": method_called(calibrator), "parameters": calibrator.get_params()}
+        given = {"progress": "none", **settings, **options}
+        return calibrate(self, name=name, modules=modules, data=data, **given)
+
+    def before_after(self, name: str) -> pd.DataFrame:
+        """Final drift and accuracy before and after a calibration, with intervals: one row per task and model.
+
+        The models are the merged one, the anchor alone where there is such a control, the calibrated one and, for its
+        accuracy, the expert.
+
+        Raises:
+            DataError: the run has no such calibration.
+            RunError: a table can't be read.
+        """
+        from driftlens.records.before_after import before_after
+
+        return before_after(self, name)
+
+    def calibrated_state(self, name: str) -> dict[str, Tensor]:
+        """The weights of the calibration `name`, for `load_state_dict` of a model like the merged one.
+
+        What a trained calibrator attaches to the model is not among them.
+
+        Raises:
+            DataError: the run has no such calibration.
+            CheckpointError: the file is missing or damaged.
+        """
+        from driftlens.models.loading import open_checkpoint
+        from driftlens.records.layout import calibration_weights
+
+        if name not in self.manifest.calibrations:
+            there = ", ".join(self.manifest.calibrations) or "none"
+            raise DataError(f"the run has no calibration {name!r}; there are: {there}")
+        weights = open_checkpoint(self.path / calibration_weights(name))
+        return {key: weights.read(key) for key in weights.headers}
 
     def explain(self, **options: Any) -> Run:
         """Trace the drift of every variant back to layers, where that was left out or interrupted.
@@ -85,6 +132,48 @@ def _access(options: dict[str, Any]) -> Access:
     return Access(**given)
 
 
+def _folder(run: PathLike | DriftRun) -> Path:
+    return run.path if isinstance(run, DriftRun) else Path(run)
+
+
+def _live_study(
+    run: PathLike | DriftRun,
+    modules: Mapping[str, Any] | None,
+    data: Mapping[str, Any] | None,
+    access: Access,
+) -> Live | None:
+    """How the study of a run of live modules is made again; None for a run of a spec."""
+    folder = _folder(run)
+    known = run._live if isinstance(run, Run) else None
+    if known is None and modules is None and data is None:
+        return None
+    if not is_live(read_manifest(folder)):
+        raise SpecError(
+            f"{folder} was made from a spec, which names its models and data",
+            hint="Leave modules= and data= out; `samples` says how many to calibrate on.",
+        )
+    if known is None and modules is None:
+        return None  # refused with what to do, as a run of modules that nobody hands in
+    from driftlens.pipeline.analyze.live import live_again
+
+    given = {**(known or {}), **(modules or {})}
+    given |= {} if access.device is None else {"device": access.device}
+    return partial(live_again, folder, given, data)
+
+
+@contextmanager
+def _shown(progress: Mode, on_progress: ProgressSink | None) -> Iterator[ProgressSink]:
+    """A sink that shows progress as asked, and tells the caller's own."""
+    with sink_for(progress) as shown:
+
+        def sink(event: ProgressEvent) -> None:
+            shown(event)
+            if on_progress is not None:
+                on_progress(event)
+
+        yield sink
+
+
 def analyze(
     spec: Path | str | Mapping[str, Any] | RunSpec | None = None,
     *,
@@ -105,6 +194,8 @@ def analyze(
         run = dl.analyze("run.yaml", out="runs/ta8")
         run = dl.analyze(base=b, merged=m, experts={"cars": e}, data={"cars": loader}, out="runs/live")
 
+    The run of live modules remembers them, so that `Run.calibrate` can go on with them.
+
     Args:
         spec: a spec file, its values, or a checked spec; leave it out to pass modules.
         out: the run directory; `runs/<name>` if left out.
@@ -118,20 +209,14 @@ def analyze(
         resume: go on where an interrupted run of the same spec stopped.
         force: replace the run that is there.
         **options: with a spec, those of `driftlens.pipeline.analyze.job.analyze` (attribution, device, offline, trust,
-            overrides); with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, layers, blocks,
-            pool, n, batch_size, cka, jacobian, device, seed, name).
+            overrides); with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, baselines, layers,
+            blocks, mask, pool, n, batch_size, cka, jacobian, adjoint, calibration, device, seed, name).
 
     Raises:
         SpecError: both a spec and modules are given, or neither.
         DriftLensError: see the tree in `driftlens.errors`.
     """
-    with sink_for(progress) as shown:
-
-        def sink(event: ProgressEvent) -> None:
-            shown(event)
-            if on_progress is not None:
-                on_progress(event)
-
+    with _shown(progress, on_progress) as sink:
         if spec is not None and merged is None and experts is None and data is None:
             # Reading a spec needs libraries that a machine which only computes may lack.
             from driftlens.pipeline.analyze.job import analyze as analyze_spec
@@ -144,9 +229,174 @@ def analyze(
             return Run.at(folder)
         if spec is not None or merged is None or experts is None or data is None:
             raise SpecError("pass either a spec, or merged=, experts= and data=")
-        from driftlens.pipeline.analyze.live import analyze_study, live_study
+        from driftlens.pipeline.analyze.live import analyze_study, live_study, recorded
 
-        study = live_study(merged=merged, experts=experts, data=data, base=base, **options)
+        given = {"merged": merged, "experts": experts, "data": data, "base": base, **options}
+        study = live_study(**given)
         folder = Path("runs", study.name) if out is None else Path(out)
-        analyze_study(study, out=folder, force=force, on_progress=sink, cancel=cancel)
-        return Run.at(folder)
+        settings = recorded(given)
+        analyze_study(study, out=folder, settings=settings, force=force, on_progress=sink, cancel=cancel)
+        run = Run.at(folder)
+        run._live = given
+        return run
+
+
+def calibrate(
+    run: PathLike | DriftRun,
+    *,
+    name: str,
+    lam: float | None = None,
+    rho: float | None = None,
+    alpha: float | None = None,
+    parameters: Mapping[str, object] | None = None,
+    auto: bool = False,
+    modules: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+    progress: Mode = "auto",
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+    **options: Any,
+) -> Run:
+    """Calibrate the merged model of a run and measure the result, as `driftlens calibrate` does.
+
+        run = dl.calibrate("runs/ta8", name="featcal", preset="paper-clip", lam=0.1)
+
+    Args:
+        run: a run, or its directory.
+        name: of the calibration; its variant is `calibrated:NAME`.
+        lam: ridge, over the preset's.
+        rho: anchor, likewise.
+        alpha: share of the expert in the target, likewise.
+        parameters: other settings of the calibrator by name.
+        auto: whether the calibrator's free settings are chosen from the calibration samples, starting from these.
+        modules: live modules and what belongs to them, as for `Run.calibrate`.
+        data: samples to calibrate on, as for `Run.calibrate`.
+        progress: how progress is shown on stderr.
+        on_progress: called with every `ProgressEvent`, besides.
+        cancel: a token whose `cancel()` stops the work at the next batch.
+        **options: method, preset, samples, layers, sites, top_layers; resume, replace, save_weights, attribution,
+            on_first, on_measured as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline, trust as in
+            `Access`.
+
+    Raises:
+        DriftLensError: see the tree in `driftlens.errors`.
+    """
+    from driftlens.pipeline.calibrate.job import calibrate as run_calibration
+    from driftlens.pipeline.calibrate.plan import CalibrationRequest
+    from driftlens.pipeline.search.automatic import HELD_OUT
+
+    given = {"lam": lam, "rho": rho, "alpha": alpha}
+    settings = {**(parameters or {}), **{key: value for key, value in given.items() if value is not None}}
+    asked = {field.name for field in fields(CalibrationRequest)} & set(options)
+    request = CalibrationRequest(name, parameters=settings, **{key: options.pop(key) for key in asked})
+    access, choose = _access(options), HELD_OUT if auto else options.pop("choose", None)
+    live = _live_study(run, modules, data, access)
+    with _shown(progress, on_progress) as sink:
+        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access, "live": live}
+        found = Run.at(run_calibration(_folder(run), request, choose=choose, **watched, **options).path)
+    found._live = run._live if isinstance(run, Run) else None
+    return found
+
+
+def merge(
+    spec: Path | str | Mapping[str, Any] | RunSpec,
+    *,
+    method: str,
+    out: PathLike,
+    parameters: Mapping[str, object] | None = None,
+    **options: Any,
+) -> Path:
+    """Merge the experts of a spec and save the result in the format of the base, as `driftlens merge` does.
+
+        dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
+
+    Args:
+        spec: a spec file, its values, or a checked spec.
+        method: a registered merge method.
+        out: a .safetensors file, or a folder that the original library loads.
+        parameters: settings of the method by name.
+        **options: device, offline, trust as in `Access`.
+
+    Returns:
+        Where it was saved.
+
+    Raises:
+        DriftLensError: see the tree in `driftlens.errors`.
+    """
+    from driftlens.pipeline.study.merging import merge_experts
+    from driftlens.spec import load_spec
+
+    access = _access(options)
+    merge_experts(load_spec(spec), method, parameters or {}, out, access, **options)
+    return Path(out)
+
+
+def validate(
+    spec: Path | str | Mapping[str, Any] | RunSpec,
+    *,
+    overrides: Sequence[str] = (),
+    deep: bool = False,
+    **options: Any,
+) -> Preflight:
+    """Check a spec, its checkpoints and its data before anything large is read, as `driftlens validate` does.
+
+        found = dl.validate("run.yaml")
+        print(found.text())
+        assert not found.problems
+
+    Args:
+        spec: a spec file, its values, or a checked spec.
+        overrides: `a.b=value` each, over the spec.
+        deep: also score every expert on its own data.
+        **options: device, offline, trust as in `Access`.
+
+    Returns:
+        All findings, problems among them, and an estimate of the cost.
+
+    Raises:
+        SpecError: the spec itself can't be read.
+    """
+    from driftlens.pipeline.preflight.job import preflight
+    from driftlens.spec import load_spec
+
+    access = _access(options)
+    return preflight(load_spec(spec, overrides), deep=deep, access=access, **options)
+
+
+def sweep(
+    run: PathLike | DriftRun,
+    *,
+    param: Mapping[str, Sequence[float]],
+    resume: bool = False,
+    replace: bool = False,
+    progress: Mode = "auto",
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+    **options: Any,
+) -> Run:
+    """Calibrate a run with many settings side by side, as `driftlens sweep` does; its `sweeps()` has the rows.
+
+        dl.sweep("runs/ta8", param={"lam": [0.01, 0.05, 0.25]}).sweeps()
+
+    Args:
+        run: a run, or its directory.
+        param: lam, rho, alpha or n -> the values to visit.
+        resume: leave out points that are there.
+        replace: take earlier sweeps of the same factors out first.
+        progress: how progress is shown on stderr.
+        on_progress: called with every `ProgressEvent`, besides.
+        cancel: a token whose `cancel()` stops the work at the next batch.
+        **options: grid, seeds, method, preset, samples, accuracy as in `driftlens.pipeline.search.sweep.SweepRequest`;
+            device, offline, trust as in `Access`.
+
+    Raises:
+        DriftLensError: see the tree in `driftlens.errors`.
+    """
+    from driftlens.pipeline.search.sweep import SweepRequest
+    from driftlens.pipeline.search.sweep import sweep as run_sweep
+
+    access = _access(options)
+    with _shown(progress, on_progress) as sink:
+        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access}
+        request = SweepRequest(param, **options)
+        return Run.at(run_sweep(_folder(run), request, resume=resume, replace=replace, **watched).path)

@@ -12,7 +12,7 @@ import streamlit as st
 
 from driftlens.errors import RunError
 from driftlens.progress import duration
-from driftlens.records.listing import is_analyzed
+from driftlens.records.listing import is_analyzed, is_live
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
@@ -75,7 +75,7 @@ def offer_attribution(run: DriftRun) -> None:
     rows = run.layers()
     traced = rows[rows["variant"] != "base"].groupby(["variant", "task"])["jacobian_samples"].count()
     lacking = {variant for variant, _ in traced[traced == 0].index}
-    if not lacking or not is_analyzed(run.manifest) or run.manifest.architecture.get("loader") == "live":
+    if not lacking or not is_analyzed(run.manifest) or is_live(run.manifest):
         return
     names = "; ".join(title(variant) for variant in run.variants if variant in lacking)
     note(f"The drift of these models was measured and not traced back to layers: {plain(names)}.")

@@ -13,7 +13,7 @@ from driftlens.files import free_bytes
 from driftlens.progress import duration
 from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import SPEC
-from driftlens.records.listing import is_analyzed, unanalyzed
+from driftlens.records.listing import is_analyzed, is_live, unanalyzed
 from driftlens.records.lock import require_unlocked
 from driftlens.records.manifest import Manifest
 from driftlens.records.reading import size
@@ -57,8 +57,8 @@ def obstacles(run: DriftRun) -> list[str]:
     """What would stop any calibration of the run, as far as files tell; a dry run finds more."""
     try:
         require_unlocked(run.path)
-        if run.manifest.architecture.get("loader") == "live":
-            return ["the run was made from live modules, which are not there any more"]
+        if is_live(run.manifest):
+            return ["the run was made from live modules: calibrate it from Python with `run.calibrate(...)`"]
         if missing := unanalyzed(run.manifest):
             more = "`driftlens analyze --resume` goes on"
             return [f"the run is unfinished; still to be done: {', '.join(missing)}. {more}"]

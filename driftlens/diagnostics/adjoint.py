@@ -47,7 +47,7 @@ class Target:
     """A number whose change from expert to variant is to be explained.
 
     Attributes:
-        covector: u with change = <u, e_L> for every sample, [n, d].
+        covector: u with change = <u, e_L> for every sample, of the shape of e_L.
         change: the change itself, [n].
     """
 
@@ -77,8 +77,9 @@ def adjoint_parts(steps: Sequence[Step], covector: State) -> Tensor:
 def drift_target(expert: Tensor, variant: Tensor) -> Target:
     """The final drift itself: u = e_L / |e_L|^2, so that the parts are shares and sum to 1. NaN without drift."""
     drift = variant - expert
-    energy = drift.square().sum(dim=1, keepdim=True)
-    return Target(drift / energy, torch.where(energy[:, 0] > 0, 1.0, torch.nan))
+    energy = drift.flatten(1).square().sum(dim=1)
+    each = energy.reshape(-1, *[1] * (drift.dim() - 1))
+    return Target(drift / each, torch.where(energy > 0, 1.0, torch.nan))
 
 
 def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:

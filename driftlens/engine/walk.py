@@ -169,17 +169,20 @@ def layer_states(
 
 
 def forward(
-    pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = ""
+    pool: ModelPool, model: str, batches: Iterable[Batch], *, task: str = "", pooling: Pool | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """Final features of one model, batch by batch: (position of the first sample, [n, d]).
+
+    With `pooling` there is one vector per sample, whatever leaves the model; without, that is given as it is.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
     for layer, states in layer_states(pool, model, batches, task=task):
         if layer.role == "head":
-            for start, state, _ in states:
-                yield start, state[layer.stream]
+            for start, state, side in states:
+                found = state[layer.stream]
+                yield start, found if pooling is None else pooled(found, pooling, side.mask(layer.stream))
 
 
 class FiniteWatch:

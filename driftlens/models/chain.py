@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -370,6 +370,16 @@ adapters: Registry[Adapter] = Registry("adapter", "driftlens.models", "driftlens
 """One file of this package each; modules of no family are left to `sequential_chain`."""
 
 
+def require_pool(how: str) -> None:
+    """Refuse an unknown way to take one vector per sample, which would be taken for another one.
+
+    Raises:
+        SpecError: there is no such way.
+    """
+    if how not in get_args(Pool):
+        raise SpecError(f"pool is {how!r}, expected one of {', '.join(get_args(Pool))}")
+
+
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     """One vector per sample.
 
@@ -383,7 +393,11 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         [n, d], or [n, t * d] for `all`. The map is linear in `hidden`.
+
+    Raises:
+        SpecError: there is no such way.
     """
+    require_pool(how)
     if hidden.dim() == 2:
         return hidden
     mask = None if mask is None or mask.shape != hidden.shape[:2] else mask

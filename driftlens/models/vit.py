@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.errors import IncompatibleModelsError
+from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.alignment import KeyLayout
 from driftlens.models.chain import (
     IMAGE,
@@ -34,6 +34,7 @@ from driftlens.models.chain import (
     State,
     Tap,
 )
+from driftlens.models.interception import evaluating
 from driftlens.models.refusals import LIVE
 
 Activation = Callable[[Tensor], Tensor]
@@ -287,7 +288,7 @@ class ClipViT(ABC):
                 *blocks,
                 self._head(tower, names, prefix, len(blocks) + 2),
             ),
-            start=_start,
+            start=partial(_start, shape=self._pixel_shape(tower)),
             library_states=partial(library_states, paths=paths, run=run),
             token_weights=_token_weight_rules(tower.get_parameter(names.positions).shape[0]),
             settings=self._settings(tower),
@@ -358,14 +359,19 @@ class ClipViT(ABC):
         call = partial(vit_head, names=names, eps=eps, pooling=pooling, norm_first=norm_first)
         return Layer(index, "head", prefix + norm, slots, _layer_call(call), tuple(sites))
 
+    def _pixel_shape(self, tower: Any) -> tuple[int, int, int]:
+        size = _part(tower, self.image_size)
+        height, width = [size] * 2 if isinstance(size, int) else size
+        return tower.get_parameter(self.names.patches).shape[1], height, width
+
     def _settings(self, tower: Any) -> dict[str, object]:
-        block, size = tower.get_submodule(self.blocks)[0], _part(tower, self.image_size)
+        block = tower.get_submodule(self.blocks)[0]
         return {
             "activation": activation_name(block.get_submodule(self.activation)),
             "eps": block.get_submodule(self.names.norm1).eps,
             "num_heads": block.get_submodule(self.attention).num_heads,
             "patch_size": list(tower.get_parameter(self.names.patches).shape[-2:]),
-            "image_size": [size] * 2 if isinstance(size, int) else list(size),
+            "image_size": list(self._pixel_shape(tower)[1:]),
             "pooling": self._pooling(tower)[0],
         }
 
@@ -391,13 +397,43 @@ def _layer_call(compute: Callable[..., Tensor], reads: str = "hidden") -> LayerC
     return call
 
 
-def _start(inputs: Tensor) -> tuple[State, SideInputs]:
+PIXELS = "pixel_values"
+"""What a batch that is a dict calls its pixels, as processors of transformers do; nothing else in it is read."""
+
+
+def pixels_in(inputs: Any) -> Tensor:
+    """The pixels of a batch: the tensor that it is, or its entry `pixel_values`.
+
+    Raises:
+        DataError: it has no such entry.
+    """
+    found = inputs.get(PIXELS) if isinstance(inputs, Mapping) else inputs
+    if not isinstance(found, Tensor):
+        what = (
+            f"a dict of {', '.join(map(str, inputs))}"
+            if isinstance(inputs, Mapping)
+            else type(inputs).__name__
+        )
+        raise DataError(
+            f"a batch is {what}; an image tower wants a tensor of pixels, or a dict with {PIXELS!r}",
+            hint=f'Give images as {{"{PIXELS}": pixels}} or as (pixels, labels).',
+        )
+    return found
+
+
+def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInputs]:
     """State at boundary 0 of an image tower, which needs nothing beside its pixels."""
-    return {"pixels": inputs}, SideInputs()
+    pixels = pixels_in(inputs)
+    if tuple(pixels.shape[1:]) != shape:
+        raise DataError(
+            f"a batch of pixels is {list(pixels.shape)}; the image tower wants [n, {', '.join(map(str, shape))}]",
+            hint="Prepare images as the model's own processor does.",
+        )
+    return {"pixels": pixels}, SideInputs()
 
 
-def library_states(module: nn.Module, inputs: Tensor, *, paths: Sequence[str], run: str) -> list[State]:
-    """What the modules at `paths` return in one pass without gradients; the hooks are gone afterwards.
+def library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], run: str) -> list[State]:
+    """What the modules at `paths` return in one pass in eval mode; neither hooks nor modes are left changed.
 
     Of tuples (encoder layers of transformers 4) the first entry counts. `run` is what is called, see `_library_pass`.
     """
@@ -406,10 +442,10 @@ def library_states(module: nn.Module, inputs: Tensor, *, paths: Sequence[str], r
     def keep(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         seen[path] = output[0] if isinstance(output, tuple) else output
 
-    with ExitStack() as hooks, torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad(), evaluating(module):
         for path in paths:
             hooks.callback(module.get_submodule(path).register_forward_hook(partial(keep, path)).remove)
-        (getattr(module, run) if run else module)(inputs)
+        (getattr(module, run) if run else module)(pixels_in(inputs))
     return [{"hidden": seen[path]} for path in paths]
 
 

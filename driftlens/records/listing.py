@@ -97,10 +97,13 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         return ()
     begun = [name for name in map(calibration_of, run.manifest.unfinished) if name is not None]
     if begun or state in ("done", "unknown"):
-        return tuple(f"{_end_of(run.manifest, name)}; {how_to_resume(run.path, name)}" for name in begun)
+        ends = {name: _end_of(run.manifest, name) for name in begun}
+        return tuple(f"{end}; {how_to_resume(run.path, name, run.manifest)}" for name, end in ends.items())
     failure = status.error if status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
-    is_open = any(_EXPLAIN in f":{name}" and at.state != "done" for name, at in run.manifest.phases.items())
+    is_open = not is_live(run.manifest) and any(
+        _EXPLAIN in f":{name}" and at.state != "done" for name, at in run.manifest.phases.items()
+    )
     more = f"; {how_to_explain(run.path)}" if is_open else ""
     return (f"the last work on it ended early ({state}{reason}); what the run held before stands{more}",)
 
@@ -120,10 +123,17 @@ def unanalyzed(manifest: Manifest) -> list[str]:
     return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
 
 
-def how_to_resume(folder: pathlib.Path, name: str) -> str:
+def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
     """What to do about a calibration that was begun and not finished."""
+    if is_live(manifest):
+        return f"`run.calibrate(..., name={name!r}, resume=True)` with the same modules and settings goes on"
     command = f"driftlens calibrate {shlex.quote(str(folder))} --name {shlex.quote(name)}"
     return f"`{command} --resume` with the same settings goes on, without --resume it begins afresh"
+
+
+def is_live(manifest: Manifest) -> bool:
+    """Whether the run was made from live modules, so that no command can open its models again."""
+    return bool(manifest.architecture.get("loader") == "live")
 
 
 def how_to_explain(folder: pathlib.Path) -> str:

@@ -147,7 +147,9 @@ def test_other_obstacles_are_named(run: Path) -> None:
 
 def test_live_modules_are_an_obstacle(run: Path) -> None:
     opened = edit(run, "architecture", loader="live")
-    assert obstacles(opened) == ["the run was made from live modules, which are not there any more"]
+    assert obstacles(opened) == [
+        "the run was made from live modules: calibrate it from Python with `run.calibrate(...)`"
+    ]
 
 
 def respecified(run: Path, **values: Any) -> DriftRun:

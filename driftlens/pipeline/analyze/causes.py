@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.func import vjp
 
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostics.adjoint import (
@@ -25,7 +26,7 @@ from driftlens.diagnostics.adjoint import (
 from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State
-from driftlens.models.chain import class_rows
+from driftlens.models.chain import Pool, class_rows, pooled
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import share_intervals
@@ -203,7 +204,7 @@ def adjoint_columns(
     for seen in views.values():
         steps = [_step(study, variant, view, nodes.get(view.layer.index, settings.nodes)) for view in seen]
         last = seen[-1]
-        for name, target in _targets(at_hand, samples, last).items():
+        for name, target in _targets(at_hand, samples, last, study.settings.pool).items():
             parts = adjoint_parts(steps, {last.layer.stream: target.covector})
             ids = list(samples.ids[last.start : last.stop])
             remainder = target.change - parts.sum(dim=0)
@@ -235,14 +236,18 @@ def _step(study: Study, variant: str, view: LayerView, nodes: int) -> Step:
     )
 
 
-def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView) -> dict[str, Target]:
-    expert, variant = (state[last.layer.stream] for state in (last.expert_out, last.merged_out))
+def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView, pooling: Pool) -> dict[str, Target]:
+    stream = last.layer.stream
+    expert, variant = last.expert_out[stream], last.merged_out[stream]
     targets = {"final_drift": drift_target(expert, variant)}
     head = at_hand.own_heads.get(last.variant, at_hand.head)
     if head is None:
         return targets
-    targets["margin"] = margin_target(head, expert, variant)
+    # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
+    before, pull = vjp(lambda state: pooled(state, pooling, last.side.mask(stream)), expert)
+    after = pooled(variant, pooling, last.side.mask(stream))
+    scored = {"margin": margin_target(head, before, after)}
     if samples.labels is not None:
         labels = class_rows(head, samples.labels[last.start : last.stop]).to(expert.device)
-        targets["loss"] = loss_target(head, expert, variant, labels)
-    return targets
+        scored["loss"] = loss_target(head, before, after, labels)
+    return targets | {name: Target(pull(of.covector)[0], of.change) for name, of in scored.items()}

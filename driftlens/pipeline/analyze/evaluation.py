@@ -13,9 +13,9 @@ from torch import Tensor
 
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import forward, input_bytes, layer_states, waiting_bytes
+from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.linalg.state import expert_cosine
-from driftlens.models.chain import Pool, pooled
+from driftlens.models.chain import Pool
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import wilson
@@ -80,7 +80,8 @@ def _hits(
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
             model = expert_of(task) if variant == "expert" else variant
-            for start, features in forward(study.pool, model, chunk, task=task):
+            # Scores are of one vector per sample, as in the output table: of tokens they would be of no class.
+            for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
@@ -104,10 +105,7 @@ def _by_batch(pool: ModelPool, model: str, task: str, samples: SampleSet, poolin
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
     for first in range(0, len(samples), length):
         chunk = samples.batches(first, min(first + length, len(samples)))
-        for layer, states in layer_states(pool, model, chunk, task=task):
-            if layer.role == "head":
-                for _, state, side in states:
-                    yield pooled(state[layer.stream], pooling, side.mask(layer.stream))
+        yield from (found for _, found in forward(pool, model, chunk, task=task, pooling=pooling))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from driftlens.pipeline.study.reopening import (
 from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records.listing import is_live
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
@@ -108,7 +109,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     """Refuse to go on with another spec, or with checkpoints that have changed since the run hashed them."""
     manifest = read_manifest(folder)
     is_same = manifest.spec_digest == spec.digest()
-    if not is_same and manifest.architecture.get("loader") != "live":
+    if not is_same and not is_live(manifest):
         # The digest that an earlier version wrote counts keys that were taken out since.
         is_same = load_spec(folder / "spec.yaml") == spec
     if not is_same:

@@ -1,36 +1,49 @@
-"""A study of live modules and in-memory data: the same analysis without any file to read."""
+"""A study of live modules and in-memory data: the same analysis, and what is added to it, without any file to read."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from driftlens.access import resolve_device
 from driftlens.data.live import live_samples
 from driftlens.data.samples import SampleSet
+from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
 from driftlens.layers import select_layers
-from driftlens.models.architecture import architecture_of
-from driftlens.models.chain import LayerChain, Pool, ScoreMap
+from driftlens.models.architecture import Architecture, architecture_of
+from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, require_pool
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
 from driftlens.models.sequential import check_deterministic, sequential_chain
 from driftlens.models.sources import module_source
+from driftlens.models.vit import PIXELS
 from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records.layout import SPEC
+from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens.variants import expert_of
+from driftlens.variants import baseline, expert_of
+
+if TYPE_CHECKING:
+    from driftlens.pipeline.study.opening import OpenModels
+
+LOADER = "live"
+"""Of modules that the caller has built, as the manifest names it."""
 
 
 def live_study(
@@ -39,12 +52,15 @@ def live_study(
     experts: Mapping[str, nn.Module],
     data: Mapping[str, Any],
     base: nn.Module | None = None,
+    baselines: Mapping[str, nn.Module] | None = None,
     heads: Mapping[str, ScoreMap] | None = None,
+    calibration: Mapping[str, Any] | None = None,
     layers: str | Sequence[str | int] = "blocks",
     blocks: str | None = None,
     mask: Mask = None,
     pool: Pool | None = None,
     n: int | None = 256,
+    n_calibration: int | None = None,
     batch_size: int = 32,
     cka: bool = False,
     jacobian: JacobianSettings | None = None,
@@ -60,13 +76,17 @@ def live_study(
         experts: one per task, of the same class and shape.
         data: per task: a tensor, a Dataset, a DataLoader or an iterable of batches, with labels or without.
         base: the common base, if there is one.
+        baselines: other merged models to compare with, by name.
         heads: score maps per task; with labels they give accuracy.
+        calibration: samples per task for calibrating, as `data`; a calibration takes those of `data` if left out.
         layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
         blocks: path of the list of blocks, where it can't be found by itself (generic modules only).
         mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
             of a batch, or False where nothing is padded; `attention_mask` is found by itself.
-        pool: how one vector per sample is taken; None takes what suits the models' modality.
+        pool: how one vector per sample is taken, `cls`, `mean`, `last` or `all`; None takes what suits the models'
+            modality. Scores are of these vectors.
         n: samples per task, drawn at random; None takes all.
+        n_calibration: the same of `calibration`; None takes as many as `n` says.
         batch_size: samples per forward pass.
         cka: whether linear CKA is computed.
         jacobian: settings of path-averaged Jacobians; None leaves them out.
@@ -76,38 +96,44 @@ def live_study(
         name: of the run.
 
     Raises:
-        SpecError: tasks of `experts` and `data` differ, or blocks pass on more than features.
+        SpecError: tasks of `experts` and `data` differ, there is no such pooling or device, or blocks pass on more than
+            features.
         IncompatibleModelsError: the modules differ in class, parameters or shapes, or in what they give their blocks
             beside features.
         NumericsError: a module gives two outputs for one batch in eval mode.
         DataError: the data doesn't repeat, or its batches don't fit together.
     """
-    if not experts or set(experts) != set(data):
-        raise SpecError(
-            f"experts are given for {sorted(experts)}, data for {sorted(data)}",
-            hint="Name each task in both.",
-        )
-    modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged}
+    if pool is not None:
+        require_pool(pool)
+    for what, given in (("data", data), ("calibration data", calibration)):
+        if not experts or (given is not None and set(experts) != set(given)):
+            raise SpecError(
+                f"experts are given for {sorted(experts)}, {what} for {sorted(given or ())}",
+                hint="Name each task in both.",
+            )
+    first = next(merged.parameters())
+    place = resolve_device(device) if device is not None else first.device
+    others = {baseline(name): module for name, module in (baselines or {}).items()}
+    modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged} | others
     modules = ({"base": base} if base is not None else {}) | modules
     _require_one_class(modules)
     head_of = dict(heads or {})
-    diagnosis = {
-        task: live_samples(
-            task,
-            data[task],
-            n=n,
-            seed=seed,
-            batch_size=batch_size,
-            class_names=head_of[task].classes if task in head_of else None,
-        )
-        for task in sorted(data)
-    }
-    first = next(merged.parameters())
-    place, dtype = torch.device(device) if device is not None else first.device, _computed_in(merged)
+
+    def drawn(source: Mapping[str, Any], count: int | None, split: Split) -> dict[str, SampleSet]:
+        how: dict[str, Any] = {"n": count, "seed": seed, "split": split, "batch_size": batch_size}
+        names = {task: head.classes for task, head in head_of.items()}
+        return {
+            task: live_samples(task, source[task], class_names=names.get(task), **how)
+            for task in sorted(source)
+        }
+
+    diagnosis = drawn(data, n, "diagnosis")
+    fitted = {} if calibration is None else drawn(calibration, n_calibration or n, "calibration")
+    dtype = _computed_in(merged)
     skeleton = _in_dtype(merged, dtype)
     example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, first.device, dtype)
     chain = _chain(skeleton, example, blocks, mask)
-    check_deterministic(skeleton, example)
+    check_deterministic(skeleton, example, chain)
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     return Study(
@@ -120,8 +146,10 @@ def live_study(
             dtype=dtype,
             modules={key: module for key, module in modules.items() if _is_in(module, dtype, place)},
         ),
-        variants=(*(["base"] if base is not None else []), "merged"),
-        tasks={task: _task(samples, head_of.get(task)) for task, samples in diagnosis.items()},
+        variants=(*(["base"] if base is not None else []), "merged", *others),
+        tasks={
+            task: _task(samples, head_of.get(task), fitted.get(task)) for task, samples in diagnosis.items()
+        },
         settings=Settings(
             pool=pool or chain.modality.pool,
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], layers)),
@@ -131,12 +159,84 @@ def live_study(
         seed=seed,
         notices=(
             *(notice for samples in diagnosis.values() for notice in samples.notices),
-            *_padding_notices(diagnosis, merged, mask),
+            *_input_notices(diagnosis, merged, mask, chain),
             *(["accuracy is measured on the diagnosis samples"] if head_of else []),
         ),
         provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
         preprocessing="by the caller",
-        architecture={"loader": "live", "source": type(merged).__name__},
+        architecture={"loader": LOADER, "source": type(merged).__name__},
+    )
+
+
+_PLAIN = ("layers", "blocks", "pool", "n", "batch_size", "cka", "adjoint", "seed", "name")
+"""What of `live_study`'s arguments can be written down as it is."""
+_SETTINGS = "settings: "
+
+
+def recorded(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the arguments of `live_study`, as plain values; modules and data stay with the caller."""
+    mask, jacobian = given.get("mask"), given.get("jacobian")
+    found = {name: given[name] for name in _PLAIN if name in given}
+    found |= {} if mask is None else {"mask": True if callable(mask) else mask}
+    return found | ({} if jacobian is None else {"jacobian": dataclasses.asdict(jacobian)})
+
+
+def live_again(
+    folder: pathlib.Path,
+    given: Mapping[str, Any],
+    calibration: Mapping[str, Any] | None,
+    num_calibration: int | None,
+) -> tuple[Study, OpenModels]:
+    """The study behind a run of live modules, whose modules and samples are handed in again, and its models.
+
+    What is compared with the run is up to the caller: weights, samples.
+
+    Args:
+        folder: the run.
+        given: arguments of `live_study`; the run's own settings stand in for those that are left out.
+        calibration: samples to calibrate on; those of the analysis if left out.
+        num_calibration: how many of them per task; as many as the analysis looked at if left out.
+
+    Raises:
+        SpecError: something is missing that the run can't know, or heads are of other classes.
+        DriftLensError: as for `live_study`.
+    """
+    from driftlens.pipeline.study.opening import OpenModels
+
+    written = (folder / SPEC).read_text(encoding="utf-8").splitlines()
+    lines = (line.removeprefix(_SETTINGS) for line in written if line.startswith(_SETTINGS))
+    settings = {**json.loads(next(lines, "{}")), **given}
+    if isinstance(settings.get("jacobian"), Mapping):
+        settings["jacobian"] = JacobianSettings(**settings["jacobian"])
+    settings.setdefault("data", calibration)
+    calibration = calibration if calibration is not None else settings.get("calibration")
+    wanted = [name for name in ("merged", "experts", "data") if settings.get(name) is None]
+    wanted += ["mask"] if settings.get("mask") is True else []
+    manifest = read_manifest(folder)
+    there = {task: tuple(head.classes) for task, head in (settings.get("heads") or {}).items()}
+    wanted += [f"heads of {task}" for task in manifest.classes if task not in there]
+    wanted += ["base"] if "base" in manifest.variants and settings.get("base") is None else []
+    if wanted:
+        raise SpecError(
+            f"{folder} was made from live modules, and to add to it these are missing: {', '.join(wanted)}",
+            hint="Hand in what dl.analyze was given: "
+            "modules={'base': ..., 'merged': ..., 'experts': {...}, 'data': {...}, 'heads': {...}}.",
+        )
+    for task, classes in manifest.classes.items():
+        if there[task] != tuple(classes):
+            raise SpecError(f"heads of {task} have other classes than those that the run was made with")
+    study = live_study(**{**settings, "calibration": calibration, "n_calibration": num_calibration})
+    tasks = {
+        task: at if at.calibration else dataclasses.replace(at, calibration=at.diagnosis)
+        for task, at in study.tasks.items()
+    }
+    study = dataclasses.replace(study, tasks=tasks)
+    sources = {name: study.pool.source(name) for name in study.pool.names}
+    architecture = Architecture(
+        LOADER, type(settings["merged"]).__name__, settings["merged"], study.pool.chain
+    )
+    return study, OpenModels(
+        architecture, sources.get("base"), sources, study.provenance, form=sources["merged"]
     )
 
 
@@ -144,16 +244,19 @@ def analyze_study(
     study: Study,
     *,
     out: PathLike,
+    settings: Mapping[str, Any] | None = None,
     force: bool = False,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> DriftRun:
-    """Measure the drift of a study of live modules and write a run directory.
+    """Measure the drift of a study of live modules and write a run directory, in which `settings` are written down.
 
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
     """
-    described = f"# made from live modules; it can be read, not repeated\nname: {json.dumps(study.name)}\n"
+    kept = json.dumps(settings or {}, default=lambda number: number.item())
+    described = "# made from live modules; it can be read, and added to where they are handed in again\n"
+    described += f"name: {json.dumps(study.name)}\n{_SETTINGS}{kept}\n"
     digest = hashlib.sha256(described.encode()).hexdigest()
     with RunWriter.create(
         out, spec_yaml=described, spec_digest=digest, name=study.name, force=force
@@ -189,17 +292,25 @@ def _is_in(module: nn.Module, dtype: torch.dtype, device: torch.device | None = 
     )
 
 
-def _padding_notices(data: Mapping[str, SampleSet], module: nn.Module, mask: Mask) -> Iterator[str]:
+def _input_notices(
+    data: Mapping[str, SampleSet], module: nn.Module, mask: Mask, chain: LayerChain
+) -> Iterator[str]:
     pad_token = getattr(getattr(module, "config", None), "pad_token_id", None)
     for task, samples in data.items():
         inputs = raw_inputs(next(samples.batches()).inputs)
+        if chain.modality is IMAGE:
+            unread = [str(entry) for entry in inputs.values if entry not in ("input", PIXELS)]
+            if unread:
+                yield f"task {task}: of its batches {', '.join(unread)} are not read: the image tower reads {PIXELS}"
+            continue
         notice = unmasked_padding(inputs, pad_token) if mask is None else None
         if notice is not None and "attention_mask" not in inputs.values:
             yield f"task {task}: {notice}"
 
 
-def _task(samples: Any, head: ScoreMap | None) -> TaskSamples:
-    return TaskSamples(samples, samples if samples.labels is not None and head is not None else None, head)
+def _task(samples: SampleSet, head: ScoreMap | None, calibration: SampleSet | None) -> TaskSamples:
+    test = samples if samples.labels is not None and head is not None else None
+    return TaskSamples(samples, test, head, calibration)
 
 
 def _require_one_class(modules: Mapping[str, nn.Module]) -> None:

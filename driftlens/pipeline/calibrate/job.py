@@ -32,6 +32,7 @@ from driftlens.pipeline.calibrate.plan import (
     CalibrationRequest,
     Choice,
     coverage,
+    diagnosed_too,
     plan_calibration,
     untouched_but_moved,
 )
@@ -41,6 +42,7 @@ from driftlens.pipeline.calibrate.walk import calibration_info, record_solution,
 from driftlens.pipeline.study.card import model_card
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.reopening import (
+    Live,
     add_calibration,
     reopened,
     require_analyzed,
@@ -68,6 +70,7 @@ def calibrate(
     choose: Choice | None = None,
     attribution: bool = True,
     access: Access = Access(),
+    live: Live | None = None,
     on_first: Callable[[str], None] | None = None,
     on_measured: Callable[[DriftRun], None] | None = None,
     on_progress: ProgressSink | None = None,
@@ -88,6 +91,7 @@ def calibrate(
         choose: chooses hyperparameters from the calibration samples, starting from those of the request.
         attribution: whether its drift is traced back to layers; `driftlens.pipeline.analyze.job.explain` does so later.
         access: what may be used, and on which device.
+        live: gives the study of a run that was made from live modules, handed in again.
         on_first: called with a sentence on drift and accuracy of a few samples, as soon as the layers are solved.
         on_measured: called once with the run when drift and accuracy are there; not where they were before.
         on_progress: called with every `ProgressEvent`.
@@ -101,7 +105,7 @@ def calibrate(
     """
     folder = pathlib.Path(path)
     # All that can be refused is refused before the lock is taken: a finished run must not become a failed one.
-    opened = open_calibration(folder, request, access=access)
+    opened = open_calibration(folder, request, access=access, live=live)
     plan = opened.plan
     terms = Terms(resume=resume, replace=replace, is_chosen=choose is not None)
     terms.require(plan, opened)
@@ -117,14 +121,14 @@ def calibrate(
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         scratch = CalibrationScratch(folder, plan.name)
         with deterministic_algorithms(opened.study.settings.deterministic):
+            how = how_to_resume(folder, plan.name, opened.manifest)
             if replace or not (resume and plan.name in writer.manifest.calibrations):
-                with _resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name)):
+                with _resumable(lambda: scratch.is_there and how):
                     _calibrate(writer, opened, scratch, reporter, choose, resume=resume, on_first=on_first)
                 if on_measured is not None:
                     on_measured(open_run(folder))
-            with _resumable(
-                lambda: (folder / plan.weights[plan.variant]).is_file() and how_to_explain(folder)
-            ):
+            more = how_to_explain(folder) if live is None else how
+            with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
                 _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
     if save_weights is not None:
@@ -152,6 +156,7 @@ def open_calibration(
     request: CalibrationRequest,
     *,
     access: Access = Access(),
+    live: Live | None = None,
 ) -> OpenCalibration:
     """The run's models and samples with a request's plan; nothing is written. Arguments as for `calibrate`.
 
@@ -161,15 +166,18 @@ def open_calibration(
     """
     require_analyzed(folder)
     run = open_run(folder)
-    require_spec(folder, run.manifest)
+    if live is None:
+        require_spec(folder, run.manifest)
     require_closed(run.layers(variant="merged"), run.manifest.dtype)
     study, models = reopened(
         folder,
         num_calibration=request.samples,
         with_calibrations=False,
         access=access,
+        live=live,
     )
-    plan = plan_calibration(request, run, load_spec(folder / layout.SPEC), study)
+    section = load_spec(folder / layout.SPEC).calibration if live is None else None
+    plan = plan_calibration(request, run, section, study)
     return OpenCalibration(folder, run.manifest, study, models, plan)
 
 
@@ -309,13 +317,18 @@ def _calibrate(
 
 def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
     """What a reader should know of a calibration, whatever comes of it."""
+    # Those of files are drawn apart.
+    seen = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
     if plan.sites:
         pool = study.pool
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
-        return [*partial, *untouched_but_moved(pool, plan.parameters)]
+        return [*seen, *partial, *untouched_but_moved(pool, plan.parameters)]
     if plan.boundaries:
-        return ["weights are those of the merged model; what is attached wants to know the task of an input"]
+        return [
+            *seen,
+            "weights are those of the merged model; what is attached wants to know the task of an input",
+        ]
     return [
         "no calibration was clearly better than the merged model, so that this is the merged model as it is"
     ]

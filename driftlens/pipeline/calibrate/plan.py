@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, over_preset
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, data_digest
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SpecError
@@ -25,10 +25,9 @@ from driftlens.records.layout import calibration_folder, calibration_weights
 from driftlens.records.manifest import Manifest, ids_digest
 from driftlens.records.run import DriftRun
 from driftlens.settings import resolve
-from driftlens.variants import baseline, calibrated, control_of, expert_of, task_of
+from driftlens.variants import calibrated, control_of, expert_of, task_of
 
 if TYPE_CHECKING:
-    from driftlens.spec import RunSpec
     from driftlens.spec.sections import Calibration
 
 DEFAULT_METHOD = "featcal"
@@ -190,35 +189,35 @@ class CalibrationPlan:
 
 
 def plan_calibration(
-    request: CalibrationRequest, run: DriftRun, spec: RunSpec, study: Study
+    request: CalibrationRequest, run: DriftRun, section: Calibration | None, study: Study
 ) -> CalibrationPlan:
     """The plan of a request for a finished run, whose attribution ranks layers for `top_layers`.
 
-    The `calibration` section of the run's spec counts where the request says nothing.
+    The `calibration` section of the run's spec, where there is one, counts where the request says nothing.
 
     Raises:
         SpecError: a setting that can't be, or a name that a baseline has.
         LayerNotFoundError: a pattern matches no layer or no site.
         DataError: a task has fewer calibration samples than asked for.
     """
-    calibrator = calibrator_of(request, spec.calibration)
+    calibrator = calibrator_of(request, section)
     calibrator.check(has_base=study.has_base)
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }
     patterns = request.sites
-    if patterns is None and spec.calibration is not None:
-        patterns = spec.calibration.sites
+    if patterns is None and section is not None:
+        patterns = section.sites
     layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
     chain, is_trained = study.pool.chain, isinstance(calibrator, Trained)
     sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=calibrator.update)
     control = control_of(request.name)
-    if control in map(baseline, spec.baselines):
+    if control in study.variants:
         raise SpecError(
             f"{control} is a baseline of the run and would be the control of {request.name!r}",
             hint="Choose another --name.",
         )
-    method = method_of(request, spec.calibration)
+    method = method_of(request, section)
     plan = CalibrationPlan(
         request.name,
         method,
@@ -289,6 +288,25 @@ def untouched_but_moved(pool: ModelPool, calibrated: Collection[tuple[int, str]]
                 "it stays as in the merged model"
             )
     return notices
+
+
+def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
+    """One notice per task some of whose diagnosis samples are among these calibration samples, by their content."""
+    notices = []
+    for task, given in samples.items():
+        solved_on, seen = set(_contents(given)), _contents(study.tasks[task].diagnosis)
+        count = sum(sample in solved_on for sample in seen)
+        if count:
+            notices.append(
+                f"{count} of the {len(seen)} diagnosis samples of task {task} are among its calibration samples, so "
+                "drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
+            )
+    return notices
+
+
+def _contents(samples: SampleSet) -> list[str]:
+    """A digest of every sample's content."""
+    return [data_digest("-", lambda _, row=row: samples.load([row])) for row in range(len(samples))]
 
 
 def _moved(

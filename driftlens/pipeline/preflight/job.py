@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from driftlens.access import Access
+from driftlens.access import Access, resolve_device
 from driftlens.calibration.calibrator import Trained
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import select_sites
@@ -45,7 +45,6 @@ from driftlens.pipeline.study.opening import (
     open_heads,
     open_study,
     own_heads,
-    resolve_device,
     settings_of,
 )
 from driftlens.pipeline.study.study import Study

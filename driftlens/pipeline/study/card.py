@@ -19,6 +19,7 @@ from driftlens.records.before_after import (
     selection_sentences,
 )
 from driftlens.records.layout import SPEC
+from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
 from driftlens.records.run import DriftRun
@@ -204,7 +205,8 @@ def _recipe(run: DriftRun, name: str) -> str:
     rows += [(escaped(key), escaped(setting_text(value))) for key, value in info.settings.items()]
     rows.append(("Time", f"{info.seconds:.1f} s on {escaped(run.manifest.device)}, without the analysis"))
     said = [escaped(text) for text in selection_sentences(run, name)]
-    return "\n\n".join([_table(("Setting", "Value"), rows), *said, *_command(name, info)])
+    command = [] if is_live(run.manifest) else _command(name, info)
+    return "\n\n".join([_table(("Setting", "Value"), rows), *said, *command])
 
 
 def _sites(run: DriftRun, name: str) -> list[tuple[str, str]]:
@@ -255,7 +257,9 @@ def _calibration_data(run: DriftRun, name: str) -> str:
     drawn = "" if info.seed is None else f" The samples were drawn with seed {info.seed}."
     rows = [(escaped(task), str(count), f"`{digests[task]}`") for task, count in info.samples.items()]
     text = _table(("Task", "Samples", "SHA-256 of their ids"), rows)
-    return f"Inputs only: no label was used, and no test sample.{drawn}\n\n{text}"
+    # Of live objects nobody but their content knows; a notice says where they are test samples, too.
+    apart = "" if is_live(run.manifest) else ", and no test sample"
+    return f"Inputs only: no label was used{apart}.{drawn}\n\n{text}"
 
 
 def _results(run: DriftRun, name: str) -> str:

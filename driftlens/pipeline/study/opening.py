@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from driftlens.access import Access
+from driftlens.access import Access, resolve_device
 from driftlens.calibration.calibrator import calibrators, over_preset
 from driftlens.data.samples import unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
@@ -41,12 +41,14 @@ class OpenModels:
         stored: weights by their name in the pool, under their own key names, text towers and classifiers included.
         sources: the same under the skeleton's key names.
         origins: where each came from, as the spec gives it.
+        form: what a saved model looks like where that is neither the base nor an expert.
     """
 
     architecture: Architecture
     stored: Mapping[str, StateSource]
     sources: Mapping[str, StateSource]
     origins: Mapping[str, str]
+    form: StateSource | None = None
 
     @property
     def base(self) -> StateSource | None:
@@ -56,6 +58,8 @@ class OpenModels:
     @property
     def own_form(self) -> StateSource:
         """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
+        if self.form is not None:
+            return self.form
         if self.base is not None:
             return self.base
         return self.stored[min(name for name in self.sources if task_of(name) is not None)]
@@ -120,7 +124,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
 
     Raises:
         IncompatibleModelsError: a model differs from the architecture.
-        SpecError: a GPU is asked for and there is none.
+        SpecError: there is no such device.
     """
     return ModelPool(
         models.architecture.chain,
@@ -129,22 +133,6 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
         device=resolve_device(device or spec.compute.device),
         dtype=getattr(torch, spec.compute.dtype),
     )
-
-
-def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU if there is one.
-
-    Raises:
-        SpecError: torch knows no such device, or `cuda` is asked for and torch sees no GPU.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise SpecError("compute.device is cuda, but torch sees no GPU", hint="Use `auto` or `cpu`.")
-    try:
-        return torch.device(device)
-    except RuntimeError:
-        raise SpecError(f"there is no device {device!r}", hint="Use `auto`, `cpu` or `cuda`.") from None
 
 
 def open_heads(

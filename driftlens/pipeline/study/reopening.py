@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from driftlens.pipeline.study.opening import OpenModels, open_study
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records import layout
-from driftlens.records.listing import unanalyzed
+from driftlens.records.listing import is_live, unanalyzed
 from driftlens.records.lock import living_owner_of
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.spec import RunSpec, load_spec
@@ -29,6 +29,10 @@ MERGED_FILE = "models/merged.safetensors"
 """Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
 
 
+Live = Callable[[int | None], tuple[Study, OpenModels]]
+"""Calibration samples per task, or None -> the study behind a run of live modules, which are handed in again."""
+
+
 def reopened(
     path: PathLike,
     *,
@@ -36,6 +40,7 @@ def reopened(
     with_calibrations: bool = True,
     with_jacobian: bool = False,
     access: Access = Access(),
+    live: Live | None = None,
 ) -> tuple[Study, OpenModels]:
     """The study behind a run directory, the merged model included, and its checkpoints.
 
@@ -45,14 +50,28 @@ def reopened(
         with_calibrations: whether calibrated variants and their controls are opened too.
         with_jacobian: whether path-averaged Jacobians are computed in any case, by default settings if need be.
         access: what may be used, and on which device.
+        live: gives the study of a run that was made from live modules, all settings included.
 
     Raises:
-        SpecError: the run was made from live modules.
+        SpecError: the run was made from live modules, and nobody gives them.
         DriftLensError: as for `analyze`; the files the run's spec names may have moved.
     """
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
-    require_spec(folder, manifest)
+    if live is None:
+        require_spec(folder, manifest)
+        study, models = _of_spec(folder, num_calibration, access, with_jacobian=with_jacobian)
+    else:
+        study, models = live(num_calibration)
+    for name, info in manifest.calibrations.items() if with_calibrations else ():
+        add_calibration(study, models, folder, name, info.method, info.control)
+    later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
+    return dataclasses.replace(study, variants=(*study.variants, *later)), models
+
+
+def _of_spec(
+    folder: pathlib.Path, num_calibration: int | None, access: Access, *, with_jacobian: bool
+) -> tuple[Study, OpenModels]:
     spec = load_spec(folder / "spec.yaml")
     if num_calibration is not None:
         # Fewer are a beginning of those drawn, so that nothing else is drawn differently (`data.drawing.draw`).
@@ -63,10 +82,7 @@ def reopened(
     study, models = open_study(spec, access=access)
     if "merged" not in study.pool:
         study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
-    for name, info in manifest.calibrations.items() if with_calibrations else ():
-        add_calibration(study, models, folder, name, info.method, info.control)
-    later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
-    return dataclasses.replace(study, variants=(*study.variants, *later)), models
+    return study, models
 
 
 def add_calibration(
@@ -105,15 +121,16 @@ def _attached(run: pathlib.Path, name: str, method: str) -> Attachments:
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Refuse a run of live modules: they are gone, and no spec says how to get them back.
+    """Refuse a run of live modules where nobody hands them in again: no spec says how to get them back.
 
     Raises:
         SpecError: it is one.
     """
-    if manifest.architecture.get("loader") == "live":
+    if is_live(manifest):
         raise SpecError(
             f"{folder} was made from live modules, which are not there any more: it can be read, not added to",
-            hint="Analyze the modules again, or save them as checkpoints and analyze a spec that names these.",
+            hint="Hand them in again from Python, as `driftlens.open_run(...).calibrate(..., modules={...})`, or save "
+            "them as checkpoints and analyze a spec that names these.",
         )
 
 
@@ -153,7 +170,7 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
         if study.model_info(name).digest != recorded.digest:
             raise CheckpointError(
                 f"{name} is not the model that the run was made with: {study.pool.source(name).name} has changed",
-                hint="Bring the file back, or analyze the models of today into a run of their own.",
+                hint="Bring that model back, or analyze the models of today into a run of their own.",
                 model=name,
             )
 
@@ -161,13 +178,19 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
 def require_same_samples(manifest: Manifest, study: Study) -> None:
     """Refuse data whose diagnosis or test samples are no longer those that the run's rows are about.
 
+    Samples of live objects are numbered, so that of these a few are looked at, too.
+
     Raises:
-        DataError: a task's sample ids differ from the recorded ones.
+        DataError: a task's sample ids or samples differ from the recorded ones.
     """
     for task, at_hand in study.tasks.items():
         for split, samples in (("diagnosis", at_hand.diagnosis), ("test", at_hand.test)):
             recorded = manifest.sample_ids.get(split, {}).get(task)
-            if recorded is not None and samples is not None and list(recorded) != list(samples.ids):
+            if recorded is None or samples is None:
+                continue
+            origin = manifest.sample_origins.get(split, {}).get(task)
+            is_other = is_live(manifest) and origin is not None and origin != samples.origin()
+            if is_other or list(recorded) != list(samples.ids):
                 raise DataError(
                     f"the {split} samples of task {task} are not those of the run: the data has changed",
                     hint="Bring the data back, or analyze the data of today into a run of its own.",

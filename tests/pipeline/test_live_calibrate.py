@@ -1,0 +1,198 @@
+"""A run of live modules calibrated: by the `Run` that remembers them, and where they are handed in again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import driftlens as dl
+from driftlens.errors import CheckpointError, DataError, DriftLensError, SpecError
+from driftlens.records.run import DriftRun
+from tests.cases import Stack, perturbed, with_seed
+from tests.pipeline.calibrating import CONTROL, VARIANT, files_of, same_rows
+
+TASKS = ("a", "b")
+SETTINGS = {"lam": 0.05, "rho": 2.0, "alpha": 0.3}
+CLASSES = ("cat", "dog", "fox")
+
+
+def inputs(seed: int, n: int = 12) -> Tensor:
+    return torch.randn(n, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def given() -> dict[str, Any]:
+    """What an analysis is given: two experts, labelled samples whose numbers mean classes, heads."""
+    base = with_seed(Stack)().eval()
+    heads = nn.functional.normalize(torch.randn(3, 4, generator=torch.Generator().manual_seed(9)), dim=1)
+    return {
+        "base": base,
+        "merged": perturbed(base, 1),
+        "experts": {task: perturbed(base, seed) for seed, task in enumerate(TASKS, 2)},
+        "data": {task: TensorDataset(inputs(seed), torch.arange(12) % 3) for seed, task in enumerate(TASKS)},
+        "heads": {task: dl.Head(CLASSES, heads, 10.0) for task in TASKS},
+        "blocks": "blocks",
+        "n": 10,
+    }
+
+
+def others() -> dict[str, Tensor]:
+    return {task: inputs(seed, 16) for seed, task in enumerate(TASKS, 20)}
+
+
+@pytest.fixture(scope="module")
+def analyzed(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run of these modules; tests add to it under names of their own."""
+    return dl.analyze(**given(), out=tmp_path_factory.mktemp("live") / "run", progress="none")
+
+
+def calibrate(run: Any, name: str, **options: Any) -> Any:
+    return run.calibrate(dl.FeatCal(**SETTINGS), name=name, **options)
+
+
+def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_hand(
+    tmp_path: pathlib.Path,
+) -> None:
+    modules = given()
+    before = dl.analyze(**modules, out=tmp_path / "run", progress="none")
+    run = calibrate(before, "featcal", data=others(), save_weights=tmp_path / "out.safetensors")
+    same_rows(run, before)
+    model = copy.deepcopy(modules["merged"])
+    model.load_state_dict(run.calibrated_state("featcal"))
+    fitted = dl.FeatCal(**SETTINGS).fit(
+        *(modules[name] for name in ("merged", "base", "experts")), others(), blocks="blocks", n=None
+    )
+    control = copy.deepcopy(modules["merged"])
+    with torch.no_grad():
+        for name, value in control.named_parameters():
+            if name.startswith("blocks."):
+                value.mul_(2).sub_(modules["base"].get_parameter(name))
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, fitted.model_.state_dict()[key], rtol=1e-5, atol=1e-6)
+    table = run.before_after("featcal").set_index(["task", "variant"])
+    for task in TASKS:
+        rows = [int(at) for at in run.sample_ids(task)]
+        x, labels = modules["data"][task][rows]
+        expert = modules["experts"][task](x)
+        for variant, module in {"merged": modules["merged"], VARIANT: model, CONTROL: control}.items():
+            found = module(x)
+            drift = torch.linalg.vector_norm(found - expert, dim=1).mean()
+            hits = modules["heads"][task].scores(found).argmax(dim=1) == labels
+            assert table.loc[(task, variant), "drift"] == pytest.approx(drift.item(), rel=1e-4)
+            assert table.loc[(task, variant), "accuracy"] == pytest.approx(hits.double().mean().item())
+        assert table.loc[(task, VARIANT), "drift"] < table.loc[(task, "merged"), "drift"]
+    assert not run.manifest.calibrations["featcal"].notices
+    saved = dl.open_checkpoint(tmp_path / "out.safetensors")
+    assert all(torch.equal(saved.read(key), value) for key, value in model.state_dict().items())
+    (page,) = dl.Report(run).save(tmp_path / "report", formats=["md"])
+    assert "featcal, anchor only" in page.read_text(encoding="utf-8")
+    with pytest.raises(DataError, match="no calibration 'other'; there are: featcal"):
+        run.calibrated_state("other")
+
+
+def test_modules_that_are_handed_in_again_are_calibrated_alike(analyzed: Any) -> None:
+    """With what the run's settings say, whatever the defaults are."""
+    remembered = calibrate(analyzed, "remembered", data=others()).calibrated_state("remembered")
+    modules = {name: value for name, value in given().items() if name not in ("n", "blocks")}
+    again = calibrate(dl.open_run(analyzed.path), "again", modules=modules, data=others())
+    for key, value in again.calibrated_state("again").items():
+        assert torch.equal(value, remembered[key]), key
+    with_path = dl.calibrate(
+        analyzed.path, name="path", **SETTINGS, modules=modules, data=others(), progress="none"
+    )
+    assert with_path.manifest.models["calibrated:path"] == dataclasses.replace(
+        again.manifest.models["calibrated:again"],
+        source=with_path.manifest.models["calibrated:path"].source,
+    )
+
+
+def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
+    told = calibrate(analyzed, "same").manifest.calibrations["same"].notices
+    assert [text.partition(",")[0] for text in told] == [
+        f"10 of the 10 diagnosis samples of task {task} are among its calibration samples" for task in TASKS
+    ]
+    few = {"a": analyzed_inputs(analyzed)[:3], "b": inputs(30)}
+    (text,) = calibrate(analyzed, "few", data=few).manifest.calibrations["few"].notices
+    assert text.startswith("3 of the 10 diagnosis samples of task a are among its calibration samples")
+    run = dl.open_run(analyzed.path)
+    assert any(text in notice for notice in run.manifest.notices)
+    card = (run.path / "calibrations/few/README.md").read_text(encoding="utf-8")
+    assert "3 of the 10 diagnosis samples" in card and "no test sample" not in card and "RUN" not in card
+
+
+def analyzed_inputs(run: DriftRun) -> Tensor:
+    return inputs(0)[[int(at) for at in run.sample_ids("a")]]
+
+
+def changed(name: str) -> dict[str, Any]:
+    """The modules again, but one of their parameters, samples or heads."""
+    modules = given()
+    if name == "merged":
+        with torch.no_grad():
+            modules["merged"].blocks[1][0].bias[0] += 1e-6
+    if name == "data":
+        modules["data"]["b"] = TensorDataset(inputs(7), torch.arange(12) % 3)
+    if name == "heads":
+        head = modules["heads"]["a"]
+        modules["heads"]["a"] = dataclasses.replace(head, classes=head.classes[::-1])
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("modules", "error", "words"),
+    [
+        (changed("merged"), CheckpointError, "merged is not the model that the run was made with"),
+        (changed("data"), DataError, "diagnosis samples of task b are not those of the run"),
+        (changed("heads"), SpecError, "heads of a have other classes"),
+        ({"merged": given()["merged"]}, SpecError, "missing: experts, heads of a, heads of b, base"),
+        (None, SpecError, "made from live modules, which are not there any more"),
+    ],
+    ids=["weights", "samples", "classes", "incomplete", "nothing"],
+)
+def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
+    analyzed: Any, modules: dict[str, Any] | None, error: type[DriftLensError], words: str
+) -> None:
+    before = files_of(analyzed.path)
+    with pytest.raises(error, match=words):
+        calibrate(dl.open_run(analyzed.path), "other", modules=modules, data=others())
+    assert files_of(analyzed.path) == before
+
+
+def test_a_mask_that_was_a_function_is_asked_for(tmp_path: pathlib.Path) -> None:
+    class Tokens(Stack):
+        """The same stack on tokens."""
+
+    base = with_seed(Tokens)().eval()
+    x = torch.randn(6, 3, 5, generator=torch.Generator().manual_seed(0))
+
+    def first_two(batch: Tensor) -> Tensor:
+        return (torch.arange(3) < 2).expand(len(batch), 3)
+
+    modules = {"merged": perturbed(base, 1), "experts": {"a": perturbed(base, 2)}, "data": {"a": x}}
+    dl.analyze(**modules, blocks="blocks", mask=first_two, out=tmp_path / "run", progress="none")
+    run = dl.open_run(tmp_path / "run")
+    calibrator = dl.FeatCal(rho=1.0)
+    with pytest.raises(SpecError, match="missing: mask"):
+        run.calibrate(calibrator, name="x", modules=modules)
+    run = run.calibrate(calibrator, name="x", modules={**modules, "mask": first_two})
+    assert VARIANT.replace("featcal", "x") in run.variants and CONTROL not in run.variants
+
+
+def test_baselines_stand_beside_the_merged_model(tmp_path: pathlib.Path) -> None:
+    modules = given()
+    run = dl.analyze(
+        **modules,
+        baselines={"twin": modules["merged"], "own": modules["experts"]["a"]},
+        out=tmp_path / "run",
+        progress="none",
+    )
+    assert run.variants == ("base", "merged", "baseline:twin", "baseline:own")
+    assert run.value("drift_l2_mean", task="a", variant="baseline:own") == 0
+    twin, merged = (run.layers(variant=name)["drift_l2_mean"] for name in ("baseline:twin", "merged"))
+    assert twin.tolist() == merged.tolist()

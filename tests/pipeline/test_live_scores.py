@@ -1,0 +1,101 @@
+"""Live modules whose final output is one vector per token: scores are of pooled features, everywhere."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import driftlens as dl
+from driftlens.errors import SpecError
+from driftlens.models.chain import pooled
+from tests.cases import perturbed, with_seed
+
+CLASSES, WIDTH, N, LENGTH = ("cat", "dog", "fox"), 6, 9, 4
+
+
+class Tokens(nn.Module):
+    """Tokens in, tokens out, which mix; padding is left alone by a mask of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x)
+
+
+def given(pool: Any) -> dict[str, Any]:
+    base = with_seed(Tokens)().eval()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, LENGTH, WIDTH, generator=generator)
+    mask = torch.arange(LENGTH) < torch.tensor([4, 3, 2, 4, 3, 2, 4, 3, 2])[:, None]
+    rows = nn.functional.normalize(torch.randn(3, WIDTH, generator=generator), dim=1)
+    return {
+        "merged": perturbed(base, 1, 0.3),
+        "experts": {"task": perturbed(base, 2, 0.3)},
+        "data": {"task": [({"x": x, "attention_mask": mask.long()}, torch.arange(N) % 3)]},
+        "heads": {"task": dl.Head(CLASSES, rows, 10.0)},
+        "pool": pool,
+    }
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean", "last"])
+def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) -> None:
+    modules = given(pool)
+    run = dl.analyze(
+        **modules,
+        out=tmp_path / "run",
+        progress="none",
+        jacobian=dl.JacobianSettings(samples=N),
+        adjoint=True,
+    )
+    ((batch, labels),) = modules["data"]["task"]
+    head, mask = modules["heads"]["task"], batch["attention_mask"].bool()
+    with torch.no_grad():
+        outs = {"expert": modules["experts"]["task"](**batch), "merged": modules["merged"](**batch)}
+        scores = {name: head.scores(pooled(out, pool, mask)) for name, out in outs.items()}
+    for name, found in scores.items():
+        hits = (found.argmax(dim=1) == labels).double().mean().item()
+        assert run.accuracy(variant=name)["value"].tolist() == pytest.approx([hits]), name
+    told = run.outputs(variant="merged")
+    assert told["pred"].tolist() == [CLASSES[at] for at in scores["merged"].argmax(dim=1)]
+    loss = [nn.functional.cross_entropy(found, labels, reduction="none") for found in scores.values()]
+    drift = (outs["merged"] - outs["expert"]).masked_fill(~mask[..., None], 0)
+    wanted = {"loss": loss[1] - loss[0], "final_drift": torch.ones(N)}
+    rows = run.adjoint(variant="merged")
+    assert bool((drift.flatten(1).norm(dim=1) > 0).all())
+    for target, change in wanted.items():
+        parts = rows[rows["target"] == target].groupby("sample_id", sort=False)
+        assert parts["change"].first().tolist() == pytest.approx(change.tolist(), rel=1e-4, abs=1e-5)
+        assert parts["part"].sum().tolist() == pytest.approx(change.tolist(), rel=1e-2, abs=1e-3)
+
+
+def test_a_calibration_is_scored_so_at_first_look_too(tmp_path: pathlib.Path) -> None:
+    run = dl.analyze(**given("mean"), out=tmp_path / "run", progress="none")
+    said: list[str] = []
+    run = run.calibrate(dl.FeatCal(rho=1.0), name="x", on_first=said.append)
+    (found,) = run.accuracy(variant="calibrated:x")["value"]
+    assert f"x {found:.1%}" in said[0]
+
+
+def test_an_unknown_pooling_is_refused_with_the_four_there_are(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="'avg', expected one of cls, mean, last, all"):
+        dl.analyze(**given("avg"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SpecError, match="expected one of cls, mean, last, all"):
+        pooled(torch.zeros(2, 3, 4), "avg")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta", "cuda"])
+def test_a_device_that_is_not_there_is_said_so(device: str, tmp_path: pathlib.Path) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SpecError, match=f"there is no device '{device}' here"):
+        dl.analyze(**given("mean"), device=device, out=tmp_path / "run")

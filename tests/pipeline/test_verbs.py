@@ -1,0 +1,52 @@
+"""The command line's verbs as functions: each does what its command does."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import driftlens as dl
+from driftlens.errors import SpecError
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.records.run import DriftRun
+from tests.pipeline.calibrating import copied, request
+from tests.pipeline.world import SCALING, World, merged_weights, write_spec
+
+
+def test_calibrate_and_sweep_add_to_a_run(world: World, light: DriftRun, tmp_path: pathlib.Path) -> None:
+    settings = {"lam": 0.2, "rho": 2.0, "alpha": 0.5}
+    wanted = calibrate(copied(light, tmp_path / "wanted"), request(parameters=settings, samples=3))
+    run = dl.calibrate(
+        copied(light, tmp_path / "run"),
+        name="featcal",
+        preset="paper-clip",
+        lam=0.2,
+        parameters={"alpha": 0.5},
+        samples=3,
+        progress="none",
+    )
+    assert run.manifest.calibrations["featcal"].settings == wanted.manifest.calibrations["featcal"].settings
+    found = run.calibrated_state("featcal")
+    for key, value in load_file(wanted.path / "calibrations/featcal/weights.safetensors").items():
+        assert torch.equal(found[key], value), key
+    swept = dl.sweep(run, param={"lam": [0.2, 0.4]}, accuracy=False, samples=3, progress="none").sweeps()
+    assert sorted(set(swept["lam"])) == [0.2, 0.4] and swept["accuracy"].isna().all()
+    with pytest.raises(SpecError, match="made from a spec"):
+        dl.calibrate(run, name="other", data={"flowers": torch.zeros(2, 3, 16, 16)})
+
+
+def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: pathlib.Path) -> None:
+    file = dl.merge(
+        write_spec(tmp_path / "run.yaml", world.spec()),
+        method="task_arithmetic",
+        parameters={"scaling": SCALING},
+        out=tmp_path / "merged.safetensors",
+    )
+    for key, value in merged_weights(world).items():
+        torch.testing.assert_close(load_file(file)[key], value, rtol=1e-6, atol=1e-7)
+    assert not dl.validate(world.spec()).problems
+    broken = dl.validate(world.spec(base={"weights": str(tmp_path / "nowhere.safetensors")}), device="cpu")
+    assert [finding.subject for finding in broken.problems] == ["base"] and broken.exit_code == 4

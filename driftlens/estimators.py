@@ -29,6 +29,8 @@ class FeatCal(featcal.FeatCal):
         fitted = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3).fit(merged, base, {"cars": expert}, {"cars": loader})
         fitted.model_
 
+    A run measures before and after, and keeps both: `dl.analyze(...)`, then `run.calibrate(dl.FeatCal(...), name=...)`.
+
     Attributes:
         model_: after `fit`, a calibrated copy of the merged module, in eval mode.
         history_: a frame with one row per calibrated module, columns as in the calibration table of a run.

@@ -120,12 +120,11 @@ def live_study(
     head_of = dict(heads or {})
 
     def drawn(source: Mapping[str, Any], count: int | None, split: Split) -> dict[str, SampleSet]:
+        # Nobody looks at the labels of calibration samples, so these need not fit the head.
+        names = {task: head.classes for task, head in head_of.items() if split == "diagnosis"}
         how: dict[str, Any] = {"n": count, "seed": seed, "split": split, "batch_size": batch_size}
-        names = {task: head.classes for task, head in head_of.items()}
-        return {
-            task: live_samples(task, source[task], class_names=names.get(task), **how)
-            for task in sorted(source)
-        }
+        tasks = sorted(source)
+        return {task: live_samples(task, source[task], class_names=names.get(task), **how) for task in tasks}
 
     diagnosis = drawn(data, n, "diagnosis")
     fitted = {} if calibration is None else drawn(calibration, n_calibration or n, "calibration")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from driftlens.diagnostic import diagnostic
 from driftlens.engine.pool import ModelPool
-from driftlens.models.chain import Layer, Slot
+from driftlens.models.chain import Layer, LayerChain, Slot
 from driftlens.records.schema import PARAMS
 from driftlens.variants import expert_of
 
@@ -92,12 +92,16 @@ def _module_alignments(pool: ModelPool, layer: Layer, task: str, variant: str) -
     for name, slot in owned.items():
         start = base[name].double()
         alignment = Alignment.of(moved[name] - start, expert[name] - start)
-        path = _module_path(layer, name, slot)
+        path = _module_path(pool.chain, layer, name, slot)
         modules[path] = modules.get(path, Alignment()) + alignment
     return modules
 
 
-def _module_path(layer: Layer, name: str, slot: Slot) -> str:
-    """The module a parameter belongs to, in the library's names; parts of fused tensors have names of their own."""
+def _module_path(chain: LayerChain, layer: Layer, name: str, slot: Slot) -> str:
+    """The module a parameter belongs to, in the library's names; parts of fused tensors have names of their own.
+
+    So have parameters of whatever holds all layers: a model's own stand for themselves, inside a larger one too.
+    """
     key = slot.key if slot.rows is None else f"{layer.path}.{name}"
-    return key.rpartition(".")[0] or key
+    module = key.rpartition(".")[0]
+    return key if not module or chain.blocks[0].path.startswith(f"{module}.") else module

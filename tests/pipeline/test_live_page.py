@@ -10,6 +10,7 @@ import pytest
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/live.md"
 
 
+@pytest.mark.slow  # test_live_calibrate.py goes the same way in pieces
 def test_the_page_runs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)

@@ -16,7 +16,9 @@ from tests.pipeline.calibrating import copied, request
 from tests.pipeline.world import SCALING, World, merged_weights, write_spec
 
 
-def test_calibrate_and_sweep_add_to_a_run(world: World, light: DriftRun, tmp_path: pathlib.Path) -> None:
+def test_calibrate_takes_the_commands_options_by_name(
+    world: World, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
     settings = {"lam": 0.2, "rho": 2.0, "alpha": 0.5}
     wanted = calibrate(copied(light, tmp_path / "wanted"), request(parameters=settings, samples=3))
     run = dl.calibrate(
@@ -32,10 +34,15 @@ def test_calibrate_and_sweep_add_to_a_run(world: World, light: DriftRun, tmp_pat
     found = run.calibrated_state("featcal")
     for key, value in load_file(wanted.path / "calibrations/featcal/weights.safetensors").items():
         assert torch.equal(found[key], value), key
-    swept = dl.sweep(run, param={"lam": [0.2, 0.4]}, accuracy=False, samples=3, progress="none").sweeps()
-    assert sorted(set(swept["lam"])) == [0.2, 0.4] and swept["accuracy"].isna().all()
     with pytest.raises(SpecError, match="made from a spec"):
         dl.calibrate(run, name="other", data={"flowers": torch.zeros(2, 3, 16, 16)})
+
+
+@pytest.mark.slow
+def test_sweep_adds_the_rows_of_its_command(light: DriftRun, tmp_path: pathlib.Path) -> None:
+    given = {"accuracy": False, "samples": 3, "progress": "none"}
+    rows = dl.sweep(copied(light, tmp_path / "run"), param={"lam": [0.2, 0.4]}, **given).sweeps()
+    assert sorted(set(rows["lam"])) == [0.2, 0.4] and rows["accuracy"].isna().all()
 
 
 def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: pathlib.Path) -> None:

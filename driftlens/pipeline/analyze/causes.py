@@ -244,7 +244,7 @@ def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView, pooling:
     if head is None:
         return targets
     # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.
-    before, pull = vjp(lambda state: pooled(state, pooling, last.side.mask(stream)), expert)
+    before, pull, *_ = vjp(lambda state: pooled(state, pooling, last.side.mask(stream)), expert)
     after = pooled(variant, pooling, last.side.mask(stream))
     scored = {"margin": margin_target(head, before, after)}
     if samples.labels is not None:

@@ -60,7 +60,7 @@ def live_study(
     mask: Mask = None,
     pool: Pool | None = None,
     n: int | None = 256,
-    n_calibration: int | None = None,
+    n_calibration: int = 256,
     batch_size: int = 32,
     cka: bool = False,
     jacobian: JacobianSettings | None = None,
@@ -86,7 +86,7 @@ def live_study(
         pool: how one vector per sample is taken, `cls`, `mean`, `last` or `all`; None takes what suits the models'
             modality. Scores are of these vectors.
         n: samples per task, drawn at random; None takes all.
-        n_calibration: the same of `calibration`; None takes as many as `n` says.
+        n_calibration: the same of `calibration`.
         batch_size: samples per forward pass.
         cka: whether linear CKA is computed.
         jacobian: settings of path-averaged Jacobians; None leaves them out.
@@ -127,11 +127,12 @@ def live_study(
         return {task: live_samples(task, source[task], class_names=names.get(task), **how) for task in tasks}
 
     diagnosis = drawn(data, n, "diagnosis")
-    fitted = {} if calibration is None else drawn(calibration, n_calibration or n, "calibration")
+    fitted = {} if calibration is None else drawn(calibration, n_calibration, "calibration")
     dtype = _computed_in(merged)
     skeleton = _in_dtype(merged, dtype)
     example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, first.device, dtype)
     chain = _chain(skeleton, example, blocks, mask)
+    chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
@@ -194,7 +195,7 @@ def live_again(
         folder: the run.
         given: arguments of `live_study`; the run's own settings stand in for those that are left out.
         calibration: samples to calibrate on; those of the analysis if left out.
-        num_calibration: how many of them per task; as many as the analysis looked at if left out.
+        num_calibration: how many of them per task; 256 at most if left out.
 
     Raises:
         SpecError: something is missing that the run can't know, or heads are of other classes.
@@ -224,7 +225,8 @@ def live_again(
     for task, classes in manifest.classes.items():
         if there[task] != tuple(classes):
             raise SpecError(f"heads of {task} have other classes than those that the run was made with")
-    study = live_study(**{**settings, "calibration": calibration, "n_calibration": num_calibration})
+    settings |= {} if num_calibration is None else {"n_calibration": num_calibration}
+    study = live_study(**{**settings, "calibration": calibration})
     tasks = {
         task: at if at.calibration else dataclasses.replace(at, calibration=at.diagnosis)
         for task, at in study.tasks.items()

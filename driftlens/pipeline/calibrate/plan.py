@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -306,7 +307,11 @@ def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
 
 def _contents(samples: SampleSet) -> list[str]:
     """A digest of every sample's content."""
-    return [data_digest("-", lambda _, row=row: samples.load([row])) for row in range(len(samples))]
+    return [data_digest("-", partial(_nth, samples, row)) for row in range(len(samples))]
+
+
+def _nth(samples: SampleSet, row: int, _: int) -> Any:
+    return samples.load([row])
 
 
 def _moved(

@@ -88,8 +88,16 @@ def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) 
         assert parts["part"].sum().tolist() == pytest.approx(change.tolist(), rel=1e-2, abs=1e-3)
 
 
-def test_a_calibration_is_scored_so_at_first_look_too(tmp_path: pathlib.Path) -> None:
-    run = dl.analyze(**given("mean"), out=tmp_path / "run", progress="none")
+def test_a_linear_classifier_scores_a_calibration_too_at_first_look_as_well(tmp_path: pathlib.Path) -> None:
+    modules = given("mean")
+    linear = with_seed(lambda: nn.Linear(WIDTH, 3))()
+    run = dl.analyze(**modules | {"heads": {"task": linear}}, out=tmp_path / "run", progress="none")
+    ((batch, labels),) = modules["data"]["task"]
+    with torch.no_grad():
+        out = modules["merged"](**batch)
+        scores = linear(pooled(out, "mean", batch["attention_mask"].bool()))
+    hits = (scores.argmax(dim=1) == labels).double().mean().item()
+    assert run.accuracy(variant="merged")["value"].tolist() == pytest.approx([hits])
     said: list[str] = []
     run = run.calibrate(dl.FeatCal(rho=1.0), name="x", on_first=said.append)
     (found,) = run.accuracy(variant="calibrated:x")["value"]

@@ -27,6 +27,7 @@ from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, require_pool
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
+from driftlens.models.heads import linear_head
 from driftlens.models.sequential import check_deterministic, sequential_chain
 from driftlens.models.sources import module_source
 from driftlens.models.vit import PIXELS
@@ -53,7 +54,7 @@ def live_study(
     data: Mapping[str, Any],
     base: nn.Module | None = None,
     baselines: Mapping[str, nn.Module] | None = None,
-    heads: Mapping[str, ScoreMap] | None = None,
+    heads: Mapping[str, ScoreMap | nn.Linear] | None = None,
     calibration: Mapping[str, Any] | None = None,
     layers: str | Sequence[str | int] = "blocks",
     blocks: str | None = None,
@@ -77,7 +78,7 @@ def live_study(
         data: per task: a tensor, a Dataset, a DataLoader or an iterable of batches, with labels or without.
         base: the common base, if there is one.
         baselines: other merged models to compare with, by name.
-        heads: score maps per task; with labels they give accuracy.
+        heads: score maps per task, or linear classifiers whose rows are numbered; with labels they give accuracy.
         calibration: samples per task for calibrating, as `data`; a calibration takes those of `data` if left out.
         layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
         blocks: path of the list of blocks, where it can't be found by itself (generic modules only).
@@ -117,7 +118,7 @@ def live_study(
     modules = {expert_of(task): experts[task] for task in sorted(experts)} | {"merged": merged} | others
     modules = ({"base": base} if base is not None else {}) | modules
     _require_one_class(modules)
-    head_of = dict(heads or {})
+    head_of = {task: _score_map(head) for task, head in (heads or {}).items()}
 
     def drawn(source: Mapping[str, Any], count: int | None, split: Split) -> dict[str, SampleSet]:
         # Nobody looks at the labels of calibration samples, so these need not fit the head.
@@ -213,7 +214,7 @@ def live_again(
     wanted = [name for name in ("merged", "experts", "data") if settings.get(name) is None]
     wanted += ["mask"] if settings.get("mask") is True else []
     manifest = read_manifest(folder)
-    there = {task: tuple(head.classes) for task, head in (settings.get("heads") or {}).items()}
+    there = {task: tuple(_score_map(head).classes) for task, head in (settings.get("heads") or {}).items()}
     wanted += [f"heads of {task}" for task in manifest.classes if task not in there]
     wanted += ["base"] if "base" in manifest.variants and settings.get("base") is None else []
     if wanted:
@@ -236,9 +237,7 @@ def live_again(
     architecture = Architecture(
         LOADER, type(settings["merged"]).__name__, settings["merged"], study.pool.chain
     )
-    return study, OpenModels(
-        architecture, sources.get("base"), sources, study.provenance, form=sources["merged"]
-    )
+    return study, OpenModels(architecture, sources, sources, study.provenance, form=sources["merged"])
 
 
 def analyze_study(
@@ -307,6 +306,10 @@ def _input_notices(
         notice = unmasked_padding(inputs, pad_token) if mask is None else None
         if notice is not None and "attention_mask" not in inputs.values:
             yield f"task {task}: {notice}"
+
+
+def _score_map(head: ScoreMap | nn.Linear) -> ScoreMap:
+    return linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
 
 
 def _task(samples: SampleSet, head: ScoreMap | None, calibration: SampleSet | None) -> TaskSamples:

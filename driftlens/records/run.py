@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import pathlib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -47,6 +47,7 @@ class DriftRun:
         self.path = path
         self.manifest = manifest
         self._frames: dict[str, pd.DataFrame] = {}
+        self._places: dict[str, Mapping[Any, Any]] = {}
 
     @classmethod
     def at(cls, path: PathLike) -> Self:
@@ -274,6 +275,14 @@ class DriftRun:
 
     def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:
         frame = self._frame(table)
+        both = wanted.get("task"), wanted.get("variant")
+        if None not in both and len(frame):
+            for column in ("task", "variant"):
+                self._check(column, wanted.pop(column))
+            # Comparing text in every row, for every task and variant anew, would take most of a report's time.
+            if table.name not in self._places:
+                self._places[table.name] = frame.groupby(["task", "variant"], sort=False).indices
+            frame = frame.take(self._places[table.name].get(both, []))
         keep = np.full(len(frame), True)
         for column, value in wanted.items():
             if value is None:

@@ -154,9 +154,10 @@ def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> Non
 def _show_result(run: DriftRun, name: str) -> None:
     """Draw the result of the calibration `name`; a table that can't be read takes no other part along."""
     with shown_errors():
-        for sentence in [*calibration_sentences(run, name), *selection_sentences(run, name)]:
+        sentences, sheets = _in_words_and_sheets(run, name)
+        for sentence in sentences:
             st.markdown(f"- {plain(sentence)}")
-        for sheet in _sheets(run, name):
+        for sheet in sheets:
             show_sheet(sheet)
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
@@ -174,8 +175,9 @@ def _show_result(run: DriftRun, name: str) -> None:
 
 
 @st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
-def _sheets(run: DriftRun, name: str) -> list[Sheet]:
-    return calibration_sheets(run, name)
+def _in_words_and_sheets(run: DriftRun, name: str) -> tuple[list[str], list[Sheet]]:
+    sentences = [*calibration_sentences(run, name), *selection_sentences(run, name)]
+    return sentences, calibration_sheets(run, name)
 
 
 def _downloads(run: DriftRun, name: str) -> None:

@@ -13,7 +13,7 @@ from driftlens.calibration import featcal
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.problems import SiteReport
-from driftlens.engine.site_selection import select_sites, tied_sites
+from driftlens.engine.site_selection import coverage, select_sites, tied_sites
 from driftlens.models.chain import ParameterKey
 from driftlens.models.frames import Mask
 from driftlens.models.saving import fused
@@ -129,4 +129,6 @@ class FeatCal(featcal.FeatCal):
             self.notices_ += (
                 f"left as they are, because their weights serve other places too: {', '.join(tied)}",
             )
+        share, text = coverage(chain, study.pool.source("merged"), chosen, self.update)
+        self.notices_ += (f"only a part is calibrated: {text}",) if share < 1 else ()
         return self

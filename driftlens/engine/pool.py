@@ -213,8 +213,7 @@ class ModelPool:
         if (model, slot) not in self._known_finite:
             check_finite(source.name, slot.key, tensor)
             self._known_finite.add((model, slot))
-        tensor = tensor.to(self.device, self.dtype)
-        return tensor.mT if slot.transposed else tensor
+        return slot.own(tensor.to(self.device, self.dtype))
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:

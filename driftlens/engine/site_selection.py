@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -10,6 +12,7 @@ from driftlens.errors import IncompatibleModelsError, LayerNotFoundError
 from driftlens.layers import select_layers
 from driftlens.models.chain import Layer, LayerChain, Site
 from driftlens.models.sites import BLOCK_ITSELF
+from driftlens.models.sources import StateSource
 
 
 def site_path(layer: Layer, site: Site) -> str:
@@ -88,6 +91,78 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
             if others:
                 found[site_path(layer, site)] = others
     return found
+
+
+def coverage(
+    chain: LayerChain, source: StateSource, sites: Mapping[int, Collection[str]], update: Collection[str]
+) -> tuple[float, str]:
+    """How much of a model a calibration solves for.
+
+    Args:
+        chain: the model taken apart.
+        source: any model of the architecture; only its headers are asked.
+        sites: layer index -> names of the sites that are solved for.
+        update: kinds of parameters that are: `linear` for weights, `bias`, `norm`.
+
+    Returns:
+        The share of the blocks' parameters, and a sentence on it, on that of all layers and on what is left alone.
+    """
+    sizes, left = Counter[tuple[bool, bool]](), Counter[str]()  # (in a block, solved for) -> entries
+    modules: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
+    tied, counted = tied_sites(chain), set[object]()
+    for layer in chain.layers:
+        known, in_block = {site.name: site for site in layer.sites}, layer.role == "block"
+        for name, slot in chain.owned(layer).items():
+            place = chain.tied.get(slot.key, (slot.key,))[0], slot.rows
+            if place in counted:
+                continue
+            counted.add(place)
+            owner, _, part = name.rpartition(".")
+            site, is_chosen = known.get(owner), owner in sites.get(layer.index, ())
+            kind = _KINDS.get(part) if site is None or site.kind == "linear" else "norm"
+            is_solved = is_chosen and kind in update
+            size = math.prod(slot.shape(source.headers[slot.key].shape))
+            sizes[in_block, is_solved] += size
+            if in_block and not is_solved:
+                what = (
+                    f"{name}: its weight serves other places too"
+                    if site and site_path(layer, site) in tied
+                    else name
+                )
+                owner, what = layer.no_sites.get(name, ("", what))
+                left[what] += size
+                modules[what] |= {(layer.index, owner)} if owner else set()
+    inside = sizes[True, True] + sizes[True, False]
+    of_blocks, of_all = (
+        sizes[True, True] / max(1, inside),
+        (sizes[True, True] + sizes[False, True]) / sizes.total(),
+    )
+    shown = [
+        _left_alone(what, len(modules[what]), size / inside) for what, size in left.most_common(MOST_NAMED)
+    ]
+    more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
+    text = f"{sum(map(len, sites.values()))} sites hold {_percent(of_blocks)} of the blocks' parameters"
+    alone = f"; left alone: {', '.join(shown)}{more}" if shown else ""
+    return of_blocks, f"{text} and {_percent(of_all)} of all layers'{alone}"
+
+
+_KINDS = {"weight": "linear", "bias": "bias"}
+"""Of the parameters of a linear module: what a calibrator's `update` calls them."""
+MOST_NAMED = 5
+"""Names that a sentence lists before it counts the others."""
+
+
+def _left_alone(what: str, count: int, share: float) -> str:
+    name, _, why = what.partition(": ")
+    return f"{f'{count} ' if count else ''}{name} ({_percent(share)}{f': {why}' if why else ''})"
+
+
+def _percent(share: float) -> str:
+    """A share of which neither a rest nor a trace is rounded away."""
+    text = f"{share:.1%}"
+    if text == "100.0%" and share < 1:
+        return "over 99.9%"
+    return "under 0.1%" if text == "0.0%" and share else text
 
 
 def _require_one_place(path: str, tied: Mapping[str, tuple[str, ...]]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.errors import ShapeError
+from driftlens.errors import IncompatibleModelsError, ShapeError
 from driftlens.linalg.fixed_weights import FixedWeights
 
 State = dict[str, Tensor]
@@ -181,11 +181,25 @@ class PathJacobian:
 
 @contextmanager
 def forward_mode_attention() -> Iterator[None]:
-    """Attention kernels that have forward-mode derivatives, for the length of the context."""
+    """Attention kernels that have forward-mode derivatives, for the length of the context.
+
+    Raises:
+        IncompatibleModelsError: something inside has none, or decides by its input what it does.
+    """
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # On first use torch.func.jvp scripts its decompositions and warns that scripting is deprecated.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            if not isinstance(error, NotImplementedError) and not first.startswith("vmap: "):
+                raise
+            raise IncompatibleModelsError(
+                f"a layer can't be differentiated: {first[:160]}",
+                hint="The experts of a mixture are chosen by their input, for instance. Leave its Jacobians out: "
+                "`metrics: {jacobian: false}` in a spec, jacobian=None in Python.",
+            ) from error
 
 
 def _stacked(states: list[State]) -> State:

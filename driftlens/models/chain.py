@@ -11,6 +11,7 @@ returns zeros in their rows, so that padding carries no drift.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -230,17 +231,33 @@ class Slot:
     """Where one parameter of a layer lies in a checkpoint.
 
     `rows` selects rows [start, stop) of a fused tensor (an attention in-projection); `transposed` says that the
-    checkpoint stores the matrix as [in, out] where the layer wants [out, in].
+    checkpoint stores the matrix as [in, out] where the layer wants [out, in]; `kernel` [in, h, w] that it stores each
+    row of the matrix as the kernel of a convolution.
     """
 
     key: str
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    kernel: tuple[int, ...] = ()
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Of the parameter in the layer's layout, given that of the checkpoint's tensor."""
         found = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
+        if self.kernel:
+            found = (found[0], math.prod(self.kernel))
         return found[::-1] if self.transposed else found
+
+    def own(self, stored: Tensor) -> Tensor:
+        """The parameter in the layer's layout, given the rows of the checkpoint's tensor that it lies in; no copy."""
+        if self.kernel:
+            stored = stored.flatten(1)
+        return stored.mT if self.transposed else stored
+
+    def stored(self, own: Tensor) -> Tensor:
+        """The rows of the checkpoint's tensor, given the parameter in the layer's layout; no copy."""
+        if self.transposed:
+            own = own.mT
+        return own.unflatten(1, self.kernel) if self.kernel else own
 
 
 @dataclass(frozen=True)
@@ -287,6 +304,7 @@ class Layer:
         sites: calibratable modules, in the order in which they run.
         stream: the entry of the state that this layer writes; norms and cosines pool it.
         is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
+        no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
     """
 
     index: int
@@ -297,6 +315,7 @@ class Layer:
     sites: tuple[Site, ...] = ()
     stream: str = "hidden"
     is_residual: bool = False
+    no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -386,7 +405,7 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     A mask of other tokens than those of `hidden` is not asked: a head may give tokens of its own.
 
     Args:
-        hidden: [n, t, d], or [n, d], which is returned as it is.
+        hidden: [n, t, d], or [n, d], which is returned as it is; of convolutions [n, c, h, w], with a mean over space.
         how: `cls` the first token, `last` the last unmasked one, `mean` the mean over unmasked tokens, `all` the whole
             state flattened (its norm is the Frobenius norm).
         mask: [n, t], true where a token counts; None means everywhere.
@@ -395,11 +414,18 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
         [n, d], or [n, t * d] for `all`. The map is linear in `hidden`.
 
     Raises:
-        SpecError: there is no such way.
+        SpecError: there is no such way, or `cls` or `last` of features that have channels and no tokens.
     """
     require_pool(how)
     if hidden.dim() == 2:
         return hidden
+    if hidden.dim() > 3 and how in ("cls", "last"):
+        raise SpecError(
+            f"pool {how!r} wants tokens [n, t, d]; the features are {list(hidden.shape)}, channels before space",
+            hint="Pool them with `mean`, over space, or with `all`.",
+        )
+    if hidden.dim() > 3 and how == "mean":
+        return hidden.flatten(2).mean(dim=2)
     mask = None if mask is None or mask.shape != hidden.shape[:2] else mask
     if how == "cls":
         return hidden[:, 0]

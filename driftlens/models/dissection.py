@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap
+from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.frames import (
     Frame,
     Inputs,
@@ -25,10 +26,11 @@ from driftlens.models.frames import (
     result,
     side_inputs,
     tensors_given,
+    unflattened,
     without_padding,
 )
 from driftlens.models.interception import bypassed, call, evaluating, observe, run_until
-from driftlens.models.sites import BLOCK_ITSELF, site_kind, tapped
+from driftlens.models.sites import BLOCK_ITSELF, site_kind, slot_of, tapped
 
 
 class ShapesOnlyError(SpecError):
@@ -50,6 +52,9 @@ class Dissection:
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
         self._frames: list[Frame] | None = None
+        self.slots = [self._slots(position) for position in range(len(self.blocks))]
+        # Without a convolution inside, features of four axes have their channels behind space.
+        self.convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
 
     def outer_weights(self) -> dict[str, Tensor]:
         """Names and values of the weights outside the blocks."""
@@ -58,10 +63,11 @@ class Dissection:
             name: value for name, value in own_weights(self.module).items() if not name.startswith(inside)
         }
 
-    def block_weights(self, position: int) -> dict[str, str]:
-        """Names of a block's weights inside the block -> in the whole module."""
+    def _slots(self, position: int) -> dict[str, Slot]:
+        """Names of a block's weights -> where they lie; those of a block that is one site are called after it."""
         block, path = self.blocks[position], self.paths[position]
-        return {f"{_prefix(block)}{name}": f"{path}.{name}" for name in own_weights(block)}
+        prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
+        return {f"{prefix}{name}": slot_of(block, name, f"{path}.{name}") for name in own_weights(block)}
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
@@ -114,7 +120,7 @@ class Dissection:
         """Features that reach the first block."""
         args, kwargs = inputs_in(side).arguments(state)
         hidden = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
-        return {"hidden": without_padding(self.paths[0], hidden, side.mask("hidden"))}
+        return {"hidden": self._features(self.paths[0], hidden, side.mask("hidden"))}
 
     def block(
         self,
@@ -129,10 +135,13 @@ class Dissection:
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         args, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
-        own = {name.removeprefix(_prefix(block)): value for name, value in parameters.items()}
+        path, slots = self.paths[position], self.slots[position]
+        own = {
+            slots[name].key.removeprefix(f"{path}."): slots[name].stored(parameters[name]) for name in slots
+        }
         with tapped(block, sites, tap):
-            hidden = features_of(self.paths[position], call(block, own, args, kwargs))
-        return {"hidden": without_padding(self.paths[position], hidden, side.mask("hidden"))}
+            hidden = features_of(path, call(block, own, args, kwargs))
+        return {"hidden": self._features(path, hidden, side.mask("hidden"))}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """What the module returns when the given features leave its last block.
@@ -141,8 +150,9 @@ class Dissection:
         """
         args, kwargs = inputs_in(side).arguments({})
         frames = [frame_at(side, position) for position in range(len(self.blocks))]
-        with bypassed(self.blocks, frames, state["hidden"].clone()):
-            return {"hidden": _head_output(call(self.module, parameters, args, kwargs), side.mask("hidden"))}
+        hidden = unflattened(state["hidden"].clone(), frames[-1].left)
+        with bypassed(self.blocks, frames, hidden):
+            return {"hidden": self._output(call(self.module, parameters, args, kwargs), side.mask("hidden"))}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
@@ -150,8 +160,8 @@ class Dissection:
         mask = padding_mask(named, self.mask)
         recording = observe(self._named_blocks(module), lambda: run(module, named), keep=True)
         ends = zip([self.paths[0], *self.paths], recording.features, strict=True)
-        states = [without_padding(path, x, mask) for path, x in ends]
-        return [{"hidden": hidden} for hidden in [*states, _head_output(recording.output, mask)]]
+        states = [self._features(path, x, mask) for path, x in ends]
+        return [{"hidden": hidden} for hidden in [*states, self._output(recording.output, mask)]]
 
     def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
         """Refuse models whose blocks are given anything but features that differs from model to model.
@@ -189,6 +199,18 @@ class Dissection:
             for argument, tensor in tensors_given(frame).items()
         }
 
+    def _features(self, path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Features as they wait at a boundary: [n, h, w, c] as tokens, zeros in the rows of padding."""
+        if hidden.dim() > 3 and not self.convolves:
+            hidden = hidden.flatten(1, -2)
+        return without_padding(path, hidden, mask)
+
+    def _output(self, output: Any, mask: Tensor | None) -> Tensor:
+        """The features a model returns, without padding where they are features of the same tokens."""
+        features = result(output)
+        is_masked = mask is not None and features.shape[:2] == mask.shape
+        return self._features("", features, mask if is_masked else None)
+
     def _named_blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         return {path: module.get_submodule(path) for path in self.paths}
 
@@ -198,16 +220,6 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _head_output(output: Any, mask: Tensor | None) -> Tensor:
-    """The features a model returns, without padding where they are features of the same tokens."""
-    features = result(output)
-    return (
-        without_padding("", features, mask)
-        if mask is not None and features.shape[:2] == mask.shape
-        else features
-    )
 
 
 def run(module: nn.Module, inputs: Inputs) -> Any:
@@ -291,8 +303,3 @@ def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
             place = id(value) if value.is_meta else value.data_ptr()
             names[place, value.shape, value.stride()].append(name)
     return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
-
-
-def _prefix(block: nn.Module) -> str:
-    """What stands before the names of a block's weights: a block that is one site needs a name for it."""
-    return "" if site_kind(block) is None else f"{BLOCK_ITSELF}."

@@ -44,6 +44,8 @@ class Frame:
         place: position or keyword of the features.
         rest: what the block returned after the features (a tuple or list), or None if it returned them bare.
         dtype: the features' dtype when the call was recorded.
+        entered: the shape of a sample's features that the block was given.
+        left: the shape of those that it returned.
     """
 
     args: tuple[Any, ...]
@@ -51,14 +53,17 @@ class Frame:
     place: int | str
     rest: tuple[Any, ...] | list[Any] | None
     dtype: torch.dtype
+    entered: torch.Size
+    left: torch.Size
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with `hidden` in its place.
+        """The call's arguments with `hidden` in its place, in the shape that the block wants.
 
         Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded
         in float32 can be computed in float64.
         """
         args, kwargs = list(self._alike(self.args, hidden)), self._alike(self.kwargs, hidden)
+        hidden = unflattened(hidden, self.entered)
         if isinstance(self.place, int):
             args[self.place] = hidden
         else:
@@ -78,6 +83,11 @@ class Frame:
             return tensor.to(hidden.device, hidden.dtype if tensor.dtype == self.dtype else None)
 
         return mapped(value, adapt)
+
+
+def unflattened(hidden: Tensor, shape: torch.Size) -> Tensor:
+    """Features [n, t, d] in the shape of a block's own samples, where these have more axes."""
+    return hidden.reshape(len(hidden), *shape) if hidden.dim() <= len(shape) else hidden
 
 
 @dataclass(frozen=True)

@@ -16,30 +16,39 @@ from driftlens.errors import SpecError
 from driftlens.models.chain import Parameters
 from driftlens.models.frames import OTHER_LIST, Frame, features_of, find_features
 
+_PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
+"""What configurations of transformers are set to while a module runs."""
+
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Eval mode for `module` and all inside it, each put back to what it was.
 
     The fused kernel of `nn.MultiheadAttention` is off meanwhile: it knows no forward-mode derivatives. So are
-    key-value caches that a configuration switches on, as those of transformers do: every pass starts from nothing.
+    key-value caches that a configuration switches on, as those of transformers do: every pass starts from nothing; and
+    its fused experts of a mixture, which know neither float64 nor derivatives.
     """
     training = [part for part in module.modules() if part.training]
     configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None))}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    before = [
+        (config, name, value)
+        for config in configs.values()
+        for name, plain in _PLAIN.items()
+        if (value := getattr(config, name, None)) not in (None, plain)
+    ]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         for part in training:
             part.training = False
-        for config in caching:
-            config.use_cache = False
+        for config, name, _ in before:
+            setattr(config, name, _PLAIN[name])
         yield
     finally:
         for part in training:
             part.training = True
-        for config in caching:
-            config.use_cache = True
+        for config, name, value in before:
+            setattr(config, name, value)
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
@@ -170,6 +179,8 @@ def observe(blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep:
             place=place,
             rest=None if isinstance(output, Tensor) else output[1:],
             dtype=reached.dtype,
+            entered=reached.shape[1:],
+            left=hidden.shape[1:],
         )
         recording.frames.append(frame)
 

@@ -174,7 +174,7 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
         for parameter, slot in touched[key]:
             value = parameters[parameter]
             rows = slice(None) if slot.rows is None else slice(*slot.rows)
-            tensor[rows] = (value.mT if slot.transposed else value).detach().to(tensor)
+            tensor[rows] = slot.stored(value).detach().to(tensor)
         return tensor
 
     return OnDemand(touched, whole)

@@ -8,9 +8,12 @@ every model. Rows of padding are zeros wherever the batch's mask says so.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -19,11 +22,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.errors import NumericsError, SpecError
-from driftlens.models.chain import Layer, LayerChain, Site, Slot
+from driftlens.models.chain import TENSOR, Layer, LayerChain, Modality, Site, Slot
 from driftlens.models.dissection import Dissection, fitted, run, same_values, tied_weights
 from driftlens.models.frames import Mask, features_of, frame_at, mapped, raw_inputs, result
 from driftlens.models.interception import buffers_on, call
-from driftlens.models.sites import registered_sites, traced_sites
+from driftlens.models.sites import no_sites, registered_sites, traced_sites
 
 NAME = "sequential"
 
@@ -42,8 +45,9 @@ def sequential_chain(
             sites run, which of them share an input, which blocks keep their features' shape, and which parameters only
             the head needs. Without it sites come in the order of registration, no block counts as residual, and every
             parameter outside the blocks counts as the stem's.
-        blocks: path of the list of blocks; None takes the list with the most children of one class; among equals
-            the outermost one.
+        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), part by part; None takes
+            the list with the most children of one class, among equals the outermost one. Where that is one of several
+            stages, all of which hold such a list, the stages are the blocks.
         mask: which tokens count; see `driftlens.models.frames.Mask`.
 
     Raises:
@@ -51,25 +55,25 @@ def sequential_chain(
     """
     path, found = _block_list(module, blocks)
     parts = Dissection(module, found, mask)
-    weights = [parts.block_weights(position) for position in range(len(parts.blocks))]
     if example is None:
-        sites = [registered_sites(block, own) for block, own in zip(parts.blocks, weights, strict=True)]
-        is_residual, head_only = [False] * len(sites), frozenset[str]()
+        sites = [registered_sites(block, own) for block, own in zip(parts.blocks, parts.slots, strict=True)]
+        is_residual, head_only, modality = [False] * len(sites), frozenset[str](), TENSOR
     else:
         is_meta = next((weight.is_meta for weight in module.parameters()), False)
         with buffers_on(module, torch.device("meta")) if is_meta else nullcontext():
             if is_meta:
                 parts.look_at(example)
-            sites, is_residual, head_only = _traced(parts, example)
+            sites, is_residual, head_only, modality = _traced(parts, example)
     layers = [
         Layer(
             index=position + 2,
             role="block",
             path=parts.paths[position],
-            parameters={name: Slot(key) for name, key in weights[position].items()},
+            parameters=parts.slots[position],
             call=partial(parts.block, position, sites[position]),
             sites=sites[position],
             is_residual=is_residual[position],
+            no_sites=no_sites(parts.blocks[position], parts.slots[position], sites[position]),
         )
         for position in range(len(parts.blocks))
     ]
@@ -88,6 +92,7 @@ def sequential_chain(
         library_states=parts.library_states,
         require_shared=parts.require_shared,
         tied=tied_weights(module),
+        modality=modality,
         settings={
             "blocks": path,
             "block_classes": sorted({type(block).__name__ for block in parts.blocks}),
@@ -96,28 +101,44 @@ def sequential_chain(
 
 
 def _block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
-    """Path of the list of blocks, and path -> block in forward order; None looks for the list.
+    """Path of the list of blocks or their pattern, and path -> block in forward order; None looks for the list.
 
     Raises:
-        SpecError: `path` is no list of blocks, there is none, or several lists are equally good; the message
-            names the candidates.
+        SpecError: `path` is no list of blocks and matches none, there is none, or several lists are equally good; the
+            message names the candidates.
     """
     lists = _candidates(module)
     if path is None:
         path = _found(module, lists)
-    elif path not in lists:
+    if path not in lists and any(sign in path for sign in "*?["):
+        blocks = {name: module.get_submodule(name) for name in _matching(module, path)}
+    elif path in lists:
+        container = module.get_submodule(path)
+        blocks = {f"{path}.{name}" if path else name: block for name, block in container.named_children()}
+        if len(blocks) != len(lists[path]):
+            raise SpecError(
+                f"{path or 'the module'} holds one block several times, so its layers can't be told apart",
+                hint="Pass blocks= the path of another list, or give every block its own weights.",
+            )
+    else:
+        blocks = {}
+    if not blocks:
         raise SpecError(
             f"{path!r} is not a list of blocks in {type(module).__name__}; {_shown(lists)}",
-            hint="Pass blocks= the path of an nn.ModuleList or nn.Sequential whose children have weights.",
+            hint="Pass blocks= the path of an nn.ModuleList or nn.Sequential whose children have weights, or a pattern "
+            "of the blocks' own paths such as 'layer?'.",
         )
-    container = module.get_submodule(path)
-    children = list(container.named_children())
-    if len(children) != len(lists[path]):
-        raise SpecError(
-            f"{path or 'the module'} holds one block several times, so its layers can't be told apart",
-            hint="Pass blocks= the path of another list, or give every block its own weights.",
-        )
-    return path, {f"{path}.{name}" if path else name: block for name, block in children}
+    return path, blocks
+
+
+def _matching(module: nn.Module, pattern: str) -> list[str]:
+    """Paths of the modules that match, part by part."""
+    parts = pattern.split(".")
+    return [
+        path
+        for path, _ in module.named_modules()
+        if len(names := path.split(".")) == len(parts) and all(map(fnmatchcase, names, parts))
+    ]
 
 
 def _candidates(module: nn.Module) -> dict[str, list[nn.Module]]:
@@ -138,10 +159,15 @@ def _found(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
             hint="Put its blocks in an nn.ModuleList or nn.Sequential.",
         )
     ranks = {
-        path: (-_most_alike(children), len(path.split(".")) if path else 0)
-        for path, children in lists.items()
+        path: (
+            -sum(_most_alike(lists[other]) for other in _numbered(lists, path)),
+            len(path.split(".")) if path else 0,
+        )
+        for path in lists
     }
     best = [path for path in lists if ranks[path] == min(ranks.values())]
+    if (stages := _stages(lists, best[0])) is not None:
+        return stages
     if len(best) > 1:
         raise SpecError(
             f"{type(module).__name__} has several lists that could be its blocks; {_shown(lists)}",
@@ -149,6 +175,34 @@ def _found(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
             candidates=best,
         )
     return best[0]
+
+
+def _numbered(lists: dict[str, list[nn.Module]], path: str) -> list[str]:
+    """The lists beside each other of which `path` is one and that differ in a number of their names (`layer1`)."""
+    name = path.rpartition(".")[2]
+    if name.isdecimal():  # a child of a list
+        return [path]
+    return [other for other in lists if re.sub(r"\d+$", "", other) == re.sub(r"\d+$", "", path)]
+
+
+def _stages(lists: dict[str, list[nn.Module]], path: str) -> str | None:
+    """The list or the pattern of the stages of which `path` is, or is in, one of several; None where there are none.
+
+    Stages are the children of a list (`stages.0`) that hold their lists at the same place, or numbered lists.
+    """
+    parts = path.split(".")
+    for at, part in enumerate(parts):
+        container = ".".join(parts[:at])
+        if part.isdecimal() and container in lists:
+            places = {tuple(other.split(".")) for other in lists}
+            alike = [
+                place
+                for place in places
+                if (*place[:at], *place[at + 1 :]) == (*parts[:at], *parts[at + 1 :])
+            ]
+            if sum(place[at].isdecimal() for place in alike) > 1:
+                return container
+    return re.sub(r"\d+$", "*", path) if len(_numbered(lists, path)) > 1 else None
 
 
 def _most_alike(children: nn.Sequential | nn.ModuleList | list[nn.Module]) -> int:
@@ -166,12 +220,15 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
     )
 
 
-def _traced(parts: Dissection, example: Any) -> tuple[list[tuple[Site, ...]], list[bool], frozenset[str]]:
+def _traced(
+    parts: Dissection, example: Any
+) -> tuple[list[tuple[Site, ...]], list[bool], frozenset[str], Modality]:
     """What a batch shows that runs through a module's pieces, with its own weights and in its own dtype.
 
     Returns:
-        Sites of each block, in the order in which they run; whether its features keep their shape; and the names of
-        weights that are used behind the blocks and not before.
+        Sites of each block, in the order in which they run; whether its features keep their shape; the names of
+        weights that are used behind the blocks and not before; and what the model reads: features that lie in space
+        have no class token, so their mean is taken.
 
     Raises:
         SpecError: features don't flow from block to block.
@@ -188,14 +245,20 @@ def _traced(parts: Dissection, example: Any) -> tuple[list[tuple[Site, ...]], li
             hidden = features["hidden"]
             args, kwargs = frame_at(side, position).arguments(hidden.clone())
             alone = partial(call, block, {}, args, kwargs)
-            found, output = traced_sites(block, parts.block_weights(position), alone)
+            found, output = traced_sites(block, parts.slots[position], alone, len(hidden))
             features = {"hidden": features_of(path, output)}
             sites.append(found)
-            is_residual.append(features["hidden"].shape == hidden.shape)
+            is_residual.append(side.frames[position].entered == side.frames[position].left)
         with _Watch() as behind:
             parts.head(outer, features, side)
     head_only = behind.seen - before.seen
-    return sites, is_residual, frozenset(name for name, value in outer.items() if id(value) in head_only)
+    lies_in_space = any(len(frame.left) > 2 for frame in side.frames)
+    return (
+        sites,
+        is_residual,
+        frozenset(name for name, value in outer.items() if id(value) in head_only),
+        replace(TENSOR, pool="mean") if lies_in_space else TENSOR,
+    )
 
 
 class _Watch(TorchFunctionMode):

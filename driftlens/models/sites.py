@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from driftlens.models.chain import Site, SiteKind, Tap
+from driftlens.models.chain import Site, SiteKind, Slot, Tap
 
 BLOCK_ITSELF = "self"
 """Name of the site that is the whole block."""
@@ -21,10 +24,10 @@ BLOCK_ITSELF = "self"
 def site_kind(module: nn.Module) -> SiteKind | None:
     """What kind of site a module is, or None.
 
-    Linear modules, layer norms over one axis, and modules called like an RMS norm that have a weight vector
-    and no bias.
+    Linear modules, those of GPT-2 included; convolutions, each a linear map of the patches that it reads; layer norms
+    over one axis, and modules called like an RMS norm that have a weight vector and no bias.
     """
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or _is_transposed(module) or _is_convolution(module):
         return "linear"
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1:
@@ -34,6 +37,52 @@ def site_kind(module: nn.Module) -> SiteKind | None:
     if "RMSNorm" in type(module).__name__ and getattr(module, "bias", None) is None:
         return "rms_norm"
     return None
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is the linear module of GPT-2, whose weight is [in, out]."""
+    weight = getattr(module, "weight", None)
+    return type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    """Whether it computes torch's own convolution with its own weight, every output from all channels."""
+    return (
+        isinstance(module, nn.Conv2d)
+        and (type(module).forward, type(module)._conv_forward) == (nn.Conv2d.forward, nn.Conv2d._conv_forward)
+        and module.groups == 1
+        and module.padding_mode == "zeros"
+    )
+
+
+def _reads_channels(module: nn.Module) -> bool:
+    """Whether it is a norm over the channels of [n, c, h, w]; found by trying it out, whatever its name."""
+    if site_kind(module) in (None, "linear") or type(module).forward in (
+        nn.LayerNorm.forward,
+        nn.RMSNorm.forward,
+    ):
+        return False
+    weight: Any = module.weight
+    try:
+        module.forward(weight.new_zeros(1, len(weight), 1, 2 + (len(weight) == 2)))
+    except Exception:  # whatever a forward makes of features of another width
+        return False
+    return True
+
+
+def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
+    """Where a block's parameter lies, which sites want as a matrix [out, in].
+
+    Args:
+        block: the block.
+        parameter: its name inside the block.
+        key: its name in the whole module.
+    """
+    owner, _, leaf = parameter.rpartition(".")
+    module = block.get_submodule(owner)
+    if leaf == "weight" and _is_convolution(module):
+        return Slot(key, kernel=tuple(module.get_parameter(leaf).shape[1:]))
+    return Slot(key, transposed=leaf == "weight" and _is_transposed(module))
 
 
 def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Site, ...]:
@@ -49,42 +98,86 @@ def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Sit
 
 
 def traced_sites(
-    block: nn.Module, parameters: Collection[str], run: Callable[[], object]
+    block: nn.Module, parameters: Collection[str], run: Callable[[], object], num_samples: int
 ) -> tuple[tuple[Site, ...], object]:
     """Sites in the order of their first call while `run` runs the block, and what `run` returned.
 
     Sites that are handed the same tensor, not overwritten in between, share the `input` name of the first of them.
-    The output projection of `nn.MultiheadAttention` is used but never called, so it is no site.
+    The output projection of `nn.MultiheadAttention` is used but never called, so it is no site; nor is what reads some
+    tokens and not others, as the experts of a mixture do: how many it reads is no multiple of the samples.
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
     calls: defaultdict[str, list[_Seen]] = defaultdict(list)
-    known: dict[str, tuple[SiteKind, float | None]] = {}
+    known: dict[str, tuple[SiteKind, nn.Module]] = {}
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _candidates(block, parameters):
-            known[name] = kind, _eps(module)
-            hooks.callback(_on_input(module, partial(_append, calls, name)))
+            known[name] = kind, module
+            hooks.callback(_on_input(module, partial(_append, calls, name, _geometry(module))))
         output = run()
     sites = [
-        Site(name, kind, _first_reader(calls, name), eps=eps, runs=len(inputs))
+        Site(name, kind, _first_reader(calls, name), eps=_eps(module), runs=len(inputs))
         for name, inputs in calls.items()
-        for kind, eps in [known[name]]
+        for kind, module in [known[name]]
+        if not any(x.dim() == 2 and len(x) % num_samples for x, _, _ in inputs)
     ]
     return tuple(sites), output
 
 
-_Seen = tuple[Tensor, int | None]
-"""An input, and how often it had been overwritten when it was seen; None in inference mode, which doesn't count."""
+def no_sites(
+    block: nn.Module, parameters: Collection[str], sites: Collection[Site]
+) -> dict[str, tuple[str, str]]:
+    """Parameters of a block that belong to no site -> the module they belong to, and what that is, `kind: why`."""
+    names, found = {site.name for site in sites}, {}
+    for parameter in parameters:
+        owner, _, leaf = parameter.rpartition(".")
+        if owner not in names:
+            if _inside_attention(block, owner):
+                owner = owner.rpartition(".")[0]
+            module = block.get_submodule("" if owner == BLOCK_ITSELF else owner)
+            found[parameter] = owner, _in_words(module, owner, leaf)
+    return found
 
 
-def _append(calls: defaultdict[str, list[_Seen]], name: str, value: Tensor) -> None:
-    calls[name].append((value, None if value.is_inference() else value._version))
+def _in_words(module: nn.Module, path: str, parameter: str) -> str:
+    kind, why = type(module).__name__, ""
+    if isinstance(module, nn.MultiheadAttention):
+        why = "its projections don't run as modules"
+    elif _is_routed(path) or "Expert" in kind:
+        why = "experts of a mixture, which some tokens reach"
+    elif isinstance(module, _NormBase):
+        why = "its statistics are averages of training"
+    elif isinstance(module, _ConvNd):
+        why = "depthwise or grouped" if module.groups > 1 else "no plain convolution of images"
+    elif site_kind(module) is not None:
+        why = "it never runs, or not on every token"
+    elif next(module.children(), None) is not None:
+        kind = f"{kind}.{parameter}"
+    return f"{kind}: {why}" if why else kind
+
+
+_Seen = tuple[Tensor, int | None, Hashable]
+"""An input, how often it had been overwritten when it was seen, and how rows are made of it.
+
+Inference mode doesn't count, which is None.
+"""
+
+
+def _append(calls: defaultdict[str, list[_Seen]], name: str, geometry: Hashable, value: Tensor) -> None:
+    calls[name].append((value, None if value.is_inference() else value._version, geometry))
 
 
 def _first_reader(calls: Mapping[str, Sequence[_Seen]], reader: str) -> str:
-    value, version = calls[reader][0]
-    if version is None:
+    value, *how = calls[reader][0]
+    if how[0] is None:
         return reader
-    return next(name for name, [(x, at), *_] in calls.items() if x is value and at == version)
+    return next(name for name, [(x, *same), *_] in calls.items() if x is value and same == how)
+
+
+def _geometry(module: nn.Module) -> Hashable:
+    """What tells apart the rows that two sites make of one tensor."""
+    if isinstance(module, nn.Conv2d):
+        return module.kernel_size, module.stride, module.padding, module.dilation
+    return _reads_channels(module)
 
 
 @contextlib.contextmanager
@@ -103,8 +196,13 @@ def _candidates(block: nn.Module, parameters: Collection[str]) -> Iterator[tuple
         name, kind = path or BLOCK_ITSELF, site_kind(module)
         # A module whose weight is computed (weight norm and the like) has no such parameter and can't be
         # solved for.
-        if kind is not None and f"{name}.weight" in parameters:
+        if kind is not None and f"{name}.weight" in parameters and not _is_routed(name):
             yield name, kind, module
+
+
+def _is_routed(path: str) -> bool:
+    """Whether a module lies among the experts of a mixture, which not every token reaches."""
+    return "experts" in path.split(".")
 
 
 def _eps(module: nn.Module) -> float | None:
@@ -135,21 +233,40 @@ def _tap(
 
     They hear copies, as blocks may overwrite either one later: residual sums, in-place activations. The output of a
     linear module is that of its own weight and bias, whatever a subclass, a parametrisation or a hook makes of it.
+    What has channels before space comes as one row per place, [n, t, k] and [n, t, o].
     """
+    rows_of: Callable[[Tensor], Tensor] = Tensor.clone
+    is_image = isinstance(module, nn.Conv2d) or _reads_channels(module)
+    if is_image:
+        rows_of = partial(_patches, module) if isinstance(module, nn.Conv2d) else _places
     heard: list[tuple[Tensor, Callable[[Tensor], None] | None]] = []
     computes = isinstance(module, nn.Linear) and (
         type(module).forward is not nn.Linear.forward or is_parametrized(module)
     )
 
     def before(x: Tensor) -> None:
-        copy = x.clone()
+        copy = rows_of(x)
         heard.append((copy, tap(copy)))
 
     def after(_module: nn.Module, _args: object, output: Tensor) -> None:
         x, hear = heard.pop()
         if hear is not None:
-            own = dict(module.named_parameters(recurse=False))
-            hear(F.linear(x, own["weight"], own.get("bias")) if computes else output.clone())
+            if computes:
+                own = dict(module.named_parameters(recurse=False))
+                hear(F.linear(x, own["weight"], own.get("bias")))
+            else:
+                hear(_places(output) if is_image else output.clone())
 
     hooks.callback(_on_input(module, before))
     hooks.callback(module.register_forward_hook(after, prepend=True).remove)
+
+
+def _places(x: Tensor) -> Tensor:
+    """A copy of [n, c, h, w] as [n, h * w, c]."""
+    return x.flatten(-2).mT.clone(memory_format=torch.contiguous_format)
+
+
+def _patches(module: nn.Conv2d, x: Tensor) -> Tensor:
+    """What a convolution reads, [n, places, in * h * w]: as many times as large as `x` as the kernel has places."""
+    padded = F.pad(x, module._reversed_padding_repeated_twice)
+    return F.unfold(padded, module.kernel_size, module.dilation, stride=module.stride).mT.contiguous()

@@ -127,12 +127,12 @@ def _layer_size(study: Study) -> tuple[int, int]:
     """About how many rows of which width most operations of a layer have; the narrowest map is as wide as features."""
     source = study.pool.source(study.pool.names[0])
     maps = [
-        layer.parameters[f"{site.name}.weight"].key
+        layer.parameters[f"{site.name}.weight"]
         for layer in study.pool.chain.blocks
         for site in layer.sites
         if site.kind == "linear"
     ]
-    width = min((min(source.headers[key].shape) for key in maps), default=_USUAL_WIDTH)
+    width = min((min(slot.shape(source.headers[slot.key].shape)) for slot in maps), default=_USUAL_WIDTH)
     batch = min((at_hand.diagnosis.batch_size for at_hand in study.tasks.values()), default=1)
     return batch * _FEW_TOKENS, width
 

@@ -12,6 +12,7 @@ from typing import Literal
 from driftlens.access import Access
 from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import Trained
+from driftlens.engine.site_selection import coverage
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
@@ -31,7 +32,6 @@ from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
     Choice,
-    coverage,
     diagnosed_too,
     plan_calibration,
     untouched_but_moved,

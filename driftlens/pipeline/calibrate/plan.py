@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +16,7 @@ from driftlens.data.samples import SampleSet, data_digest
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SpecError
-from driftlens.models.chain import Layer, LayerChain
-from driftlens.models.sources import StateSource
+from driftlens.models.chain import Layer
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.layout import calibration_folder, calibration_weights
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
     from driftlens.spec.sections import Calibration
 
 DEFAULT_METHOD = "featcal"
-MOST_NAMED = 4
-"""Names that a sentence lists before it counts the others."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -324,56 +319,6 @@ def _moved(
         start = pool.source(first).read(key)
         if any(not torch.equal(start.double(), pool.source(other).read(key).double()) for other in others):
             yield key
-
-
-def coverage(
-    chain: LayerChain, source: StateSource, sites: Mapping[int, Sequence[str]], update: Collection[str]
-) -> tuple[float, str]:
-    """How much of a model a calibration solves for.
-
-    Args:
-        chain: the model taken apart.
-        source: any model of the architecture; only its headers are asked.
-        sites: layer index -> names of the sites that are solved for.
-        update: kinds of parameters that are: `linear` for weights, `bias`, `norm`.
-
-    Returns:
-        The share of the blocks' parameters, and a sentence on it, on that of all layers and on what is left alone.
-    """
-    solved = {
-        (layer.index, f"{site.name}.{part}")
-        for layer in chain.layers
-        for site in layer.sites
-        if site.name in sites.get(layer.index, ())
-        for part, kind in (("weight", "linear"), ("bias", "bias"))
-        if (kind if site.kind == "linear" else "norm") in update
-    }
-    counts, left = Counter[str](), Counter[str]()
-    for layer in chain.layers:
-        for name, slot in chain.owned(layer).items():
-            size = math.prod(slot.shape(source.headers[slot.key].shape))
-            is_solved = (layer.index, name) in solved
-            places = ("blocks", "all layers") if layer.role == "block" else ("all layers",)
-            counts.update(dict.fromkeys(places, size))
-            counts.update({f"solved in {place}": size for place in places if is_solved})
-            if layer.role == "block" and not is_solved:
-                left[name] += size
-    blocks, every = (
-        counts[f"solved in {place}"] / max(1, counts[place]) for place in ("blocks", "all layers")
-    )
-    shown = [f"{name} ({_percent(size / counts['blocks'])})" for name, size in left.most_common(MOST_NAMED)]
-    more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
-    text = f"{sum(map(len, sites.values()))} sites hold {_percent(blocks)} of the blocks' parameters"
-    alone = f"; left alone: {', '.join(shown)}{more}" if shown else ""
-    return blocks, f"{text} and {_percent(every)} of all layers'{alone}"
-
-
-def _percent(share: float) -> str:
-    """A share of which neither a rest nor a trace is rounded away."""
-    text = f"{share:.1%}"
-    if text == "100.0%" and share < 1:
-        return "over 99.9%"
-    return "under 0.1%" if text == "0.0%" and share else text
 
 
 @dataclass(frozen=True)

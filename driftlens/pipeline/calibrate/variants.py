@@ -95,8 +95,7 @@ def anchors(
     def anchor(key: ParameterKey) -> Tensor:
         slot = chain.layers[key[0] - 1].parameters[key[1]]
         start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
-        value = rho * end + (1 - rho) * start
-        return value.mT if slot.transposed else value
+        return slot.own(rho * end + (1 - rho) * start)
 
     return OnDemand(keys, anchor)
 

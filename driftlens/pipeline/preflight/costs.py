@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from driftlens.data.samples import SampleSet
@@ -18,7 +17,7 @@ from driftlens.diagnostic import chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.walk import on_device
 from driftlens.models.architecture import Architecture
-from driftlens.models.chain import Pool, Slot, pooled
+from driftlens.models.chain import Pool, pooled
 from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
 from driftlens.pipeline.study.study import Settings
@@ -111,7 +110,10 @@ def layer_costs(
     state, side = architecture.chain.start(on_device(inputs, meta, dtype))
     found = []
     for layer in architecture.chain.layers:
-        parameters = {name: _part(weights[slot.key], slot) for name, slot in layer.parameters.items()}
+        parameters = {
+            name: slot.own(weights[slot.key] if slot.rows is None else weights[slot.key][slice(*slot.rows)])
+            for name, slot in layer.parameters.items()
+        }
         with FlopCounterMode(display=False) as counter:
             state = layer.call(parameters, state, side.to(meta))
         found.append(
@@ -123,11 +125,6 @@ def layer_costs(
             )
         )
     return tuple(found)
-
-
-def _part(whole: Tensor, slot: Slot) -> Tensor:
-    part = whole if slot.rows is None else whole[slice(*slot.rows)]
-    return part.mT if slot.transposed else part
 
 
 def disk_bytes(work: Workload) -> int:

@@ -13,7 +13,7 @@ import torch
 from driftlens.access import Access, resolve_device
 from driftlens.calibration.calibrator import Trained
 from driftlens.data.task_data import TaskData
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
 from driftlens.merging.method import READS, MergeMethod, merge_methods
@@ -22,7 +22,7 @@ from driftlens.models.chain import Layer, LayerChain, LinearHead
 from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.analyze.phases import suitable_threads
-from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of, coverage
+from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of
 from driftlens.pipeline.preflight.costs import (
     Cost,
     LayerCost,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from driftlens.access import Access
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.site_selection import coverage
 from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
 from driftlens.models.chain import Layer
@@ -16,7 +17,6 @@ from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibr
 from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
-    coverage,
     untouched_but_moved,
 )
 from driftlens.pipeline.preflight.costs import (

@@ -65,8 +65,7 @@ class _Weights(Mapping[str, Tensor]):
         """
         tensor = self._source.read(slot.key, slot.rows)
         check_finite(self._source.name, slot.key, tensor)
-        tensor = tensor.float()
-        return tensor.mT if slot.transposed else tensor
+        return slot.own(tensor.float())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,7 @@ def merged_source(
         for slot, value in _parts(entry, settings, at_hand, models.architecture.chain, study):
             require_key(start, slot.key)
             place = tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
-            value = value.mT if slot.transposed else value
+            value = slot.stored(value)
             if value.shape != place.shape:
                 raise ShapeError(f"{name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
             place.copy_(value.detach())

@@ -1,0 +1,287 @@
+"""Model families as people bring them, made small by their own libraries' code, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CLASSES, WORDS, WIDTH = 5, 40, 16
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        build: a small model with random weights.
+        data: (generator, number of samples) -> a batch as the model takes it.
+        blocks: what is passed as `blocks=`.
+        found: the blocks that are taken, as the chain's settings name them.
+        of_blocks: share of the blocks' weights that is solved for, rounded down to percent.
+        left_alone: words that the notice of what is left alone has to hold.
+        refused: words of the refusal; empty where the family works.
+    """
+
+    build: Callable[[], nn.Module]
+    data: Callable[[torch.Generator, int], Any]
+    blocks: str | None = None
+    found: str = ""
+    of_blocks: int = 100
+    left_alone: tuple[str, ...] = ()
+    refused: str = ""
+
+
+def pixels(generator: torch.Generator, n: int, size: int = 32) -> Tensor:
+    return torch.randn(n, 3, size, size, generator=generator)
+
+
+def pixel_values(generator: torch.Generator, n: int) -> dict[str, Tensor]:
+    return {"pixel_values": pixels(generator, n)}
+
+
+def words(generator: torch.Generator, n: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(2, WORDS, (n, 7), generator=generator)}
+
+
+def torchvision_resnet() -> nn.Module:
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    return ResNet(Bottleneck, [2, 1, 1, 1], num_classes=CLASSES, width_per_group=2)
+
+
+def torchvision_convnext() -> nn.Module:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    return ConvNeXt([CNBlockConfig(8, 12, 2), CNBlockConfig(12, None, 3)], num_classes=CLASSES)
+
+
+def torchvision_swin() -> nn.Module:
+    from torchvision.models import SwinTransformer
+
+    return SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=CLASSES)
+
+
+def torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(32, 16, 2, 2, WIDTH, 24, num_classes=CLASSES)
+
+
+def timm(name: str, **settings: Any) -> nn.Module:
+    from timm import create_model
+
+    return create_model(name, num_classes=CLASSES, **settings)
+
+
+def mixer() -> nn.Module:
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(CLASSES, img_size=32, patch_size=16, embed_dim=WIDTH, num_blocks=2)
+
+
+def transformers(name: str, **settings: Any) -> nn.Module:
+    import transformers as library
+
+    model: Any = getattr(library, name)
+    return model(model.config_class(**settings))
+
+
+FAMILIES = {
+    "torchvision ResNet": Family(
+        torchvision_resnet, pixels, found="layer*", of_blocks=98, left_alone=("19 BatchNorm2d",)
+    ),
+    "torchvision ConvNeXt": Family(
+        torchvision_convnext,
+        pixels,
+        found="features",
+        of_blocks=68,
+        left_alone=("5 Conv2d (", "5 CNBlock.layer_scale"),
+    ),
+    "torchvision Swin": Family(
+        torchvision_swin,
+        pixels,
+        found="features",
+        of_blocks=67,
+        left_alone=("8 Linear (", "4 ShiftedWindowAttention.relative_position_bias_table"),
+    ),
+    "torchvision ViT": Family(
+        torchvision_vit, pixels, found="encoder.layers", of_blocks=44, left_alone=("2 MultiheadAttention (",)
+    ),
+    "timm ResNet": Family(
+        partial(timm, "test_resnet"), pixels, found="layer*", of_blocks=98, left_alone=("12 BatchNorm2d",)
+    ),
+    "timm ConvNeXt": Family(
+        partial(timm, "test_convnext"),
+        pixels,
+        found="stages",
+        of_blocks=89,
+        left_alone=("9 Conv2d (", "9 ConvNeXtBlock.gamma"),
+    ),
+    "timm ViT": Family(partial(timm, "test_vit", img_size=32), pixels, found="blocks"),
+    "timm EfficientNet": Family(
+        partial(timm, "test_efficientnet"),
+        pixels,
+        found="blocks",
+        of_blocks=91,
+        left_alone=("11 BatchNormAct2d", "2 Conv2d ("),
+    ),
+    "timm NFNet": Family(
+        partial(timm, "test_nfnet"), pixels, refused="several lists that could be its blocks"
+    ),
+    "timm NFNet by its stages": Family(
+        partial(timm, "test_nfnet"),
+        pixels,
+        blocks="stages",
+        found="stages",
+        of_blocks=23,
+        left_alone=("ScaledStdConv2d (",),
+    ),
+    "timm Mixer": Family(mixer, pixels, found="blocks"),
+    "timm Swin": Family(
+        partial(
+            timm,
+            "swin_tiny_patch4_window7_224",
+            img_size=32,
+            embed_dim=8,
+            depths=(2, 2),
+            num_heads=(2, 2),
+            window_size=4,
+        ),
+        pixels,
+        found="layers",
+        of_blocks=95,
+        left_alone=("4 WindowAttention.relative_position_bias_table",),
+    ),
+    "transformers ResNet": Family(
+        partial(
+            transformers,
+            "ResNetModel",
+            embedding_size=8,
+            hidden_sizes=[8, 12, 16],
+            depths=[1, 2, 1],
+            layer_type="basic",
+        ),
+        pixel_values,
+        found="encoder.stages",
+        of_blocks=95,
+        left_alone=("10 BatchNorm2d",),
+    ),
+    "transformers ConvNeXt": Family(
+        partial(transformers, "ConvNextModel", num_stages=2, hidden_sizes=[8, 12], depths=[1, 3]),
+        pixel_values,
+        found="encoder.stages",
+        of_blocks=67,
+        left_alone=("4 Conv2d (",),
+    ),
+    "transformers Swin": Family(
+        partial(
+            transformers,
+            "SwinModel",
+            image_size=32,
+            embed_dim=8,
+            depths=[2, 2],
+            num_heads=[2, 2],
+            window_size=4,
+        ),
+        pixel_values,
+        found="encoder.layers",
+        of_blocks=95,
+        left_alone=("4 SwinRelativePositionBias",),
+    ),
+    "transformers ViT": Family(
+        partial(
+            transformers,
+            "ViTForImageClassification",
+            image_size=32,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+        ),
+        pixel_values,
+        found="vit.layers",
+    ),
+    "transformers DINOv2": Family(
+        partial(
+            transformers,
+            "Dinov2Model",
+            image_size=32,
+            patch_size=16,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        ),
+        pixel_values,
+        found="encoder.layer",
+        of_blocks=99,
+        left_alone=("4 Dinov2LayerScale",),
+    ),
+    "transformers BERT": Family(
+        partial(
+            transformers,
+            "BertModel",
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+        ),
+        words,
+        found="encoder.layer",
+    ),
+    "transformers GPT-2": Family(
+        partial(transformers, "GPT2Model", vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2),
+        words,
+        found="h",
+    ),
+    "transformers Llama": Family(
+        partial(
+            transformers,
+            "LlamaModel",
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=24,
+        ),
+        words,
+        found="layers",
+    ),
+    "transformers Mixtral": Family(
+        partial(
+            transformers,
+            "MixtralModel",
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=24,
+            num_local_experts=4,
+        ),
+        words,
+        found="layers",
+        of_blocks=14,
+        left_alone=("2 MixtralExperts (", "2 MixtralTopKRouter"),
+    ),
+    "transformers T5": Family(
+        partial(
+            transformers,
+            "T5EncoderModel",
+            vocab_size=WORDS,
+            d_model=WIDTH,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_heads=2,
+        ),
+        words,
+        refused="computed from weights",
+    ),
+}

@@ -1,0 +1,103 @@
+"""Families of models as people bring them: taken apart exactly, with what of them is solved for, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import driftlens as dl
+from driftlens.engine.site_selection import coverage, select_sites
+from driftlens.errors import DriftLensError
+from driftlens.models.frames import result
+from driftlens.models.sequential import sequential_chain
+from driftlens.models.sources import module_source
+from driftlens.pipeline.analyze.live import live_study
+from tests.cases import perturbed, with_seed
+from tests.models.families import FAMILIES, Family
+from tests.models.test_sequential import assert_close, plain_forward, walk
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(" ", "_"))
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def models(family: Family) -> dict[str, nn.Module]:
+    """Base, merged model and expert, which differ in their running statistics too."""
+    base = with_seed(family.build)().double().eval()
+    found = {name: perturbed(base, seed) for name, seed in (("base", 0), ("merged", 1), ("expert", 2))}
+    generator = torch.Generator().manual_seed(4)
+    for module in found.values():
+        for name, buffer in module.named_buffers():
+            if "running" in name:
+                buffer.mul_(1 + 0.1 * torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype))
+    return found
+
+
+def batch(family: Family, n: int) -> Any:
+    return _wide(family.data(torch.Generator().manual_seed(3), n))
+
+
+def _wide(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _wide(value) for name, value in data.items()}
+    return data.double() if data.is_floating_point() else data
+
+
+def arguments(family: Family, given: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
+    return {
+        "base": given["base"],
+        "merged": given["merged"],
+        "experts": {"task": given["expert"]},
+        "data": {"task": [inputs] if isinstance(inputs, dict) else inputs},
+        "blocks": family.blocks,
+    }
+
+
+def plain(module: nn.Module, inputs: Any) -> Tensor:
+    """What a copy returns by itself; fused experts of a mixture know no float64."""
+    module = copy.deepcopy(module)
+    if getattr(getattr(module, "config", None), "_experts_implementation", None) is not None:
+        module.set_experts_implementation("eager")
+    return result(plain_forward(module, inputs))
+
+
+def test_a_family_is_taken_apart_and_says_how_much_of_it_is_solved_for(family: Family) -> None:
+    given, inputs = models(family), batch(family, 3)
+    if family.refused:
+        with pytest.raises(DriftLensError, match=family.refused):
+            live_study(**arguments(family, given, inputs))
+        return
+    chain = sequential_chain(given["base"], inputs, blocks=family.blocks)
+    assert chain.settings["blocks"] == family.found
+    states = walk(chain, given["expert"], inputs)[1:]
+    for state, wanted in zip(states, chain.library_states(given["expert"], inputs), strict=True):
+        assert_close(state["hidden"], wanted["hidden"])
+    features = plain(given["expert"], inputs)
+    assert_close(states[-1]["hidden"].flatten(1), features.flatten(1))
+    update = ("linear", "bias", "norm")
+    share, text = coverage(chain, module_source(given["base"], "base"), select_sites(chain), update)
+    assert int(100 * share) == family.of_blocks
+    for words in family.left_alone:
+        assert words in text
+
+
+@pytest.mark.slow
+def test_a_family_is_measured_and_calibrated(family: Family, tmp_path: pathlib.Path) -> None:
+    if family.refused:
+        return
+    passed = arguments(family, models(family), batch(family, 12))
+    run = dl.analyze(out=tmp_path / "run", progress="none", **passed)
+    assert run.layers(variant="merged")["closure_error"].max() < 1e-10
+    fitted = dl.FeatCal(lam=1e-3, rho=1.0, alpha=1.0).fit(**passed)
+    history = fitted.history_
+    assert (history["objective_after"] <= history["objective_before"] * (1 + 1e-9)).all()
+    assert family.of_blocks == 100 or any("of the blocks' parameters" in text for text in fitted.notices_)
+    before = passed["merged"].state_dict()
+    for name, value in fitted.model_.state_dict().items():
+        assert value.shape == before[name].shape and bool(value.isfinite().all())

@@ -208,9 +208,8 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
     preprocess = image_preprocess(target, transform)
     example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
     chain = sequential_chain(module.eval(), example, blocks=request.blocks)
-    return Architecture(
-        loader, request.source or target, module, replace(chain, modality=IMAGE), preprocess=preprocess
-    )
+    chain = replace(chain, modality=replace(IMAGE, pool=chain.modality.pool))
+    return Architecture(loader, request.source or target, module, chain, preprocess=preprocess)
 
 
 def architecture_of(module: nn.Module, example: Any = None) -> Architecture:

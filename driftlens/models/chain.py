@@ -257,7 +257,7 @@ class Slot:
         """The rows of the checkpoint's tensor, given the parameter in the layer's layout; no copy."""
         if self.transposed:
             own = own.mT
-        return own.unflatten(1, self.kernel) if self.kernel else own
+        return own.reshape(len(own), *self.kernel) if self.kernel else own
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,8 @@ def _lookalikes(only_data: list[str], only_head: list[str]) -> str:
 
 def _remedy(only_data: list[str]) -> str:
     if only_data and all(name.isdecimal() for name in only_data):
-        return "The data has numbers for class names: store the names with it (class_names, ClassLabel)."
+        names = "class_names, ClassLabel, or `classes` in its entry"
+        return f"The data has numbers for class names: store the names with it ({names})."
     return "List the same names in `heads.<task>.classes` and in the data."
 
 

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from driftlens.models.heads import file_head
+from driftlens.models.heads import file_head, linear_head
+from driftlens.models.loading import open_checkpoint
 from driftlens.models.vit import scrambled
 from driftlens.spec import load_spec
-from driftlens.spec.yaml_text import from_yaml
+from driftlens.spec.sections import LinearHead
 from tests.cli.conftest import Result
 from tests.models.hostile import hostile
 from tests.pipeline.world import MEAN, MODEL, SIZE, STD, WIDTH, write_images, write_spec
@@ -184,8 +185,12 @@ def test_a_head_that_is_no_zero_shot_head_stays_a_linear_classifier(
         assert torch.equal(heads["shapes.weight"], changed[0]) and torch.equal(
             heads["shapes.bias"], changed[1]
         )
-        entry = from_yaml((out / "run.yaml").read_text(), "run.yaml")["heads"]["shapes"]
-        assert entry["weight"] == "shapes.weight" and entry["linear"] == "heads.safetensors"
+        entry = load_spec(out / "run.yaml").heads["shapes"]
+        assert isinstance(entry, LinearHead) and not entry.normalize
+        source = open_checkpoint(entry.linear)
+        head = linear_head(source, ["a", "b", "c"], weight=entry.weight, bias=entry.bias)
+        features = rows(5, 2)
+        torch.testing.assert_close(head.scores(features), F.linear(features, *changed))
 
 
 def missing_base(folder: pathlib.Path) -> list[str]:

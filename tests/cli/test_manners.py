@@ -27,6 +27,7 @@ COMMANDS = (
     "validate",
     "analyze",
     "merge",
+    "convert",
     "evaluate",
     "calibrate",
     "sweep",

@@ -77,6 +77,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise SpecError(
             f"there is no device {str(device)!r} here: {reason}",
-            hint=f"Use `auto`, or one of {', '.join(there)}.",
+            hint=f"Use `auto` or {', '.join(f'`{name}`' for name in there)}.",
         ) from None
     return found

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import driftlens as dl
 from driftlens.errors import CheckpointError, DataError, DriftLensError, SpecError
 from driftlens.records.run import DriftRun
+from driftlens_reports.terminal import before_after_text
 from tests.cases import Stack, perturbed, with_seed
 from tests.pipeline.calibrating import CONTROL, VARIANT, files_of, same_rows
 
@@ -90,8 +91,7 @@ def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_
     assert not any("diagnosis" in text for text in run.manifest.calibrations["featcal"].notices)
     saved = dl.open_checkpoint(tmp_path / "out.safetensors")
     assert all(torch.equal(saved.read(key), value) for key, value in model.state_dict().items())
-    (file,) = dl.Report(run).save(tmp_path / "report", formats=["json"])
-    assert "featcal, anchor only" in file.read_text(encoding="utf-8")
+    assert "featcal, anchor only" in before_after_text(run, "featcal")
     with pytest.raises(DataError, match="no calibration 'other'; there are: featcal"):
         run.calibrated_state("other")
 

@@ -57,7 +57,7 @@ def given(pool: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("pool", ["cls", "mean", "last"])
+@pytest.mark.parametrize("pool", ["mean", "last"])
 def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) -> None:
     modules = given(pool)
     run = dl.analyze(

@@ -61,17 +61,14 @@ def _require_fit(place: str, model: str, config: dict[str, Any], architecture: A
     differing = [
         f"{key} {config[key]} (here {settings[key]})"
         for key in ("mean", "std", "interpolation", "resize_mode")
-        if key in config and key in settings and _plain(config[key]) != _plain(settings[key])
+        if key in config and key in settings and config[key] != settings[key]
     ]
     if differing:
         raise IncompatibleModelsError(
             f"{place} was trained on images prepared otherwise: {', '.join(differing)}",
-            hint="Write an open_clip_config.json with this preprocess_cfg, and give its folder as source.",
+            hint="Download the file; give its path as weights, and as source an open_clip_config.json with this "
+            "preprocess_cfg.",
         )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | list) else value
 
 
 def _cached(config: dict[str, Any]) -> str | None:

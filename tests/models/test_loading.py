@@ -376,6 +376,12 @@ def test_quantised_folders_are_refused_before_their_weights_are_opened(tmp_path:
     assert "dequantize" in refusal.value.hint
 
 
+def test_a_task_vector_suite_is_refused_with_the_command_that_converts_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "zeroshot.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"driftlens convert {tmp_path}"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_missing_shard_is_named(tmp_path: pathlib.Path, weights: Weights) -> None:
     write_shards("model", ".safetensors")(tmp_path, weights)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()

@@ -164,13 +164,11 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
 
     if isinstance(source, Tensor):
         return _in_memory([source], where)
-    library = sys.modules.get("datasets")  # whoever gives one of its data sets has imported it
-    if library is not None and isinstance(source, library.IterableDataset):
+    if _is_hugging_face(source, "iterable_dataset", "IterableDataset"):
         rows = source.with_format("torch")
         return _Source(lambda _: (_parsed(batch, where) for batch in rows.iter(batch_size)), None)
-    if library is not None and isinstance(source, library.Dataset):
-        source = _as_tensors(source, library, where)
-        return _from_dataset(DataLoader(source, batch_size=batch_size), where)
+    if _is_hugging_face(source, "arrow_dataset", "Dataset"):
+        return _from_dataset(DataLoader(_as_tensors(source, where), batch_size=batch_size), where)
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         return _from_dataset(DataLoader(source, batch_size=batch_size), where)
     if isinstance(source, DataLoader) and source.batch_size is not None:
@@ -194,11 +192,18 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
     return _Source(lambda _: (_parsed(batch, where) for batch in source), None)
 
 
-def _as_tensors(rows: Any, library: Any, where: str) -> Any:
+def _is_hugging_face(value: Any, file: str, name: str) -> bool:
+    """Whether a value is of that class of the library `datasets`, which whoever made it has imported."""
+    module = sys.modules.get(f"datasets.{file}")  # `datasets` alone may be a file of the user's
+    return module is not None and isinstance(value, getattr(module, name))
+
+
+def _as_tensors(rows: Any, where: str) -> Any:
     """A Hugging Face data set whose rows hold tensors; one with a format of its own stays as it is."""
     if rows.format["type"] is not None:
         return rows
-    pictures = [name for name, feature in rows.features.items() if isinstance(feature, library.Image)]
+    columns = rows.features.items()
+    pictures = [name for name, feature in columns if _is_hugging_face(feature, "features.image", "Image")]
     if pictures:
         raise DataError(
             f"{where}: the column {pictures[0]!r} holds images, expected the model's inputs",

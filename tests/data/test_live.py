@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -302,6 +304,15 @@ def test_a_hugging_face_data_set_is_read_as_it_is_formatted() -> None:
     with pytest.raises(DataError, match="DatasetDict") as caught:
         live_samples("cars", datasets.DatasetDict(train=data))
     assert "one split" in caught.value.hint
+
+
+def test_a_module_of_the_users_may_be_called_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = types.ModuleType("datasets")
+    own.Dataset = Rows  # type: ignore[attr-defined]
+    for name in [name for name in sys.modules if name.startswith("datasets.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "datasets", own)
+    assert torch.equal(live_samples("cars", Rows()).load(range(7)), X)
 
 
 def test_images_need_the_models_preprocessing_first() -> None:

@@ -9,7 +9,7 @@ from its source, to see what blocks are given.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from driftlens.models.architecture import (
 from driftlens.models.chain import IMAGE, TEXT, LayerChain
 from driftlens.models.dissection import ShapesOnlyError
 from driftlens.models.frames import mapped
-from driftlens.models.loading import open_checkpoint, read_config
+from driftlens.models.loading import TOKENIZERS, open_checkpoint, read_config
 from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_text_preprocess
 from driftlens.models.sequential import sequential_chain
 
@@ -42,6 +42,15 @@ _WHOLE_ELSEWHERE = {
     "clip": "hf-clip",
     "clip_vision_model": "hf-clip",
 }
+
+_USAGE = """\
+{imports}from transformers import {reader}, {model}
+
+folder = "."  # this one, or the model's id on the Hub
+model, reader = {model}.from_pretrained(folder), {reader}.from_pretrained(folder)
+{change}inputs = reader({sample}, return_tensors="pt")
+features = model(**inputs).{output}
+"""
 
 
 @loaders.register("hf-vit")
@@ -99,8 +108,30 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         ),
         layout=layout,
         preprocess=preprocess,
-        folder=FolderFormat("model.safetensors", {"config.json": stated}),
+        folder=FolderFormat(
+            "model.safetensors",
+            {"config.json": stated},
+            usage=partial(_usage, model_class.__name__, classifier, reads_images),
+        ),
         classifier=classifier,
+    )
+
+
+def _usage(
+    model: str, classifier: str, reads_images: bool, keys: Collection[str], files: Collection[str]
+) -> str:
+    """Python that computes what the tasks' heads read; empty where no file says how inputs are prepared."""
+    needed = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
+    if set(needed).isdisjoint(files):
+        return ""
+    return _USAGE.format(
+        model=model,
+        imports="import torch\n" * bool(classifier) + "from PIL import Image\n" * reads_images,
+        reader="AutoImageProcessor" if reads_images else "AutoTokenizer",
+        sample='Image.open("image.png")' if reads_images else '"a sentence"',
+        change=f'model.set_submodule("{classifier}", torch.nn.Identity())  # every task has its own\n'
+        * bool(classifier),
+        output="logits" if classifier else "last_hidden_state",
     )
 
 

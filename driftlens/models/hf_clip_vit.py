@@ -30,7 +30,7 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.chain import adapters
-from driftlens.models.loading import image_processor_config, missing_config, read_config
+from driftlens.models.loading import TOKENIZERS, image_processor_config, missing_config, read_config
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.models.refusals import require_plain, wrong_family
 from driftlens.models.sources import StateSource
@@ -169,7 +169,7 @@ features = model(**processor(images=Image.open("image.png"), return_tensors="pt"
 def _usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
     """Python that uses a saved folder: with text, or where that can't be read, the image tower alone."""
     is_whole = any(key.startswith("text_model.") for key in keys)
-    if is_whole and not {"tokenizer.json", "vocab.json"}.isdisjoint(files):
+    if is_whole and not set(TOKENIZERS).isdisjoint(files):
         return _WHOLE
     if is_whole:
         log.warning(

@@ -31,26 +31,16 @@ _REFUSED = {
 
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
 """Weight files to fetch, best form first: a repository often holds the same weights twice."""
-_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
+_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*", "NOTICE"]
 
 _COMPANIONS = (
-    *(
-        "tokenizer*.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-    ),
-    *(
-        "*.model",
-        "chat_template.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "*processor_config.json",
-    ),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "*.model", "chat_template.json", "chat_template.jinja", "generation_config.json"),
+    *("*processor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
 )
 """Files beside weights and configuration that a model is used with; none of them is code."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a tokenizer of transformers needs one."""
 _CONFIGS = ("config.json", "open_clip_config.json")
 
 log = logging.getLogger("driftlens")
@@ -189,7 +179,7 @@ def library_folder(place: str) -> pathlib.Path | None:
 
 
 def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
-    """The tokenizer, processor and generation files in a library's folder, by name; never code."""
+    """The tokenizer, processor, generation and license files in a library's folder, by name; never code."""
     if folder is None:
         return {}
     found = {path.name: path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}

@@ -191,8 +191,8 @@ def save_model(
 ) -> None:
     """Write a model the way its base is stored: the base's keys, dtypes and shards, and what else its file holds.
 
-    The tokenizer, processor and generation files of the folder that the architecture was read from, or else of the
-    base's, come along; code never does.
+    The tokenizer, processor, generation and license files of the folder that the architecture was read from, or else
+    of the base's, come along; code never does.
 
     Args:
         architecture: of both.

@@ -5,6 +5,7 @@ The classifier is taken out: what it would have read is the final feature.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,18 @@ from driftlens.models.chain import IMAGE
 from driftlens.models.loading import is_hub_id, read_config
 from driftlens.models.preprocessing import image_preprocess
 from driftlens.models.sequential import sequential_chain
+
+_USAGE = """\
+import timm
+from PIL import Image
+
+name = "local-dir:."  # this folder; on the Hub, hf-hub: and the model's id
+model = timm.create_model(name, pretrained=True).eval()
+model.reset_classifier(0)  # every task has its own
+settings = timm.data.resolve_data_config({}, model=model)
+transform = timm.data.create_transform(**settings, is_training=False)
+features = model(transform(Image.open("image.png").convert("RGB"))[None])
+"""
 
 
 @loaders.register("timm")
@@ -81,9 +94,13 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
             [{key: key for key in skeleton.state_dict()}], (f"{classifier}.",) if classifier else ()
         ),
         preprocess=preprocess,
-        folder=FolderFormat("model.safetensors", {"config.json": stated}) if stated else None,
+        folder=_folder(stated) if stated else None,
         classifier=classifier,
     )
+
+
+def _folder(stated: Mapping[str, Any]) -> FolderFormat:
+    return FolderFormat("model.safetensors", {"config.json": stated}, usage=lambda keys, files: _USAGE)
 
 
 def _without_classifier(skeleton: Any, name: str) -> str:

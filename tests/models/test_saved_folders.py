@@ -22,6 +22,7 @@ from driftlens.models.saving import Patched, save_model
 from driftlens.models.sources import StateSource, content_digest
 from tests.models.clip import chain_states
 from tests.models.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
+from tests.pipeline.test_any_model import FAMILIES, save, trained
 
 CLASSES = ("cat", "dog", "tree", "sea", "map")
 
@@ -179,6 +180,24 @@ def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
     )
     tokens = [open_clip.get_tokenizer(f"local-dir:{place}")(["a cat", "a dog"]) for place in (folder, out)]
     assert torch.equal(*tokens) and not torch.equal(*tokens[1])
+
+
+@pytest.mark.parametrize("name", ["ViT", "timm ViT"])
+@torch.no_grad()
+def test_the_card_of_a_classifier_computes_what_the_tasks_heads_read(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = FAMILIES[name]
+    folder, out = save(family, trained(family, 3, 0), tmp_path / "base"), tmp_path / "out"
+    (folder / "LICENSE").write_text("ours")
+    architecture, base = load_architecture(family.loader, str(folder)), open_checkpoint(folder)
+    model = moved(architecture, base)
+    save_model(architecture, base, model, out, card=lambda usage: usage)
+    computed = used((out / "README.md").read_text(), out, monkeypatch)["features"]
+    expected = own_features(architecture, model, pictures()[:1])
+    expected = expected if expected.dim() == 2 else expected[:, 0]
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
+    assert (out / "LICENSE").read_text() == "ours"
 
 
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])

@@ -71,8 +71,7 @@ def test_parents_on_the_hub_and_their_license_are_named(tmp_path: pathlib.Path) 
     card = functools.partial(
         merge_card,
         entry.record({"scaling": 0.3}),
-        "hf-clip",
-        "/home/me/model",
+        {"loader": "hf-clip", "source": "/home/me/model"},
         notices=["/home/me/model has none"],
     )
     found = ModelCard(card(origins=origins))

@@ -127,7 +127,8 @@ def _hf(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]
                 # Several names stand for one function; what it computes decides.
                 stated = activation_name(ACT2FN[stated]) or stated
             yield ("config.json", key, [stated] * 2 if isinstance(used, list) else stated, used)
-    pixels = _file(folder, "preprocessor_config.json")
+    nested = _file(folder, "processor_config.json").get("image_processor")  # as transformers 5 saves it
+    pixels = nested if isinstance(nested, dict) else _file(folder, "preprocessor_config.json")
     if pixels and architecture.preprocess is not None:
         processor = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
         default = processor().to_dict()

@@ -30,9 +30,6 @@ _SPECIAL = re.compile(r"[\\`*_{}\[\]#|~<>&$@]|:(?=//)|(?<=www)\.")
 """What Markdown would read as more than text; the last two make links of bare addresses."""
 _ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 _LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
-_SYNTHETIC = (
-    "**Synthetic demo**: images and models were made by DriftLens itself; the numbers are no benchmark."
-)
 _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
 
 
@@ -53,32 +50,30 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     """
     compared_variants(run, name)  # says which calibrations there are when this is none
     manifest = run.manifest
-    loader, source = (str(manifest.architecture.get(key, "")) for key in ("loader", "source"))
     tasks = ", ".join(escaped(task) for task in run.tasks)
-    about = (
+    text = (
         f"One model merged from {len(run.tasks)} experts ({tasks}) and calibrated in closed form, layer by layer, "
         "so that its features follow each expert's. Same architecture, no added modules."
     )
     if manifest.synthetic:
-        about += f"\n\n{_SYNTHETIC}"
+        text += "\n\n**Synthetic demo**: images and models were made by DriftLens itself; the numbers are no benchmark."
     origins = {model: info.source for model, info in manifest.models.items() if _is_parent(model)}
     sections = {
         "How it was made": _recipe(run, name),
         "Models": _models(run, name),
         "Calibration data": _calibration_data(run, name),
         "Before and after": _results(run, name),
-        "What to know": _to_know(_notices(run, name), origins, source),
+        "What to know": _to_know(_notices(run, name), origins, manifest.architecture),
         "Versions": _versions(manifest.versions),
     }
     tags = (manifest.calibrations[name].method,)
-    front = _front_matter(loader, origins, tags, run.name, _measured(run, name))
-    return _text(front, f"{run.name}: {title(calibrated(name))}", about, usage, sections)
+    front = _front_matter(manifest.architecture, origins, tags, run.name, _measured(run, name))
+    return _text(front, f"{run.name}: {title(calibrated(name))}", text, usage, sections)
 
 
 def merge_card(
     merge: Mapping[str, Any],
-    loader: str,
-    source: str,
+    architecture: Mapping[str, Any],
     origins: Mapping[str, str],
     notices: Sequence[str],
     usage: str = "",
@@ -87,8 +82,7 @@ def merge_card(
 
     Args:
         merge: what the merge method records of itself.
-        loader: of the architecture.
-        source: likewise.
+        architecture: its `loader` and `source`.
         origins: where base and experts came from, by their name in the pool.
         notices: what a reader should know.
         usage: Python that loads the model.
@@ -104,10 +98,10 @@ def merge_card(
     sections = {
         "How it was made": _table(("Setting", "Value"), recipe),
         "Models": _table(("Model", "From"), parents),
-        "What to know": _to_know([unmeasured, *notices], origins, source),
+        "What to know": _to_know([unmeasured, *notices], origins, architecture),
         "Versions": _versions(versions()),
     }
-    return _text(_front_matter(loader, origins, (), name, []), name, about, usage, sections)
+    return _text(_front_matter(architecture, origins, (), name, []), name, about, usage, sections)
 
 
 def _text(front: Mapping[str, Any], heading: str, about: str, usage: str, sections: Mapping[str, str]) -> str:
@@ -124,7 +118,7 @@ def escaped(text: str) -> str:
 
 
 def _front_matter(
-    loader: str,
+    architecture: Mapping[str, Any],
     origins: Mapping[str, str],
     tags: Sequence[str],
     name: str,
@@ -133,7 +127,7 @@ def _front_matter(
     """What the Hub reads of a model; it knows no other parents than its own models."""
     tags = ("merge", "model-merging", *(("feature-calibration", *tags) if tags else ()), "driftlens")
     values: dict[str, Any] = {"tags": list(dict.fromkeys(tags))}
-    library = _LIBRARIES.get(loader.partition("-")[0])
+    library = _LIBRARIES.get(str(architecture.get("loader")).partition("-")[0])
     if library is not None:
         values["library_name"] = library
     values |= _licenses(origins)[0]
@@ -284,10 +278,11 @@ def _notices(run: DriftRun, name: str) -> list[str]:
     ]
 
 
-def _to_know(lines: Sequence[str], origins: Mapping[str, str], source: str) -> str:
+def _to_know(lines: Sequence[str], origins: Mapping[str, str], architecture: Mapping[str, Any]) -> str:
     """Sentences, one on licenses among them, as a list; of paths only the last part is shown."""
     lines = [*lines, *_licenses(origins)[1]]
-    for place in sorted({source, *origins.values()} - {""}, key=len, reverse=True):
+    places = {str(architecture.get("source", "")), *origins.values()}
+    for place in sorted(places - {""}, key=len, reverse=True):
         lines = [line.replace(place, _shown(place)) for line in lines]
     return "\n".join(f"- {escaped(line)}" for line in lines)
 

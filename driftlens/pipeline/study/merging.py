@@ -292,7 +292,8 @@ def save_merge(
     def card(usage: str) -> str:
         notices = [*known.notices, *dtype_notices(models)]
         notices += [finding.text for finding in companions(models)]
-        return merge_card(record, known.loader, known.source, models.origins, notices, usage)
+        described = {"loader": known.loader, "source": known.source}
+        return merge_card(record, described, models.origins, notices, usage)
 
     save_model(known, models.own_form, source, path, metadata=metadata, card=card)
 

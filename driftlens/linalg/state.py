@@ -189,6 +189,8 @@ def forward_mode_attention() -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # On first use torch.func.jvp scripts its decompositions and warns that scripting is deprecated.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
+        # Averages over space go through torch vector by vector; nobody can do anything about that.
+        warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
         try:
             yield
         except RuntimeError as error:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
 CLASSES, WORDS, WIDTH = 5, 40, 16
@@ -25,6 +27,7 @@ class Family:
         of_blocks: share of the blocks' weights that is solved for, rounded down to percent.
         left_alone: words that the notice of what is left alone has to hold.
         refused: words of the refusal; empty where the family works.
+        is_smooth: whether its layers can be differentiated.
     """
 
     build: Callable[[], nn.Module]
@@ -34,6 +37,20 @@ class Family:
     of_blocks: int = 100
     left_alone: tuple[str, ...] = ()
     refused: str = ""
+    is_smooth: bool = True
+
+    def param(self, name: str) -> ParameterSet:
+        """Of a test that shows it; `tests.families` makes the table of these."""
+        share = "all" if self.of_blocks == 100 else f"{self.of_blocks} %"
+        live = f"with blocks={self.blocks!r}" if self.blocks else "yes"
+        shows = pytest.mark.shows(
+            "drift",
+            live=live,
+            attribution="yes" if self.is_smooth else "refused by name",
+            sites=f"{share} of a tiny model's blocks",
+        )
+        family = pytest.mark.family(name.partition(" by ")[0])
+        return pytest.param(self, id=name.replace(" ", "_"), marks=() if self.refused else (family, shows))
 
 
 def pixels(generator: torch.Generator, n: int, size: int = 32) -> Tensor:
@@ -92,48 +109,48 @@ def transformers(name: str, **settings: Any) -> nn.Module:
 
 
 FAMILIES = {
-    "torchvision ResNet": Family(
+    "ResNet (torchvision)": Family(
         torchvision_resnet, pixels, found="layer*", of_blocks=98, left_alone=("19 BatchNorm2d",)
     ),
-    "torchvision ConvNeXt": Family(
+    "ConvNeXt (torchvision)": Family(
         torchvision_convnext,
         pixels,
         found="features",
         of_blocks=68,
         left_alone=("5 Conv2d (", "5 CNBlock.layer_scale"),
     ),
-    "torchvision Swin": Family(
+    "Swin (torchvision)": Family(
         torchvision_swin,
         pixels,
         found="features",
         of_blocks=67,
         left_alone=("8 Linear (", "4 ShiftedWindowAttention.relative_position_bias_table"),
     ),
-    "torchvision ViT": Family(
+    "ViT (torchvision)": Family(
         torchvision_vit, pixels, found="encoder.layers", of_blocks=44, left_alone=("2 MultiheadAttention (",)
     ),
-    "timm ResNet": Family(
+    "ResNet (timm)": Family(
         partial(timm, "test_resnet"), pixels, found="layer*", of_blocks=98, left_alone=("12 BatchNorm2d",)
     ),
-    "timm ConvNeXt": Family(
+    "ConvNeXt (timm)": Family(
         partial(timm, "test_convnext"),
         pixels,
         found="stages",
         of_blocks=89,
         left_alone=("9 Conv2d (", "9 ConvNeXtBlock.gamma"),
     ),
-    "timm ViT": Family(partial(timm, "test_vit", img_size=32), pixels, found="blocks"),
-    "timm EfficientNet": Family(
+    "ViT (timm)": Family(partial(timm, "test_vit", img_size=32), pixels, found="blocks"),
+    "EfficientNet (timm)": Family(
         partial(timm, "test_efficientnet"),
         pixels,
         found="blocks",
         of_blocks=91,
         left_alone=("11 BatchNormAct2d", "2 Conv2d ("),
     ),
-    "timm NFNet": Family(
+    "NFNet (timm)": Family(
         partial(timm, "test_nfnet"), pixels, refused="several lists that could be its blocks"
     ),
-    "timm NFNet by its stages": Family(
+    "NFNet (timm) by its stages": Family(
         partial(timm, "test_nfnet"),
         pixels,
         blocks="stages",
@@ -141,8 +158,8 @@ FAMILIES = {
         of_blocks=23,
         left_alone=("ScaledStdConv2d (",),
     ),
-    "timm Mixer": Family(mixer, pixels, found="blocks"),
-    "timm Swin": Family(
+    "Mixer (timm)": Family(mixer, pixels, found="blocks"),
+    "Swin (timm)": Family(
         partial(
             timm,
             "swin_tiny_patch4_window7_224",
@@ -157,7 +174,7 @@ FAMILIES = {
         of_blocks=95,
         left_alone=("4 WindowAttention.relative_position_bias_table",),
     ),
-    "transformers ResNet": Family(
+    "ResNet (transformers)": Family(
         partial(
             transformers,
             "ResNetModel",
@@ -171,14 +188,14 @@ FAMILIES = {
         of_blocks=95,
         left_alone=("10 BatchNorm2d",),
     ),
-    "transformers ConvNeXt": Family(
+    "ConvNeXt (transformers)": Family(
         partial(transformers, "ConvNextModel", num_stages=2, hidden_sizes=[8, 12], depths=[1, 3]),
         pixel_values,
         found="encoder.stages",
         of_blocks=67,
         left_alone=("4 Conv2d (",),
     ),
-    "transformers Swin": Family(
+    "Swin (transformers)": Family(
         partial(
             transformers,
             "SwinModel",
@@ -193,7 +210,7 @@ FAMILIES = {
         of_blocks=95,
         left_alone=("4 SwinRelativePositionBias",),
     ),
-    "transformers ViT": Family(
+    "ViT (transformers)": Family(
         partial(
             transformers,
             "ViTForImageClassification",
@@ -206,7 +223,7 @@ FAMILIES = {
         pixel_values,
         found="vit.layers",
     ),
-    "transformers DINOv2": Family(
+    "DINOv2 (transformers)": Family(
         partial(
             transformers,
             "Dinov2Model",
@@ -221,7 +238,7 @@ FAMILIES = {
         of_blocks=99,
         left_alone=("4 Dinov2LayerScale",),
     ),
-    "transformers BERT": Family(
+    "BERT": Family(
         partial(
             transformers,
             "BertModel",
@@ -234,12 +251,12 @@ FAMILIES = {
         words,
         found="encoder.layer",
     ),
-    "transformers GPT-2": Family(
+    "GPT-2": Family(
         partial(transformers, "GPT2Model", vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2),
         words,
         found="h",
     ),
-    "transformers Llama": Family(
+    "Llama": Family(
         partial(
             transformers,
             "LlamaModel",
@@ -253,7 +270,7 @@ FAMILIES = {
         words,
         found="layers",
     ),
-    "transformers Mixtral": Family(
+    "Mixtral": Family(
         partial(
             transformers,
             "MixtralModel",
@@ -269,8 +286,9 @@ FAMILIES = {
         found="layers",
         of_blocks=14,
         left_alone=("2 MixtralExperts (", "2 MixtralTopKRouter"),
+        is_smooth=False,
     ),
-    "transformers T5": Family(
+    "T5": Family(
         partial(
             transformers,
             "T5EncoderModel",

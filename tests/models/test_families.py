@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
+from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.site_selection import coverage, select_sites
-from driftlens.errors import DriftLensError
+from driftlens.errors import DriftLensError, IncompatibleModelsError
 from driftlens.models.frames import result
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import module_source
@@ -22,9 +23,10 @@ from tests.models.families import FAMILIES, Family
 from tests.models.test_sequential import assert_close, plain_forward, walk
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(" ", "_"))
+@pytest.fixture(params=[family.param(name) for name, family in FAMILIES.items()])
 def family(request: pytest.FixtureRequest) -> Family:
-    return FAMILIES[request.param]
+    found: Family = request.param
+    return found
 
 
 def models(family: Family) -> dict[str, nn.Module]:
@@ -92,8 +94,16 @@ def test_a_family_is_measured_and_calibrated(family: Family, tmp_path: pathlib.P
     if family.refused:
         return
     passed = arguments(family, models(family), batch(family, 12))
-    run = dl.analyze(out=tmp_path / "run", progress="none", **passed)
-    assert run.layers(variant="merged")["closure_error"].max() < 1e-10
+    jacobian = JacobianSettings(samples=2)
+    if not family.is_smooth:
+        with pytest.raises(IncompatibleModelsError, match="can't be differentiated"):
+            dl.analyze(out=tmp_path / "smooth", progress="none", jacobian=jacobian, **passed)
+        jacobian = None
+    run = dl.analyze(out=tmp_path / "run", progress="none", jacobian=jacobian, **passed)
+    rows = run.layers(variant="merged")
+    assert rows["closure_error"].max() < 1e-10
+    if jacobian is not None:
+        assert rows["final_share"].sum() + rows["remainder_share"].max() == pytest.approx(1)
     fitted = dl.FeatCal(lam=1e-3, rho=1.0, alpha=1.0).fit(**passed)
     history = fitted.history_
     assert (history["objective_after"] <= history["objective_before"] * (1 + 1e-9)).all()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from driftlens.cli import main
 from driftlens.errors import CheckpointError, IncompatibleModelsError, NumericsError
-from driftlens.models.loading import open_checkpoint
+from driftlens.models.loading import companion_files, library_folder, open_checkpoint
 from driftlens.models.sources import StateSource, check_finite, content_digest, module_source, renamed
 
 Weights = dict[str, Tensor]
@@ -440,6 +440,22 @@ def test_a_cached_repository_is_read_offline(hub_cache: pathlib.Path, weights: W
     source = open_checkpoint("someone/model", offline=True)
     assert source.name == str(hub_cache / "model.safetensors")
     assert torch.equal(source.read("embed.weight"), weights["embed.weight"])
+
+
+def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cache: pathlib.Path) -> None:
+    assert library_folder("someone/model") is None, "no library's folder without a configuration"
+    for name in ("config.json", "tokenizer.json", "model.py", "other.json", "vocab.txt"):
+        (hub_cache / name).write_text("{}")
+    for place in (
+        "someone/model",
+        "hf-hub:someone/model",
+        str(hub_cache),
+        str(hub_cache / "model.safetensors"),
+    ):
+        assert library_folder(place) == hub_cache, place
+    assert list(companion_files(hub_cache)) == ["tokenizer.json", "vocab.txt"]
+    for place in ("", "someone/other", str(hub_cache / "none.safetensors")):
+        assert companion_files(library_folder(place)) == {}
 
 
 @pytest.mark.usefixtures("hub_cache")

@@ -214,6 +214,7 @@ def test_nan_is_a_problem_and_leaves_the_other_checks_alone(world: World, tmp_pa
             "preprocessor_config.json", "image_mean", [0.1, 0.1, 0.1], ("0.1", "0.4"), id="image mean"
         ),
         pytest.param("preprocessor_config.json", "crop_size", 24, ("24", "16"), id="image size"),
+        pytest.param("processor_config.json", "crop_size", 24, ("24", "16"), id="image size in version 5"),
     ],
 )
 def test_an_experts_own_configuration_contradicts(
@@ -221,8 +222,13 @@ def test_an_experts_own_configuration_contradicts(
 ) -> None:
     folder = tmp_path / "expert"
     shutil.copytree(world.weights("flowers", "hf"), folder)
+    nested = {"image_processor": json.loads((folder / "preprocessor_config.json").read_text())}
+    (folder / "processor_config.json").write_text(json.dumps(nested))
+    if file != "processor_config.json":
+        (folder / "processor_config.json").unlink()
     stated = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps({**stated, key: value}))
+    stated.get("image_processor", stated)[key] = value
+    (folder / file).write_text(json.dumps(stated))
     spec = world.spec("hf")
     result = check({**spec, "experts": {**spec["experts"], "flowers": {"weights": str(folder)}}})
     problem = found(result, "problem", "expert of flowers")

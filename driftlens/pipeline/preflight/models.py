@@ -89,7 +89,7 @@ def _check_configuration(
 def _remedy(file: str, key: str) -> str:
     if key in ("hidden_act", "quick_gelu"):
         return "Name the architecture with the activation that the weights were trained with (`architecture.source`)."
-    if file == "preprocessor_config.json":
+    if file.endswith("processor_config.json"):
         return "Merge models that see the same pixels, or correct the file that is wrong."
     return "Merge models of one architecture, or correct the file that is wrong."
 
@@ -128,7 +128,8 @@ def _hf(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]
                 stated = activation_name(ACT2FN[stated]) or stated
             yield ("config.json", key, [stated] * 2 if isinstance(used, list) else stated, used)
     nested = _file(folder, "processor_config.json").get("image_processor")  # as transformers 5 saves it
-    pixels = nested if isinstance(nested, dict) else _file(folder, "preprocessor_config.json")
+    file = "processor_config.json" if isinstance(nested, dict) else "preprocessor_config.json"
+    pixels = nested if isinstance(nested, dict) else _file(folder, file)
     if pixels and architecture.preprocess is not None:
         processor = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
         default = processor().to_dict()
@@ -136,7 +137,7 @@ def _hf(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]
             stated, used = (
                 given.get(key, default[key]) for given in (pixels, architecture.preprocess.settings)
             )
-            yield ("preprocessor_config.json", key, _edges(stated), _edges(used))
+            yield (file, key, _edges(stated), _edges(used))
 
 
 def _open_clip(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]:

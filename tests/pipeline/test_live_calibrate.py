@@ -152,9 +152,10 @@ def changed(name: str) -> dict[str, Any]:
         (changed("data"), DataError, "diagnosis samples of task b are not those of the run"),
         (changed("heads"), SpecError, "heads of a have other classes"),
         ({"merged": given()["merged"]}, SpecError, "missing: experts, heads of a, heads of b, base"),
+        (given() | {"expert": {}}, SpecError, "modules has 'expert', which dl.analyze does not take"),
         (None, SpecError, "made from live modules, which are not there any more"),
     ],
-    ids=["weights", "samples", "classes", "incomplete", "nothing"],
+    ids=["weights", "samples", "classes", "incomplete", "unknown", "nothing"],
 )
 def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
     analyzed: Any, modules: dict[str, Any] | None, error: type[DriftLensError], words: str

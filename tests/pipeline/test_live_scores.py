@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.errors import SpecError
+from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import pooled
 from tests.cases import perturbed, with_seed
 
@@ -110,6 +110,15 @@ def test_an_unknown_pooling_is_refused_with_the_four_there_are(tmp_path: pathlib
     assert not (tmp_path / "run").exists()
     with pytest.raises(SpecError, match="expected one of cls, mean, last, all"):
         pooled(torch.zeros(2, 3, 4), "avg")  # type: ignore[arg-type]
+
+
+def test_a_head_that_does_not_fit_is_refused_before_a_run_is_begun(tmp_path: pathlib.Path) -> None:
+    modules = given("mean") | {"heads": {"task": nn.Linear(WIDTH + 1, 3)}}
+    with pytest.raises(
+        DataError, match=f"the classifier reads {WIDTH + 1} features, the model gives {WIDTH}"
+    ):
+        dl.analyze(**modules, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta", "cuda"])

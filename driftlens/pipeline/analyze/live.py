@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, architecture_of
-from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, require_pool
+from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, pooled, require_pool
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
 from driftlens.models.heads import linear_head
 from driftlens.models.sequential import check_deterministic, sequential_chain
@@ -133,8 +134,13 @@ def live_study(
     skeleton = _in_dtype(merged, dtype)
     example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, first.device, dtype)
     chain = _chain(skeleton, example, blocks, mask)
-    chain.start(example)  # refuses what it can't read before anything runs on it
+    _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
+    pooling, stream = pool or chain.modality.pool, chain.layers[-1].stream
+    if head_of:  # one that does not fit is refused before a run is begun
+        final = chain.library_states(skeleton, example)[-1][stream].detach()
+        for head in head_of.values():
+            head.scores(pooled(final, pooling, side.mask(stream)))
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     return Study(
@@ -152,7 +158,7 @@ def live_study(
             task: _task(samples, head_of.get(task), fitted.get(task)) for task, samples in diagnosis.items()
         },
         settings=Settings(
-            pool=pool or chain.modality.pool,
+            pool=pooling,
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], layers)),
             options=frozenset(name for name, on in {"cka": cka, "adjoint": adjoint}.items() if on),
             jacobian=jacobian,
@@ -204,6 +210,8 @@ def live_again(
     """
     from driftlens.pipeline.study.opening import OpenModels
 
+    if unknown := sorted(set(given) - set(inspect.signature(live_study).parameters)):
+        raise SpecError(f"modules has {unknown[0]!r}, which dl.analyze does not take with live modules")
     written = (folder / SPEC).read_text(encoding="utf-8").splitlines()
     lines = (line.removeprefix(_SETTINGS) for line in written if line.startswith(_SETTINGS))
     settings = {**json.loads(next(lines, "{}")), **given}

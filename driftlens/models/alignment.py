@@ -78,8 +78,14 @@ class Spellings:
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """See `Layout`; what is missing is missing."""
-        return renamed(source, self.key_map(source.headers, wanted, source.name))
+        """See `Layout`; what is missing is missing, but of another family nearly all is."""
+        found = self.key_map(source.headers, wanted, source.name)
+        count = sum(key in found for key in wanted)
+        if 2 * count < len(wanted) and (family := family_of_keys(source.headers)):
+            what, key, hint = family
+            text = f"holds {count} of the {len(wanted)} tensors that are wanted; it looks like {what} (key {key!r})"
+            raise IncompatibleModelsError(f"{source.name} {text}", hint=hint)
+        return renamed(source, found)
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
         """See `Layout`."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.errors import IncompatibleModelsError
 from driftlens.models.alignment import Spellings
 from driftlens.models.architecture import (
     Architecture,
@@ -30,18 +30,13 @@ from driftlens.models.architecture import (
 from driftlens.models.chain import IMAGE, TEXT, LayerChain
 from driftlens.models.dissection import ShapesOnlyError
 from driftlens.models.frames import mapped
-from driftlens.models.loading import TOKENIZERS, open_checkpoint, read_config
+from driftlens.models.loading import TOKENIZERS, missing_config, open_checkpoint, read_config
 from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_text_preprocess
+from driftlens.models.refusals import CLIP, LIVE, VISION, num_experts, require_plain, running, wrong_family
 from driftlens.models.sequential import sequential_chain
 
-VISION = ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit")
-"""Model types that `hf-vit` reads."""
 _BESIDE = ("pooler.", "classifier.", "score.", "cls.", "lm_head.")
 """Where models of one family have what others lack: what reads their features."""
-_WHOLE_ELSEWHERE = {
-    "clip": "hf-clip",
-    "clip_vision_model": "hf-clip",
-}
 
 _USAGE = """\
 {imports}from transformers import {reader}, {model}
@@ -61,12 +56,9 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
         DriftLensError: as for `load_hf_auto`, and for any other model.
     """
     require_own_blocks(request, "hf-vit")
-    kind = _config(request).get("model_type")
-    if kind not in VISION:
-        raise IncompatibleModelsError(
-            f"{request.source} is a {kind} model, expected {', '.join(VISION)}",
-            hint=f"Use the loader {_WHOLE_ELSEWHERE.get(str(kind), 'hf-auto')}.",
-        )
+    stated = _config(request)
+    if stated.get("model_type") not in VISION:
+        raise wrong_family(stated, request.source, f"one of {', '.join(VISION)}")
     return replace(load_hf_auto(request), loader="hf-vit")
 
 
@@ -94,7 +86,8 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         preprocess = hf_text_preprocess(source, config, offline)
         example = preprocess([("a word", ""), ("and a few more", "")])
     layout = Spellings(_spellings(names, skeleton), _left_out(classifier, skeleton))
-    skeleton, chain = _chain(skeleton, example, layout, request)
+    with running(source):
+        skeleton, chain = _chain(skeleton, example, layout, request)
     modality = replace(IMAGE, pool="cls" if _has_class_token(skeleton) else "mean") if reads_images else TEXT
     return Architecture(
         loader="hf-auto",
@@ -138,10 +131,14 @@ def _usage(
 def _config(request: ArchitectureRequest) -> dict[str, Any]:
     config = read_config(request.source, "config.json", offline=request.access.offline)
     if config is None:
-        raise SpecError(
-            f"{request.source} has no config.json{' in the local cache' if request.access.offline else ''}",
-            hint="Give a folder of save_pretrained or a Hub id; timm's models need the loader timm.",
+        raise missing_config(
+            request.source,
+            "config.json",
+            "a model of transformers",
+            offline=request.access.offline,
+            hint="Give a folder of save_pretrained or a Hub id.",
         )
+    require_plain(config, request.source)
     return config
 
 
@@ -152,26 +149,12 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = stated.get("model_type")
-    if "auto_map" in stated:
-        raise IncompatibleModelsError(
-            f"{source} wants code from its own folder to be run (auto_map), which is never done",
-            hint="Build the model yourself and name the function: the loader python:package.module:function.",
-        )
-    if stated.get("quantization_config"):
-        raise IncompatibleModelsError(
-            f"{source} is quantised ({stated['quantization_config'].get('quant_method', 'of some kind')})",
-            hint="Use the original weights that it was made from.",
-        )
-    if kind in _WHOLE_ELSEWHERE:
-        raise IncompatibleModelsError(
-            f"{source} is a {kind} model, whose final feature is projected",
-            hint=f"Use the loader {_WHOLE_ELSEWHERE[kind]}.",
-        )
+    if kind in CLIP:
+        raise wrong_family(stated, source, "one whose final feature is not projected")
+    if num_experts(stated):  # files keep apart what the library fuses
+        raise wrong_family(stated, source, "one without a mixture of experts")
     if kind not in CONFIG_MAPPING:
-        raise IncompatibleModelsError(
-            f"transformers {transformers.__version__} knows no model type {kind!r} ({source})",
-            hint="Update transformers, or check `architecture.source`.",
-        )
+        raise wrong_family(stated, source, f"one that transformers {transformers.__version__} has")
     config = CONFIG_MAPPING[kind].from_dict(dict(stated))
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:
@@ -183,7 +166,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
-    if "CausalLM" in named[0] or "ConditionalGeneration" in named[0]:
+    if any(part in named[0] for part in ("CausalLM", "LMHead", "ConditionalGeneration")):
         choices = [auto.MODEL_MAPPING]
     else:
         choices = [of_images, of_text, auto.MODEL_MAPPING]
@@ -193,7 +176,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
             return config, found[0] if isinstance(found, tuple) else found
     raise IncompatibleModelsError(
         f"transformers has no plain model of type {kind!r} ({source})",
-        hint="Build it yourself: python: loaders.",
+        hint=LIVE,
     )
 
 

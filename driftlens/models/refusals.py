@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from driftlens.errors import IncompatibleModelsError
+from driftlens.errors import DriftLensError, IncompatibleModelsError
 
 LIVE = (
     "Build it in code of your own: `loader: python:module:function` (with --trust-code), or live modules in "
@@ -15,19 +16,22 @@ _ROUTES = {
     "hf-auto": "The loader hf-auto takes it, with the path of its list of blocks in `architecture.blocks`.",
     "": LIVE,
 }
-_HF_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model")
+CLIP = ("clip", "clip_vision_model")
+"""Model types of transformers that `hf-clip` reads."""
+VISION = ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit")
+"""Model types of transformers that `hf-vit` reads."""
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _FAMILIES = (
     ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
     ("attn_pool.", "a tower that pools by attention (CoCa)", ""),
     ("attnpool.", "a ResNet of CLIP", ""),
     ("head.probe", "a SigLIP tower", "hf-vit"),
-    ("self_attn.qkv.", "a tower with fused attention weights (BLIP, EVA)", "hf-auto"),
+    ("self_attn.qkv.", "a tower with fused attention weights (BLIP, EVA)", ""),
     ("embeddings.class_embedding", "a CLIP saved by transformers", "hf-clip"),
     ("visual.transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
     ("lora_A.", "LoRA adapters", "adapters"),
-    ("block_sparse_moe.", "a mixture of experts", "hf-auto"),
-    (".experts.", "a mixture of experts", "hf-auto"),
+    ("block_sparse_moe.", "a mixture of experts", ""),
+    (".experts.", "a mixture of experts", ""),
     ("embeddings.cls_token", "a ViT, DeiT or DINOv2 of transformers", "hf-vit"),
     ("blocks.0.attn.qkv.", "a vision transformer of timm", "timm"),
     (
@@ -67,25 +71,28 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
         source: where it is.
         expected: what the loader takes.
     """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])
+    what, loader = f"a {kind} model ({named or 'no architecture named'})", ""
     if kind is None and ("model_cfg" in config or "vision_cfg" in config):
         what, loader = "a model of open_clip", "open-clip"
     elif kind is None and isinstance(config.get("architecture"), str):
         what, loader = f"a timm model ({config['architecture']})", "timm"
-    else:
-        what = f"a {kind} model ({named or 'no architecture named'})"
-        loader = "hf-clip" if kind in ("clip", "clip_vision_model") else "hf-auto"
-        loader = "hf-vit" if kind in _HF_VIT else loader
+    elif kind in CONFIG_MAPPING and not num_experts(config):
+        loader = "hf-clip" if kind in CLIP else "hf-vit" if kind in VISION else "hf-auto"
+    mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
+    unknown = "The transformers that is installed knows no such model type. "
+    hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
+    return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """How many experts a `config.json` says that each block mixes; 0 where it mixes none."""
     text = config.get("text_config")
     sections = (config, text if isinstance(text, Mapping) else {})
-    experts = next((part[key] for part in sections for key in _NUM_EXPERTS if part.get(key)), None)
-    mixture = f", a mixture of {experts} experts" if experts else ""
-    hint = (
-        route(loader)
-        if kind is not None or loader != "hf-auto"
-        else f"Its config.json names no model. {LIVE}"
-    )
-    return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
+    counts = [part[key] for part in sections for key in _NUM_EXPERTS if isinstance(part.get(key), int)]
+    return max((count for count in counts if count > 1), default=0)
 
 
 def require_plain(config: Mapping[str, Any], source: str) -> None:
@@ -97,7 +104,7 @@ def require_plain(config: Mapping[str, Any], source: str) -> None:
     require_unquantised(config, source)
     if foreign := foreign_code(config):
         raise IncompatibleModelsError(
-            f"{source} needs code of its own ({foreign}), which is never run", hint=LIVE
+            f"{source} needs code of its own, which is never run (auto_map: {foreign})", hint=LIVE
         )
 
 
@@ -120,7 +127,7 @@ def require_unquantised(config: Mapping[str, Any], source: str) -> None:
 def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
     """The code beside a configuration, as `file.Class`; empty where there is none.
 
-    With `needed`, none counts where transformers knows the model type and all architectures that are named.
+    With `needed`, none counts where transformers itself has the model type and the architectures that are named.
     """
     beside = config.get("auto_map")
     if not isinstance(beside, Mapping) or not beside:
@@ -129,7 +136,26 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     named = config.get("architectures") or []
-    is_known = config.get("model_type") in CONFIG_MAPPING and all(
-        hasattr(transformers, name) for name in named
-    )
+    is_known = bool(named) and all(hasattr(transformers, name) for name in named)
+    is_known = is_known and config.get("model_type") in CONFIG_MAPPING
     return "" if needed and is_known else ", ".join(sorted({str(value) for value in beside.values()}))
+
+
+@contextlib.contextmanager
+def running(source: str) -> Iterator[None]:
+    """What a library raises inside, on a small batch of its own kind, becomes a refusal.
+
+    Raises:
+        IncompatibleModelsError: the model can't be run; names the library's error.
+    """
+    try:
+        yield
+    except DriftLensError:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise IncompatibleModelsError(
+            f"{source} can't be run on a plain batch ({told})", hint=LIVE
+        ) from error

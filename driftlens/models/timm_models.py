@@ -24,8 +24,9 @@ from driftlens.models.architecture import (
     weightless,
 )
 from driftlens.models.chain import IMAGE
-from driftlens.models.loading import is_hub_id, read_config
+from driftlens.models.loading import is_hub_id, missing_config, read_config
 from driftlens.models.preprocessing import image_preprocess
+from driftlens.models.refusals import running, wrong_family
 from driftlens.models.sequential import sequential_chain
 
 _USAGE = """\
@@ -61,13 +62,13 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
                 f"timm knows no model {source!r}, and there is no such folder",
                 hint="timm.list_models() has the names.",
             )
-        stated = read_config(source, "config.json", offline=request.access.offline) or {}
+        offline, hint = request.access.offline, "Give a model name of timm, or a folder as timm saves them."
+        stated = read_config(source, "config.json", offline=offline) or {}
+        if not stated:
+            raise missing_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
         name, options = str(stated.get("architecture")), dict(stated.get("model_args") or {})
         if not timm.is_model(name):
-            raise IncompatibleModelsError(
-                f"{source} has no config.json of timm (architecture {name!r})",
-                hint="Folders of transformers need the loader hf-vit or hf-auto.",
-            )
+            raise wrong_family(stated, source, "a config.json of timm")
         if "num_classes" in stated:
             options.setdefault("num_classes", stated["num_classes"])
     skeleton = weightless(partial(timm.create_model, name, pretrained=False, **options), source)
@@ -80,7 +81,8 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
     example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2).to("meta")
-    chain = sequential_chain(skeleton, example, blocks=request.blocks)
+    with running(source):
+        chain = sequential_chain(skeleton, example, blocks=request.blocks)
     return Architecture(
         loader="timm",
         source=request.source,

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from driftlens.access import Access
 from driftlens.errors import DriftLensError, IncompatibleModelsError
-from driftlens.models.architecture import architecture_of, load_architecture
+from driftlens.models import refusals
+from driftlens.models.architecture import architecture_of, load_architecture, loaders
 from driftlens.models.sources import TensorsSource
 from tests.models.clip import chain_states
 from tests.models.towers import HF_VISION, hf_tower, open_clip_folder, open_clip_tower
@@ -34,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         {**SMALL, "num_local_experts": 2},
         "a mixtral model (MixtralForCausalLM), a mixture of 2 experts",
         "a mixture of experts",
-        "hf-auto",
+        "live modules",
     ),
     "bert": ("BertModel", SMALL, "a bert model (BertModel)", "an encoder", "hf-auto"),
     "gpt2": ("GPT2Model", GPT2, "a gpt2 model", "GPT-2", "hf-auto"),
@@ -66,7 +68,7 @@ def test_models_of_transformers_are_sent_to_their_loader(
     model.config.architectures = [name]
     model.config.save_pretrained(tmp_path)
     with pytest.raises(IncompatibleModelsError) as refusal:
-        load_architecture(ours, str(tmp_path), offline=True)
+        load_architecture(ours, str(tmp_path), access=Access(offline=True))
     assert from_config in refusal.value.message and str(tmp_path) in refusal.value.message
     assert loader in refusal.value.hint
     assert refusal.value.exit_code == 4
@@ -76,6 +78,67 @@ def test_models_of_transformers_are_sent_to_their_loader(
         tower.align(TensorsSource("expert.safetensors", weights))
     assert "expert.safetensors" in refusal.value.message and from_keys in refusal.value.message
     assert loader in refusal.value.hint
+
+
+SENT_ON = [
+    (loader, name, hint)
+    for loader in ("hf-vit", "hf-auto", "timm")
+    for name, hint in (
+        ("Mixtral", "live modules"),
+        ("CLIP", "hf-clip"),
+        ("Bert", "hf-auto"),
+        ("ViT", "hf-vit"),
+    )
+    if loader != hint and (loader, name) != ("hf-auto", "ViT")
+]
+
+
+@pytest.mark.parametrize(("loader", "name", "hint"), SENT_ON)
+def test_the_other_loaders_send_models_on_too(
+    tmp_path: pathlib.Path, loader: str, name: str, hint: str
+) -> None:
+    import transformers
+
+    getattr(transformers, f"{name}Config")().save_pretrained(tmp_path)
+    with pytest.raises(IncompatibleModelsError) as refusal:
+        load_architecture(loader, str(tmp_path))
+    assert hint in refusal.value.hint
+    assert refusal.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("loader", "prepare"), [("hf-auto", "timm"), ("hf-vit", "open-clip"), ("timm", "open-clip")]
+)
+def test_folders_of_other_libraries_are_sent_on(tmp_path: pathlib.Path, loader: str, prepare: str) -> None:
+    timm_folder(tmp_path) if prepare == "timm" else open_clip_folder(tmp_path)
+    with pytest.raises(IncompatibleModelsError) as refusal:
+        load_architecture(loader, str(tmp_path))
+    assert f"loader is {prepare}:" in refusal.value.hint
+
+
+def test_every_loader_that_refusals_name_is_there(tmp_path: pathlib.Path) -> None:
+    named = {loader for *_, loader in refusals._FAMILIES} | {
+        "hf-clip",
+        "hf-vit",
+        "hf-auto",
+        "open-clip",
+        "timm",
+    }
+    assert named - {"", "adapters"} <= set(loaders)
+
+
+def test_a_checkpoint_of_another_family_is_named_beside_loaders_of_any_model(tmp_path: pathlib.Path) -> None:
+    import transformers
+
+    transformers.ViTModel(transformers.ViTConfig(**VISION)).save_pretrained(tmp_path)
+    transformers.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path)
+    architecture = load_architecture("hf-vit", str(tmp_path))
+    weights = {key: torch.ones(1) for key in hf_tower().state_dict()}
+    with pytest.raises(
+        IncompatibleModelsError, match=r"expert\.safetensors holds 0 of .* a CLIP saved by"
+    ) as refusal:
+        architecture.align(TensorsSource("expert.safetensors", weights))
+    assert "hf-clip" in refusal.value.hint
 
 
 @pytest.mark.parametrize(
@@ -135,13 +198,13 @@ FOLDERS: dict[str, tuple[str, Callable[[pathlib.Path], object], str, str]] = {
     "unknown_architecture": (
         "hf-clip",
         lambda folder: remote_code(folder, architectures=["OwnModel"]),
-        "code of its own (modeling_own.OwnModel), which is never run",
+        "code of its own, which is never run (auto_map: modeling_own.OwnModel)",
         "python:module:function",
     ),
     "unknown_type": (
         "hf-clip",
         lambda folder: remote_code(folder, model_type="own"),
-        "code of its own (modeling_own.OwnModel), which is never run",
+        "code of its own, which is never run (auto_map: modeling_own.OwnModel)",
         "python:module:function",
     ),
     "gguf_to_transformers": (
@@ -166,7 +229,7 @@ def test_folders_of_other_kinds_are_refused_with_what_works(
 ) -> None:
     prepare(tmp_path)
     with pytest.raises(DriftLensError) as refusal:
-        load_architecture(loader, str(tmp_path), offline=True)
+        load_architecture(loader, str(tmp_path), access=Access(offline=True))
     assert refusal.value.exit_code == 4
     assert words in refusal.value.message
     assert remedy in refusal.value.hint

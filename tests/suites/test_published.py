@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ import torch
 from driftlens.data.task_data import plain_form
 from driftlens.errors import DataError
 from driftlens.models.architecture import TextTower
-from driftlens.models.heads import text_head
-from driftlens.pipeline.study.opening import classes_of
+from driftlens.pipeline.study.opening import classes_of, open_heads
 from driftlens.spec import json_schema, load_spec
 from driftlens.spec.sections import TextHead
 from driftlens.suites.published import published_names, published_task
@@ -93,9 +93,13 @@ def test_the_words_of_the_suite_stand_in_the_prompts_and_the_datas_names_on_the_
         asked.extend(prompts)
         return torch.eye(len(prompts), 4) + 1
 
-    tower, task = TextTower(embed, 100.0), published_task("pcam")
-    head = text_head(tower, ("healthy", "tumor"), task.templates, task.classes)
-    assert head.classes == ("healthy", "tumor")
+    tower = TextTower(embed, 100.0)
+    models: Any = SimpleNamespace(
+        base=tower, stored={}, architecture=SimpleNamespace(text_tower=lambda base: base)
+    )
+    spec = load_spec(minimal(heads={"cars": {"suite": "pcam"}}))
+    (head,) = open_heads(spec, models, {"cars": ("1", "0")}).values()
+    assert head.classes == ("0", "1")
     expected = ["lymph node", "lymph node containing metastatic tumor tissue"]
     assert asked == [f"this is a photo of {words}" for words in expected]
 

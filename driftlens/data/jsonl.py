@@ -35,7 +35,7 @@ def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
         origin=str(file.resolve()),
         ids=tuple(number for number, _ in rows),
         class_names=None,
-        label=lambda position: None,
+        label=lambda position: rows[position][1][1] if entry.classes else None,
         read=lambda position: rows[position][1],
         holds="text",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from driftlens.access import Access
-from driftlens.errors import IncompatibleModelsError, SpecError
-from driftlens.models.alignment import KeyLayout, Layout
+from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError
+from driftlens.models.alignment import KeyLayout, Layout, Spellings
 from driftlens.models.chain import IMAGE, LayerChain, adapters
+from driftlens.models.lora import lora_source
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import StateSource
@@ -106,6 +108,15 @@ class Architecture:
         """
         return source if self.layout is None else self.layout.align(source, self.keys, fallback)
 
+    def lora_base(self, base: StateSource, folder: str) -> StateSource:
+        """The base under the names that adapters in a folder use: those of its file, or of its modules in memory."""
+        if isinstance(self.layout, Spellings):
+            with contextlib.suppress(CheckpointError, IncompatibleModelsError):
+                aligned = self.align(base)
+                lora_source(aligned, folder)
+                return aligned
+        return base
+
     def classifier_keys(self, stored: StateSource) -> tuple[str, str] | None:
         """Keys of weight and bias of the classifier in a checkpoint under its own names; None where it holds none."""
         weight, bias = (f"{self.classifier}.{part}" for part in ("weight", "bias"))
@@ -165,7 +176,7 @@ def load_architecture(
         IncompatibleModelsError: the architecture is not supported; the message says what it is.
     """
     request = ArchitectureRequest(source, blocks, access)
-    if loader.startswith(PYTHON):
+    if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
     return loaders[loader](request)
 

@@ -27,7 +27,6 @@ _REMEDY = (
 )
 _UNSUPPORTED = (
     "use_dora",
-    "modules_to_save",
     "lora_bias",
     "trainable_token_indices",
     "layer_replication",
@@ -74,7 +73,8 @@ def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSourc
         folder: holds `adapter_config.json` and `adapter_model.safetensors`.
 
     Returns:
-        A source with the keys, shapes and dtypes of `base`.
+        A source with the keys, shapes and dtypes of `base`. Modules that were trained whole (`modules_to_save`, a
+        classifier for instance) are as they were saved, whether the base has them or not.
 
     Raises:
         CheckpointError: the folder is incomplete, uses an option that can't be merged exactly (named), or an
@@ -86,7 +86,8 @@ def lora_source(base: StateSource, folder: str | os.PathLike[str]) -> StateSourc
     if weights is None:
         raise _refusal(place, f"{_WEIGHTS[0]} is missing", "Copy or download the folder again.")
     adapters = open_file(weights)
-    return _LoraSource(base, adapters, place, _updates(base, adapters, config, place))
+    saved = _saved_whole(base, adapters, config)
+    return _LoraSource(base, adapters, place, _updates(base, adapters, config, place, saved), saved)
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,19 @@ class _LoraSource:
         adapters: StateSource,
         folder: pathlib.Path,
         updates: Mapping[str, _Update],
+        saved: Mapping[str, str],
     ) -> None:
         self.name = str(folder)
-        self.headers = base.headers
+        self.headers = {**base.headers, **{key: adapters.headers[own] for own, key in saved.items()}}
         self._base = base
         self._adapters = adapters
         self._updates = updates
+        self._saved = dict(zip(saved.values(), saved, strict=True))
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         require_key(self, key)
+        if key in self._saved:
+            return self._adapters.read(self._saved[key], rows)
         weight = self._base.read(key, rows)
         update = self._updates.get(key)
         if update is None:
@@ -151,12 +156,32 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
     return config
 
 
+def _saved_whole(base: StateSource, adapters: StateSource, config: Mapping[str, Any]) -> dict[str, str]:
+    """The adapter's keys of modules that were trained whole (`modules_to_save`), and the base's or their own names."""
+    modules = tuple(config.get("modules_to_save") or ())
+    found = {}
+    for key in adapters.headers:
+        name = key.removeprefix(_WRAPPER)
+        if any(module in name.split(".") for module in modules) and ".lora_" not in name:
+            there = [
+                own
+                for own in base.headers
+                if own == name or own.endswith(f".{name}") or name.endswith(f".{own}")
+            ]
+            found[key] = there[0] if len(there) == 1 else name
+    return found
+
+
 def _updates(
-    base: StateSource, adapters: StateSource, config: Mapping[str, Any], folder: pathlib.Path
+    base: StateSource,
+    adapters: StateSource,
+    config: Mapping[str, Any],
+    folder: pathlib.Path,
+    saved: Mapping[str, str],
 ) -> dict[str, _Update]:
     transposed = bool(config.get("fan_in_fan_out"))
     updates: dict[str, _Update] = {}
-    for module, (down, up) in _pairs(adapters, folder).items():
+    for module, (down, up) in _pairs(adapters, folder, saved).items():
         rank = _rank(module, adapters, down, up, config, folder)
         alpha = float(_by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -168,10 +193,12 @@ def _updates(
     return updates
 
 
-def _pairs(adapters: StateSource, folder: pathlib.Path) -> dict[str, tuple[str, str]]:
+def _pairs(
+    adapters: StateSource, folder: pathlib.Path, saved: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
     """Module path -> keys of A and B."""
     halves: dict[str, dict[str, str]] = {}
-    for key in adapters.headers:
+    for key in adapters.headers.keys() - saved.keys():
         found = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
         if found is None:
             raise _refusal(folder, f"{key!r} is not the A or B of a linear module's adapter")

@@ -11,6 +11,7 @@ from driftlens.spec.sections import ClassNames
 from driftlens.spec.types import (
     Count,
     CountOrAll,
+    Flag,
     LocalPath,
     Part,
     PythonTarget,
@@ -105,11 +106,16 @@ class HfData(_Entry):
 
 
 class JsonlData(_Places):
-    """Text tasks: files with one JSON object per line that holds an input and a target."""
+    """Text tasks: files with one JSON object per line that holds an input and a target.
+
+    Attributes:
+        classes: whether targets are the names of classes, which a head's rows meet.
+    """
 
     kind: Literal["jsonl"]
     input: Text = "input"
     target: Text = "target"
+    classes: Flag = False
 
 
 def _file_or_value(value: str, info: ValidationInfo) -> str:

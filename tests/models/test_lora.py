@@ -46,7 +46,7 @@ def train(module: nn.Module, folder: pathlib.Path, **options: Any) -> dict[str, 
         torch.manual_seed(1)
         model = get_peft_model(module, LoraConfig(**options))
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 nn.init.normal_(parameter)
         model.save_pretrained(folder)
         return model.merge_and_unload().state_dict()
@@ -55,6 +55,7 @@ def train(module: nn.Module, folder: pathlib.Path, **options: Any) -> dict[str, 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
     "rank_stabilised": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["fc1", "out_proj"]},
+    "trained_whole": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["fc2"]},
     "patterns": {
         "r": 2,
         "lora_alpha": 4,
@@ -169,7 +170,6 @@ def edit_weights(
     ("spoil", "message"),
     [
         (edit_config(use_dora=True), "use_dora is True"),
-        (edit_config(modules_to_save=["head"]), r"modules_to_save is \['head'\]"),
         (edit_config(bias="lora_only"), "bias is 'lora_only'"),
         (edit_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (edit_config(peft_type="IA3"), "peft_type is 'IA3'"),

@@ -21,6 +21,7 @@ import driftlens as dl
 from driftlens.access import Access
 from driftlens.errors import DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.models.architecture import load_architecture
+from driftlens.models.chain import LinearHead
 from driftlens.models.loading import open_checkpoint
 from driftlens.pipeline.study.opening import open_study
 from driftlens.spec import load_spec
@@ -101,6 +102,8 @@ def timm_vit(classes: int) -> nn.Module:
 
 
 FAMILIES = {
+    "ResNet": Family("hf-auto", resnet, "resnet", "resnet.encoder.stages"),
+    "ConvNeXt": Family("hf-auto", convnext, "convnext", "convnext.encoder.stages"),
     "ViT": Family("hf-vit", vit, "vit"),
     "DeiT": Family("hf-vit", deit, "deit"),
     "DINOv2": Family("hf-vit", dinov2, "dinov2"),
@@ -200,7 +203,16 @@ def suite(name: str, folder: pathlib.Path) -> Suite:
     return Suite(family, folder, experts, pixels, labels, spec)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def families() -> list[Any]:
+    """One of them at once, the others where time is."""
+    return [
+        pytest.param(name, marks=[pytest.mark.family(name), *([] if name == "ViT" else [pytest.mark.slow])])
+        for name in FAMILIES
+    ]
+
+
+@pytest.mark.shows("files", "drift", heads="classifier of each expert", sites="linear, norm")
+@pytest.mark.parametrize("name", families())
 def test_a_classifier_is_measured_with_its_own_heads_and_calibrated(
     name: str, tmp_path: pathlib.Path
 ) -> None:
@@ -243,6 +255,8 @@ def open_state(file: pathlib.Path) -> dict[str, Tensor]:
     return {key: source.read(key) for key in source.headers}
 
 
+@pytest.mark.family("ViT")
+@pytest.mark.shows("reloads")
 def test_a_folder_saved_for_the_original_library_gives_the_same_features(tmp_path: pathlib.Path) -> None:
     made = suite("ViT", tmp_path / "suite")
     run = dl.analyze(made.spec, out=tmp_path / "run", progress="none")
@@ -265,6 +279,33 @@ def test_class_names_come_from_the_expert_then_from_the_data(tmp_path: pathlib.P
     study, _ = open_study(load_spec(made.spec))
     heads = {task: at.head.classes for task, at in study.tasks.items() if at.head is not None}
     assert heads == {"beasts": tuple(reversed_names), "sizes": TASKS["sizes"]}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: pathlib.Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    made = suite("ViT", tmp_path / "suite")
+    base = trained(FAMILIES["ViT"], 5, 0)
+    base.classifier = nn.Linear(16, 2)
+    wanted = LoraConfig(r=2, target_modules=["q_proj", "fc1"], modules_to_save=["classifier"])
+    model = get_peft_model(base, wanted)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                )
+    model.save_pretrained(tmp_path / "lora")
+    spec = copy.deepcopy(made.spec)
+    spec["experts"]["sizes"]["weights"] = str(tmp_path / "lora")
+    study, models = open_study(load_spec(spec))
+    merged = model.merge_and_unload()
+    source = models.sources["expert:sizes"]
+    for key in models.architecture.chain.parameter_keys():
+        torch.testing.assert_close(source.read(key), merged.state_dict()[key], rtol=0, atol=1e-6)
+    head = study.tasks["sizes"].head
+    assert isinstance(head, LinearHead) and torch.equal(head.weight, merged.classifier.weight)
 
 
 @pytest.mark.parametrize("form", ["memory", "core", "wrapped"])
@@ -368,3 +409,76 @@ def test_a_function_of_the_users_loads_when_it_is_trusted(
     found = load_architecture("python:own_loader:load", "x", access=Access(trust=True))
     assert [layer.path for layer in found.chain.blocks] == ["blocks.0", "blocks.1", "blocks.2"]
     assert found.preprocess is not None and found.chain.modality.name == "image"
+
+
+WORDS = ("a", "b", "c", "red", "green", "blue", "[PAD]", "[UNK]", "[CLS]", "[SEP]")
+
+
+def bert(classes: int) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        pad_token_id=WORDS.index("[PAD]"),
+        num_labels=classes,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+@pytest.mark.family("BERT")
+@pytest.mark.shows(files="hf-auto", heads="classifier of each expert")
+def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path: pathlib.Path) -> None:
+    """Padded batches through `hf-auto`: the accuracy is that of the library's own model, and padding plays no part."""
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(WORDS))
+    tokenizer = transformers.BertTokenizerFast(vocab_file=str(vocabulary))
+    family, generator = Family("hf-auto", bert, "bert"), np.random.default_rng(0)
+    experts, spec_data = {}, {}
+    for seed, (name, classes) in enumerate(
+        {"base": 4, **{task: len(of) for task, of in TASKS.items()}}.items()
+    ):
+        model = trained(family, classes, seed)
+        if name in TASKS:
+            experts[name] = model
+            model.config.id2label = dict(enumerate(TASKS[name]))
+            model.config.label2id = {label: row for row, label in enumerate(TASKS[name])}
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    texts = [" ".join(generator.choice(WORDS[:6], size=1 + row % 6)) for row in range(16)]
+    right = {}
+    for task, names in TASKS.items():
+        with torch.no_grad():
+            found = [
+                int(experts[task](**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts
+            ]
+        targets = [names[(label + (row % 4 == 0)) % len(names)] for row, label in enumerate(found)]
+        right[task] = np.mean(
+            [names[label] == target for label, target in zip(found, targets, strict=True)][8:]
+        )
+        for split, rows in (("train", range(8)), ("test", range(8, 16))):
+            lines = [json.dumps({"input": texts[row], "target": targets[row]}) for row in rows]
+            (tmp_path / f"{task}-{split}.jsonl").write_text("\n".join(lines))
+        spec_data[task] = {
+            "kind": "jsonl",
+            "classes": True,
+            "calibration": str(tmp_path / f"{task}-train.jsonl"),
+            "test": str(tmp_path / f"{task}-test.jsonl"),
+        }
+    spec = {
+        "version": 1,
+        "architecture": {"loader": "hf-auto", "source": str(tmp_path / "base")},
+        "base": {"weights": str(tmp_path / "base")},
+        "merge": {"method": "average"},
+        "experts": {task: {"weights": str(tmp_path / task)} for task in TASKS},
+        "data": {"defaults": {"n": 8, "n_diagnosis": 8, "batch_size": 3}, **spec_data},
+        "metrics": {"jacobian": False},
+    }
+    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
+    assert run.layers()["closure_error"].max() < 1e-4
+    accuracy = run.accuracy(variant="expert").set_index("task")["value"]
+    assert {task: accuracy[task] for task in TASKS} == pytest.approx(right)
+    calibrated = run.calibrate(dl.FeatCal(), name="featcal")
+    assert calibrated.layers(variant="calibrated:featcal", layer="final")["drift_rel"].notna().all()

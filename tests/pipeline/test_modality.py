@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from driftlens.access import Access
 from driftlens.engine.walk import capture
-from driftlens.models.architecture import Architecture, loaders
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.chain import (
     Layer,
     LayerCall,
@@ -132,10 +132,14 @@ class LettersAdapter:
         return Letters().eval()
 
 
-def load_letters(source: str, offline: bool) -> Architecture:
+def load_letters(request: ArchitectureRequest) -> Architecture:
     module = Letters().eval()
     return Architecture(
-        LOADER, source, module, LettersAdapter().chain(module), preprocess=Preprocess("toy spelling", spelled)
+        LOADER,
+        request.source,
+        module,
+        LettersAdapter().chain(module),
+        preprocess=Preprocess("toy spelling", spelled),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from driftlens.models.architecture import Architecture, TextTower, load_architec
 from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.heads import class_names, file_head, linear_head, stated_classes, text_head
 from driftlens.models.loading import open_checkpoint
+from driftlens.models.lora import is_lora_folder
 from driftlens.models.pretrained import resolve_pretrained
 from driftlens.models.sources import StateSource
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
@@ -92,7 +94,10 @@ def open_models(
 
         def opened(name: str = name, place: str = place) -> StateSource:
             file = resolve_pretrained(place, known, offline=access.offline)
-            stored[name] = open_checkpoint(file, base=stored.get("base"), offline=access.offline)
+            base = stored.get("base")
+            if base is not None and is_lora_folder(pathlib.Path(file)):
+                base = known.lora_base(base, file)
+            stored[name] = open_checkpoint(file, base=base, offline=access.offline)
             return known.align(stored[name], fallback=sources.get("base"))
 
         if (source := attempt(name, opened)) is not None:

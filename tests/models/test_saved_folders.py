@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -62,11 +62,11 @@ def pictures(count: int = 6) -> list[Image.Image]:
     return [Image.fromarray(image.numpy()) for image in (noise + stripes).to(torch.uint8)]
 
 
-def own_features(architecture: Architecture, model: StateSource, images: list[Image.Image]) -> Tensor:
+def own_features(architecture: Architecture, model: StateSource, samples: Sequence[Any]) -> Tensor:
     module = architecture.skeleton
     module.load_state_dict({key: model.read(key) for key in architecture.keys}, assign=True)
     assert architecture.preprocess is not None
-    return chain_states(architecture.chain, module, architecture.preprocess(images))[-1]["hidden"]
+    return chain_states(architecture.chain, module, architecture.preprocess(samples))[-1]["hidden"]
 
 
 def used(usage: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -180,6 +180,28 @@ def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
     )
     tokens = [open_clip.get_tokenizer(f"local-dir:{place}")(["a cat", "a dog"]) for place in (folder, out)]
     assert torch.equal(*tokens) and not torch.equal(*tokens[1])
+
+
+@torch.no_grad()
+def test_the_card_of_a_text_classifier_does_so_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    folder, out = tmp_path / "base", tmp_path / "out"
+    folder.mkdir()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "sentence"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer.from_pretrained(folder).save_pretrained(folder)
+    sizes = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=24, num_labels=3)
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    architecture, base = load_architecture("hf-auto", str(folder)), open_checkpoint(folder)
+    model = moved(architecture, base)
+    save_model(architecture, base, model, out, card=lambda usage: usage)
+    computed = used((out / "README.md").read_text(), out, monkeypatch)["features"]
+    expected = own_features(architecture, model, [("a sentence", "")])
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ViT", "timm ViT"])

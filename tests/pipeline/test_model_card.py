@@ -15,7 +15,7 @@ from driftlens.merging.method import merge_methods
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.study.card import escaped, merge_card, model_card
 from driftlens.records.before_after import accuracy_changes
-from driftlens.records.run import DriftRun
+from driftlens.records.run import DriftRun, open_run
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.pipeline.world import TASKS, World, build
 
@@ -51,6 +51,14 @@ def test_the_front_matter_is_what_the_hub_reads(run: DriftRun, card: str) -> Non
         assert found.task_type == "image-classification"
     assert "```python" not in card, "a run's own file is none that a library loads"
     assert "## How to use it\n\n```python\nimport x\n```\n" in model_card(run, NAME, "import x\n")
+
+
+def test_no_results_are_stated_of_weights_without_what_was_attached(
+    run: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    folder = copied(run, tmp_path / "run")
+    (folder / f"calibrations/{NAME}/attachments.safetensors").touch()
+    assert ModelCard(model_card(open_run(folder), NAME)).data.eval_results is None
 
 
 def hub_copy(cache: pathlib.Path, name: str, front: str) -> str:

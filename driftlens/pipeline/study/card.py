@@ -18,7 +18,7 @@ from driftlens.records.before_after import (
     compared_variants,
     selection_sentences,
 )
-from driftlens.records.layout import SPEC
+from driftlens.records.layout import SPEC, calibration_attachments
 from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
@@ -163,7 +163,12 @@ def _license(origin: str) -> dict[str, str]:
 
 
 def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
-    """The accuracy on every task's test samples, a share of them, as the Hub lists results."""
+    """The accuracy on every task's test samples, a share of them, as the Hub lists results.
+
+    None with attachments, which are not saved with the weights.
+    """
+    if (run.path / calibration_attachments(name)).exists():
+        return []
     spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     data = spec.get("data", {}) if isinstance(spec, Mapping) else {}
     kind = "image-classification" if run.manifest.preprocessing else "classification"

@@ -2,7 +2,7 @@
 
     VIT = pytest.mark.family("ViT (transformers)")
 
-    @pytest.mark.shows("drift", sites="linear, norm")        # "yes" under drift, words of its own under sites
+    @pytest.mark.shows("drift", files="hf-vit")        # "yes" under drift, words of its own under files
     @pytest.mark.parametrize("build", [pytest.param(vit, marks=VIT), pytest.param(deit, marks=VIT)])
     def test_...
 
@@ -56,7 +56,8 @@ SHOWN = pytest.StashKey[Shown]()
 HEAD = """# Families of models, and what works with each
 
 Made from the tests by `python -m tests.families`: a cell holds what at least one test shows, a dash that none does.
-Test files are those below `tests/`.
+Live modules are models in memory, given to `dl.analyze` and `FeatCal.fit`. Drift is compared with forward passes of the
+model's own library. Calibration names what of the blocks' weights it leaves alone. Test files are those below `tests/`.
 
 """
 
@@ -117,7 +118,7 @@ def main() -> None:
 
     plugin, said = Plugin(), io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = pytest.main(["--collect-only", "-n0", str(ROOT / "tests")], plugins=[plugin])
+        code = pytest.main(["--collect-only", "-qq", "-n0", str(ROOT / "tests")], plugins=[plugin])
     if code or plugin.found is None:
         sys.exit(said.getvalue())
     sys.stdout.write(table(plugin.found))

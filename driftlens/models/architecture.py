@@ -151,7 +151,9 @@ class ArchitectureRequest:
     access: Access = Access()
 
 
-loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry("loader", "driftlens.models")
+loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
+    "loader", "driftlens.models", "driftlens.loaders"
+)
 """A request -> the architecture that its source describes."""
 
 PYTHON = "python:"

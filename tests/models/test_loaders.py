@@ -219,7 +219,23 @@ REFUSED: dict[str, tuple[Callable[[pathlib.Path], tuple[str, str]], type[DriftLe
 }
 
 
-@pytest.mark.parametrize(("prepare", "error", "words"), REFUSED.values(), ids=REFUSED)
+BY_NAME = {
+    "timm_by_name": "SigLIP (open_clip)",
+    "eva_by_name": "EVA (open_clip)",
+    "resnet_by_name": "ResNet (open_clip)",
+    "coca_by_name": "CoCa (open_clip)",
+}
+"""Of which families these are the names of models."""
+
+
+@pytest.mark.shows(files="refused")
+@pytest.mark.parametrize(
+    ("prepare", "error", "words"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.family(BY_NAME[name])] if name in BY_NAME else [])
+        for name, case in REFUSED.items()
+    ],
+)
 def test_what_is_no_clip_is_refused(
     tmp_path: pathlib.Path,
     prepare: Callable[[pathlib.Path], tuple[str, str]],

@@ -258,8 +258,13 @@ def resnet() -> nn.Module:
     return ModifiedResNet([3, 1, 1, 1], output_dim=8, heads=4, image_size=32, width=8)
 
 
+@pytest.mark.shows("live")
 @pytest.mark.parametrize(
-    ("build", "size"), [(eva, 224), (coca, 16), (resnet, 32)], ids=["eva", "coca", "resnet"]
+    ("build", "size"),
+    [
+        pytest.param(build, size, id=name, marks=pytest.mark.family(f"{name} (open_clip)"))
+        for name, build, size in (("EVA", eva, 224), ("CoCa", coca, 16), ("ResNet", resnet, 32))
+    ],
 )
 def test_the_way_that_refusals_name_works(build: Callable[[], nn.Module], size: int) -> None:
     """As live modules such towers are taken apart, and put together they are the library's own."""

@@ -203,16 +203,16 @@ def suite(name: str, folder: pathlib.Path) -> Suite:
     return Suite(family, folder, experts, pixels, labels, spec)
 
 
-def families() -> list[Any]:
-    """One of them at once, the others where time is."""
-    return [
-        pytest.param(name, marks=[pytest.mark.family(name), *([] if name == "ViT" else [pytest.mark.slow])])
-        for name in FAMILIES
-    ]
+def marked(name: str) -> Any:
+    """The family as a parameter, with its row of the table in `docs/`: one at once, the others where time is."""
+    loader = FAMILIES[name].loader
+    called = f"{name} (transformers)" if loader.startswith("hf") else f"{name.removeprefix('timm ')} (timm)"
+    marks = [pytest.mark.family(called), pytest.mark.shows(files=loader)]
+    return pytest.param(name, marks=marks if name == "ViT" else [*marks, pytest.mark.slow])
 
 
-@pytest.mark.shows("files", "drift", heads="classifier of each expert", sites="linear, norm")
-@pytest.mark.parametrize("name", families())
+@pytest.mark.shows("drift", "sites", heads="classifier of each expert")
+@pytest.mark.parametrize("name", [marked(name) for name in FAMILIES])
 def test_a_classifier_is_measured_with_its_own_heads_and_calibrated(
     name: str, tmp_path: pathlib.Path
 ) -> None:
@@ -255,7 +255,7 @@ def open_state(file: pathlib.Path) -> dict[str, Tensor]:
     return {key: source.read(key) for key in source.headers}
 
 
-@pytest.mark.family("ViT")
+@pytest.mark.family("ViT (transformers)")
 @pytest.mark.shows("reloads")
 def test_a_folder_saved_for_the_original_library_gives_the_same_features(tmp_path: pathlib.Path) -> None:
     made = suite("ViT", tmp_path / "suite")

@@ -93,7 +93,7 @@ def test_the_exported_folder_computes_the_stored_features_in_its_own_library(
 
 
 @torch.no_grad()
-@pytest.mark.shows("drift", "reloads", heads="class embeddings", sites="linear, norm")
+@pytest.mark.shows("drift", "sites", "reloads", heads="class embeddings")
 def test_accuracy_in_the_original_library_is_that_of_the_tables(
     run: DriftRun, encode: Callable[[torch.Tensor], torch.Tensor], world: World
 ) -> None:

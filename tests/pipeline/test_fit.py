@@ -84,7 +84,7 @@ def test_one_expert_that_is_the_merged_model_moves_nothing() -> None:
 
 
 @STACK
-@pytest.mark.shows("live", sites="linear, norm")
+@pytest.mark.shows("live", "sites")
 def test_blocks_that_were_spoiled_are_found_again() -> None:
     base, _, expert = stacks()
     spoiled = copy.deepcopy(expert)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.errors import DataError
 from tests.cases import perturbed
+from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.pipeline.world import MODEL, TRANSFORMERS
 
 
@@ -55,7 +56,14 @@ def given(build: Callable[[], nn.Module], batch: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("build", [whole_hf, whole_open_clip], ids=["hf", "open_clip"])
+@pytest.mark.shows("live", "drift", "sites")
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(whole_hf, id="hf", marks=TRANSFORMERS_CLIP),
+        pytest.param(whole_open_clip, id="open_clip", marks=OPEN_CLIP),
+    ],
+)
 def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(
     build: Callable[[], nn.Module], tmp_path: pathlib.Path
 ) -> None:

@@ -13,6 +13,7 @@ import driftlens as dl
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import pooled
 from tests.cases import perturbed, with_seed
+from tests.families import STACK
 
 CLASSES, WIDTH, N, LENGTH = ("cat", "dog", "fox"), 6, 9, 4
 
@@ -57,6 +58,8 @@ def given(pool: Any) -> dict[str, Any]:
     }
 
 
+@STACK
+@pytest.mark.shows(heads="class embeddings")
 @pytest.mark.parametrize("pool", ["mean", "last"])
 def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) -> None:
     modules = given(pool)
@@ -88,6 +91,8 @@ def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: pathlib.Path) 
         assert parts["part"].sum().tolist() == pytest.approx(change.tolist(), rel=1e-2, abs=1e-3)
 
 
+@STACK
+@pytest.mark.shows(heads="nn.Linear")
 def test_a_linear_classifier_scores_a_calibration_too_at_first_look_as_well(tmp_path: pathlib.Path) -> None:
     modules = given("mean")
     linear = with_seed(lambda: nn.Linear(WIDTH, 3))()

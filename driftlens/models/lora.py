@@ -198,7 +198,7 @@ def _pairs(
 ) -> dict[str, tuple[str, str]]:
     """Module path -> keys of A and B."""
     halves: dict[str, dict[str, str]] = {}
-    for key in adapters.headers.keys() - saved.keys():
+    for key in (key for key in adapters.headers if key not in saved):
         found = re.fullmatch(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight", key)
         if found is None:
             raise _refusal(folder, f"{key!r} is not the A or B of a linear module's adapter")

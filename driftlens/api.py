@@ -206,7 +206,7 @@ def analyze(
         progress: how progress is shown on stderr.
         on_progress: called with every `ProgressEvent`, besides.
         cancel: a token whose `cancel()` stops the work at the next batch.
-        resume: go on where an interrupted run of the same spec stopped.
+        resume: go on where an interrupted run of the same spec, or of the same modules and data, stopped.
         force: replace the run that is there.
         **options: with a spec, those of `driftlens.pipeline.analyze.job.analyze` (attribution, device, offline, trust,
             overrides); with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, baselines, layers,
@@ -235,7 +235,8 @@ def analyze(
         study = live_study(**given)
         folder = Path("runs", study.name) if out is None else Path(out)
         settings = recorded(given)
-        analyze_study(study, out=folder, settings=settings, force=force, on_progress=sink, cancel=cancel)
+        how: dict[str, Any] = {"resume": resume, "force": force, "on_progress": sink, "cancel": cancel}
+        analyze_study(study, out=folder, settings=settings, **how)
         run = Run.at(folder)
         run._live = given
         return run

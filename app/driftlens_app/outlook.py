@@ -58,7 +58,7 @@ def obstacles(run: DriftRun) -> list[str]:
     try:
         require_unlocked(run.path)
         if is_live(run.manifest):
-            return ["the run was made from live modules: calibrate it from Python with `run.calibrate(...)`"]
+            return ["the run's live modules are not here; `run.calibrate(...)` in Python takes them"]
         if missing := unanalyzed(run.manifest):
             more = "`driftlens analyze --resume` goes on"
             return [f"the run is unfinished; still to be done: {', '.join(missing)}. {more}"]

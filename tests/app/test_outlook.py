@@ -148,7 +148,7 @@ def test_other_obstacles_are_named(run: Path) -> None:
 def test_live_modules_are_an_obstacle(run: Path) -> None:
     opened = edit(run, "architecture", loader="live")
     assert obstacles(opened) == [
-        "the run was made from live modules: calibrate it from Python with `run.calibrate(...)`"
+        "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
     ]
 
 

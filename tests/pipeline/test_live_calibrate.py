@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import driftlens as dl
-from driftlens.errors import CheckpointError, DataError, DriftLensError, SpecError
+from driftlens.errors import Cancelled, CheckpointError, DataError, DriftLensError, RunError, SpecError
 from driftlens.records.run import DriftRun
 from driftlens_reports.terminal import before_after_text
 from tests.cases import Stack, perturbed, with_seed
@@ -184,6 +184,29 @@ def test_a_mask_that_was_a_function_is_asked_for(tmp_path: pathlib.Path) -> None
         run.calibrate(calibrator, name="x", modules=modules)
     run = run.calibrate(calibrator, name="x", modules={**modules, "mask": first_two})
     assert VARIANT.replace("featcal", "x") in run.variants and CONTROL not in run.variants
+
+
+def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(
+    analyzed: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    token, out = dl.CancelToken(), tmp_path / "run"
+
+    def stop(event: dl.ProgressEvent) -> None:
+        if event.phase == "analyze" and event.label.startswith("task b"):
+            token.cancel()
+
+    with pytest.raises(Cancelled):
+        dl.analyze(**given(), out=out, progress="none", on_progress=stop, cancel=token)
+    begun = dl.open_run(out)
+    with pytest.raises(RunError, match="unfinished") as caught:
+        calibrate(begun, "x", modules=given())
+    assert "dl.analyze(..., resume=True)" in caught.value.hint
+    for other, error in ((given() | {"n": 9}, SpecError), (changed("merged"), CheckpointError)):
+        with pytest.raises(error):
+            dl.analyze(**other, out=out, progress="none", resume=True)
+    run = dl.analyze(**given(), out=out, progress="none", resume=True)
+    same_rows(dl.open_run(analyzed.path), run)
+    assert run.manifest.id == begun.manifest.id
 
 
 def test_baselines_stand_beside_the_merged_model(tmp_path: pathlib.Path) -> None:

@@ -35,7 +35,7 @@ from driftlens.models.vit import PIXELS
 from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
-from driftlens.records.layout import SPEC
+from driftlens.records.layout import MANIFEST, SPEC
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
@@ -253,6 +253,7 @@ def analyze_study(
     *,
     out: PathLike,
     settings: Mapping[str, Any] | None = None,
+    resume: bool = False,
     force: bool = False,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
@@ -266,13 +267,28 @@ def analyze_study(
     described = "# made from live modules; it can be read, and added to where they are handed in again\n"
     described += f"name: {json.dumps(study.name)}\n{_SETTINGS}{kept}\n"
     digest = hashlib.sha256(described.encode()).hexdigest()
-    with RunWriter.create(
-        out, spec_yaml=described, spec_digest=digest, name=study.name, force=force
-    ) as writer:
+    goes_on = resume and (pathlib.Path(out) / MANIFEST).exists()
+    if goes_on:
+        _require_begun_so(pathlib.Path(out), digest, study, Reporter(on_progress, cancel))
+    new = {"spec_yaml": described, "spec_digest": digest, "name": study.name}
+    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, force=force) as writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         describe(writer, study, synthetic=False)
         run_phases(writer, study, reporter)
     return open_run(out)
+
+
+def _require_begun_so(folder: pathlib.Path, digest: str, study: Study, reporter: Reporter) -> None:
+    """Refuse to go on with other settings, samples or weights than those that a run was begun with."""
+    from driftlens.pipeline.study.reopening import require_same_models, require_same_samples
+
+    manifest = read_manifest(folder)
+    if manifest.spec_digest != digest:
+        raise SpecError(
+            f"{folder} was begun with other settings", hint="Resume with the same, or choose another out."
+        )
+    require_same_samples(manifest, study)
+    require_same_models(manifest, study, reporter)
 
 
 def _chain(module: nn.Module, example: Any, blocks: str | None, mask: Mask) -> LayerChain:

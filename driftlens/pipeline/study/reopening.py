@@ -140,11 +140,14 @@ def require_analyzed(folder: pathlib.Path) -> None:
     Raises:
         RunError: a task is still to be analyzed, and nobody is at it.
     """
-    missing = unanalyzed(read_manifest(folder))
+    manifest = read_manifest(folder)
+    missing = unanalyzed(manifest)
     if missing and living_owner_of(folder) is None:  # else taking the lock will say who is at it
+        command = f"driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume"
+        command = "dl.analyze(..., resume=True)" if is_live(manifest) else command
         raise RunError(
             f"{folder} is unfinished; still to be done: {', '.join(missing)}",
-            hint=f"`driftlens analyze {folder / 'spec.yaml'} --out {folder} --resume` goes on, accuracy included.",
+            hint=f"`{command}` goes on, accuracy included.",
         )
 
 

@@ -89,7 +89,9 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     )
     notice = ""
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(source, local_files_only=offline, **plain)
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            source, local_files_only=offline, trust_remote_code=False, **plain
+        )
     except (OSError, ValueError):  # no such file, or one without a known class
         kinds = IMAGE_PROCESSOR_MAPPING.get(type(config))
         kind = next(filter(None, reversed(kinds.values() if isinstance(kinds, dict) else kinds or ())), None)

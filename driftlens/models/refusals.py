@@ -143,10 +143,10 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
 
 @contextlib.contextmanager
 def running(source: str) -> Iterator[None]:
-    """What a library raises inside, on a small batch of its own kind, becomes a refusal.
+    """What a library raises inside, over a configuration or on a small batch, becomes a refusal.
 
     Raises:
-        IncompatibleModelsError: the model can't be run; names the library's error.
+        IncompatibleModelsError: the model can't be used; names the library's error.
     """
     try:
         yield
@@ -156,6 +156,4 @@ def running(source: str) -> Iterator[None]:
         Exception
     ) as error:  # whatever somebody's forward pass makes of a model without weights, or a plain batch
         told = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise IncompatibleModelsError(
-            f"{source} can't be run on a plain batch ({told})", hint=LIVE
-        ) from error
+        raise IncompatibleModelsError(f"{source} can't be used as it is ({told})", hint=LIVE) from error

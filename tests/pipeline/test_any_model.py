@@ -23,6 +23,7 @@ from driftlens.errors import DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.models.architecture import load_architecture
 from driftlens.models.chain import LinearHead
 from driftlens.models.loading import open_checkpoint
+from driftlens.pipeline.preflight.job import preflight
 from driftlens.pipeline.study.opening import open_study
 from driftlens.spec import load_spec
 from tests.cases import perturbed, with_seed
@@ -306,6 +307,23 @@ def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: pa
         torch.testing.assert_close(source.read(key), merged.state_dict()[key], rtol=0, atol=1e-6)
     head = study.tasks["sizes"].head
     assert isinstance(head, LinearHead) and torch.equal(head.weight, merged.classifier.weight)
+
+
+def test_an_expert_that_computes_otherwise_is_a_problem(tmp_path: pathlib.Path) -> None:
+    """What no weight shows: its own configuration, by the library's defaults where it says nothing."""
+    made = suite("ViT", tmp_path / "suite")
+    assert not preflight(load_spec(made.spec)).problems
+    for file, changes, shown in (
+        ("config.json", {"hidden_act": "relu"}, "hidden_act relu"),
+        ("config.json", {"layer_norm_eps": 1e-3}, "layer_norm_eps 0.001"),
+        ("preprocessor_config.json", {"image_mean": [0.1] * 3}, "image_mean [0.1"),
+    ):
+        path = made.folder / "beasts" / file
+        stated = path.read_text()
+        path.write_text(json.dumps({**json.loads(stated), **changes}))
+        (problem,) = preflight(load_spec(made.spec)).problems
+        assert shown in problem.text and problem.subject == "expert of beasts" and problem.exit_code == 4
+        path.write_text(stated)
 
 
 @pytest.mark.parametrize("form", ["memory", "core", "wrapped"])

@@ -15,6 +15,7 @@ from driftlens.models.architecture import Architecture
 from driftlens.models.loading import read_json
 from driftlens.models.lora import is_lora_folder
 from driftlens.models.open_clip_vit import CONFIG_FILE
+from driftlens.models.refusals import running
 from driftlens.models.sources import StateSource
 from driftlens.models.vit import activation_name
 from driftlens.pipeline.preflight.outcome import Preflight
@@ -87,7 +88,7 @@ def _check_configuration(
 
 
 def _remedy(file: str, key: str) -> str:
-    if key in ("hidden_act", "quick_gelu"):
+    if key in ("hidden_act", "quick_gelu", "activation_function"):
         return "Name the architecture with the activation that the weights were trained with (`architecture.source`)."
     if file.endswith("processor_config.json"):
         return "Merge models that see the same pixels, or correct the file that is wrong."
@@ -109,6 +110,12 @@ _HF_SETTINGS = {
 }
 """Key in config.json -> the architecture's name for what no weight shows."""
 _HF_PIXELS = ("image_mean", "image_std", "size", "crop_size", "resample", "rescale_factor", "do_normalize")
+_HF_COMPUTED = (
+    *("hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "layer_norm_epsilon"),
+    *("rms_norm_eps", "num_attention_heads", "n_head", "num_key_value_heads", "patch_size", "image_size"),
+    *("rope_theta", "rope_parameters", "qkv_bias", "position_embedding_type"),
+)
+"""What decides on features beside weights, in any family's config.json."""
 _OPEN_CLIP_PIXELS = ("mean", "std", "interpolation", "resize_mode")
 
 
@@ -140,6 +147,28 @@ def _hf(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]
             yield (file, key, _edges(stated), _edges(used))
 
 
+def _hf_any(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]:
+    """By the library's own reading of both files, which fills in defaults and older versions' spellings."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = _file(folder, "config.json")
+    used = {} if architecture.folder is None else dict(architecture.folder.configs).get("config.json")
+    kind = config.get("model_type")
+    if not isinstance(used, dict) or kind not in CONFIG_MAPPING or kind != used.get("model_type"):
+        return
+    with running(str(folder)):
+        ours, theirs = (CONFIG_MAPPING[kind].from_dict(dict(given)).to_dict() for given in (used, config))
+    for section in ("", "vision_config", "text_config"):
+        mine, own = (given.get(section, {}) if section else given for given in (ours, theirs))
+        for key in _HF_COMPUTED:
+            if key in mine or key in own:
+                yield ("config.json", key, own.get(key), mine.get(key))
+    pixels, known = _file(folder, "preprocessor_config.json"), architecture.preprocess
+    for key in _HF_PIXELS:
+        if known is not None and key in pixels and key in known.settings:
+            yield ("preprocessor_config.json", key, _edges(pixels[key]), _edges(known.settings[key]))
+
+
 def _open_clip(architecture: Architecture, folder: pathlib.Path) -> Iterator[Statement]:
     config = _file(folder, CONFIG_FILE)
     model, settings = config.get("model_cfg"), architecture.chain.settings
@@ -158,6 +187,8 @@ def _open_clip(architecture: Architecture, folder: pathlib.Path) -> Iterator[Sta
 
 _READERS: Mapping[str, Callable[[Architecture, pathlib.Path], Iterator[Statement]]] = {
     "hf-clip": _hf,
+    "hf-vit": _hf_any,
+    "hf-auto": _hf_any,
     "open-clip": _open_clip,
 }
 

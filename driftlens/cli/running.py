@@ -175,7 +175,8 @@ def merge(
     from driftlens.pipeline.study.merging import merge_experts
     from driftlens.spec import load_spec
 
-    merge_experts(load_spec(spec), method, assignments(parameters), out, job.access)
+    for text in merge_experts(load_spec(spec), method, assignments(parameters), out, job.access):
+        note(f"notice: {text}")
     say(f"wrote {out}")
 
 

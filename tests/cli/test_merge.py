@@ -49,6 +49,19 @@ def test_a_merged_state_dict_is_one_that_open_clip_loads(
     assert all(torch.equal(saved[name], of_run[name]) for name in saved)
 
 
+def test_text_towers_that_are_not_merged_are_named(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    weights = world.state("flowers")
+    weights["text_projection"] += 0.01
+    save_file(weights, tmp_path / "expert.safetensors")
+    experts = {**world.spec()["experts"], "flowers": {"weights": str(tmp_path / "expert.safetensors")}}
+    spec = write_spec(spec_file, world.spec(experts=experts))
+    result = run_cli("merge", spec, *METHOD, "--out", tmp_path / "merged.safetensors")
+    assert result.code == 0 and result.err.count("text tower") == 1
+    assert "notice: the expert of flowers has a fine-tuned text tower, which is not used" in result.err
+
+
 def test_the_file_says_with_which_parameters_it_was_merged_defaults_included(
     world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:

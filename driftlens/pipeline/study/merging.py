@@ -313,8 +313,11 @@ def merge_of(
 
 def merge_experts(
     spec: RunSpec, method: str, parameters: Mapping[str, object], path: PathLike, access: Access
-) -> None:
+) -> list[str]:
     """Open what the method reads of a spec, merge, and write the result in the format of the base.
+
+    Returns:
+        What the user should know of it, such as text towers that were not merged.
 
     Raises:
         DriftLensError: as for `save_merge` and `open_models`, or `open_study` if the method runs models.
@@ -327,3 +330,4 @@ def merge_experts(
         models = open_models(spec, access)
         open_pool(spec, models, device="cpu")  # compares keys and shapes
     save_merge(models, method, parameters, path, study)
+    return [doubt.text for doubt in companions(models)]

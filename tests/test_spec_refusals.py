@@ -35,10 +35,10 @@ REFUSED = {
     "merged and merge": ("merge={method: average}", "exactly one of merged and merge, got both", "scaling"),
     "merge without method": ("merge={scaling: 1}", "merge.method: missing", "required"),
     "NaN for a parameter": ("merge={method: ties, k: .nan}", "merge: the parameter k is not finite", ""),
-    "misspelt loader": (
-        "architecture.loader=hfclip",
-        "architecture.loader: expected hf-clip, open-clip or python:package.module:function; got",
-        "'hf-clip'",
+    "no name of a loader": (
+        "architecture.loader='HF CLIP'",
+        "architecture.loader: expected a loader such as hf-clip, or python:package.module:function; got",
+        "driftlens methods",
     ),
     "Python loader without function": ("architecture.loader=python:os.system", "got 'python:os.system'", ""),
     "loader without source": (
@@ -46,7 +46,6 @@ REFUSED = {
         "the loader hf-clip needs `source`",
         "Hub id",
     ),
-    "loader that does not exist yet": ("architecture.loader=t5", "expected hf-clip, open-clip or python", ""),
     "section that nothing read": (
         "projection={methods: [pca]}",
         "projection: no key any more, as nothing read it",

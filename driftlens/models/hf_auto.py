@@ -35,7 +35,7 @@ from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_t
 from driftlens.models.refusals import CLIP, LIVE, VISION, num_experts, require_plain, running, wrong_family
 from driftlens.models.sequential import sequential_chain
 
-_BESIDE = ("pooler.", "classifier.", "score.", "cls.", "lm_head.")
+_BESIDE = ("pooler.", "classifier.", "score.", "cls.", "lm_head.", "text_model.", "logit_scale", "logit_bias")
 """Where models of one family have what others lack: what reads their features."""
 
 _USAGE = """\

@@ -133,7 +133,9 @@ def test_the_apps_own_files_are_not_served(url: str) -> None:
 
 def test_the_command_keeps_the_safe_settings() -> None:
     command = launch.command(port=8765, browser=False)
-    options = dict(zip(command[5::2], command[6::2], strict=True))
+    flags = command[next(at for at, part in enumerate(command) if part.startswith("--")) :]
+    options = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert "-P" in command, "else the current folder's files would be imported for libraries"
     assert options["--server.address"] == "127.0.0.1" and options["--server.port"] == "8765"
     assert options["--server.enableXsrfProtection"] == options["--server.enableCORS"] == "true"
     assert options["--browser.gatherUsageStats"] == "false" and options["--server.maxUploadSize"] == "1"

@@ -164,7 +164,7 @@ def siglip(bench: Bench) -> list[str]:
         json.dumps({"model_type": "siglip", "architectures": ["SiglipModel"]})
     )
     bench.spec["architecture"] = {"loader": "hf-clip", "source": str(folder)}
-    return ["SiglipModel", "expected CLIP", "Supported are"]
+    return ["SiglipModel", "expected a CLIP", "hf-vit"]
 
 
 def of_vision(**vision: Any) -> Callable[[Bench], None]:

@@ -272,3 +272,11 @@ def test_an_unknown_live_module_is_taken_apart_along_its_list_of_blocks() -> Non
 def test_a_live_module_without_blocks_is_refused() -> None:
     with pytest.raises(SpecError):
         architecture_of(nn.Linear(2, 2))
+
+
+def test_a_loader_that_is_not_there_is_refused_with_those_there_are() -> None:
+    with pytest.raises(
+        SpecError, match=r"no loader called 'hfclip'; there are .*hf-clip.*open-clip"
+    ) as refusal:
+        load_architecture("hfclip", "x")
+    assert "'hf-clip'" in refusal.value.hint

@@ -64,7 +64,7 @@ class OpenModels:
             return self.form
         if self.base is not None:
             return self.base
-        return self.stored[min(name for name in self.sources if task_of(name) is not None)]
+        return self.sources[min(name for name in self.sources if task_of(name) is not None)]
 
 
 Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]

@@ -110,6 +110,8 @@ FAMILIES = {
     "DINOv2": Family("hf-vit", dinov2, "dinov2"),
     "SigLIP vision": Family("hf-vit", siglip, "vision_model"),
     "timm ViT": Family("timm", timm_vit, ""),
+    "ResNet": Family("hf-auto", resnet, "resnet"),
+    "ConvNeXt": Family("hf-auto", convnext, "convnext"),
 }
 
 
@@ -256,15 +258,26 @@ def open_state(file: pathlib.Path) -> dict[str, Tensor]:
     return {key: source.read(key) for key in source.headers}
 
 
-@pytest.mark.family("ViT (transformers)")
 @pytest.mark.shows("reloads")
-def test_a_folder_saved_for_the_original_library_gives_the_same_features(tmp_path: pathlib.Path) -> None:
-    made = suite("ViT", tmp_path / "suite")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ViT", marks=pytest.mark.family("ViT (transformers)")),
+        pytest.param("ResNet", marks=[pytest.mark.family("ResNet (transformers)"), pytest.mark.slow]),
+    ],
+)
+def test_a_folder_saved_for_the_original_library_gives_the_same_features(
+    name: str, tmp_path: pathlib.Path
+) -> None:
+    """Kernels, which are solved as matrices, and running statistics among them."""
+    made = suite(name, tmp_path / "suite")
     run = dl.analyze(made.spec, out=tmp_path / "run", progress="none")
     run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
-    reloaded = transformers.ViTModel.from_pretrained(tmp_path / "saved", add_pooling_layer=False).eval()
+    reloaded = transformers.AutoModel.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
-        found = reloaded(made.pixels["beasts"][:12]).last_hidden_state[:, 0].numpy()
+        output = reloaded(made.pixels["beasts"][:12])
+    features = output.last_hidden_state[:, 0] if name == "ViT" else output.pooler_output.flatten(1)
+    found = features.numpy()
     stored = dl.open_run(tmp_path / "run").features("beasts", "calibrated:featcal", "final")
     ids = dl.open_run(tmp_path / "run").samples("beasts", "merged", layer="final")["sample_id"]
     order = [int(name.rpartition("/")[2]) for name in ids]

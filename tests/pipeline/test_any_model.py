@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.access import Access
 from driftlens.errors import DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.chain import LinearHead
 from driftlens.models.loading import open_checkpoint
@@ -282,6 +283,30 @@ def test_a_folder_saved_for_the_original_library_gives_the_same_features(
     ids = dl.open_run(tmp_path / "run").samples("beasts", "merged", layer="final")["sample_id"]
     order = [int(name.rpartition("/")[2]) for name in ids]
     np.testing.assert_allclose(stored, found[order], rtol=0, atol=5e-3)
+
+
+def test_a_merge_method_gets_kernels_as_matrices_with_the_moments_of_their_patches(
+    tmp_path: pathlib.Path,
+) -> None:
+    seen = set()
+
+    def toy(base: Any, experts: dict[str, Any], moments: dict[str, Tensor]) -> dict[str, Tensor]:
+        _, width = base["weight"].shape
+        seen.add(width)
+        assert all(found.shape == (width, width) for found in moments.values())
+        return {part: sum(expert[part] for expert in experts.values()) / 2 for part in base}
+
+    made = suite("ResNet", tmp_path / "suite")
+    with merge_methods.temporary():
+        merge_methods.method("toy", title="Toy", source="none", laws=set(), reads="moments")(toy)
+        dl.analyze({**made.spec, "merge": {"method": "toy"}}, out=tmp_path / "run", progress="none")
+    assert {8 * 9, 16 * 9, 8} <= seen
+    merged = open_state(tmp_path / "run" / "models" / "merged.safetensors")
+    kernels = [name for name in merged if name.endswith("convolution.weight")]
+    assert len(kernels) == 9
+    for name in kernels:
+        mean = sum(expert.state_dict()[name] for expert in made.experts.values()) / 2
+        torch.testing.assert_close(merged[name], mean)
 
 
 def test_class_names_come_from_the_expert_then_from_the_data(tmp_path: pathlib.Path) -> None:

@@ -129,9 +129,10 @@ def coverage(
                     if site and site_path(layer, site) in tied
                     else name
                 )
-                owner, what = layer.no_sites.get(name, ("", what))
+                if name in layer.no_sites:
+                    owner, what = layer.no_sites[name]
+                    modules[what].add((layer.index, owner))
                 left[what] += size
-                modules[what] |= {(layer.index, owner)} if owner else set()
     inside = sizes[True, True] + sizes[True, False]
     of_blocks, of_all = (
         sizes[True, True] / max(1, inside),

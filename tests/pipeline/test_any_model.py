@@ -285,6 +285,7 @@ def test_a_folder_saved_for_the_original_library_gives_the_same_features(
     np.testing.assert_allclose(stored, found[order], rtol=0, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_a_merge_method_gets_kernels_as_matrices_with_the_moments_of_their_patches(
     tmp_path: pathlib.Path,
 ) -> None:

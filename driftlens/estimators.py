@@ -69,7 +69,8 @@ class FeatCal(featcal.FeatCal):
             data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches; labels are ignored.
             layers: which layers, by pattern or index; all blocks if left out.
             sites: patterns on module paths; linear and norm modules inside blocks if left out.
-            blocks: path of the list of blocks, where it can't be found by itself.
+            blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), where they can't be
+                found by themselves.
             mask: which tokens count, as for `driftlens.pipeline.analyze.live.live_study`; padding weighs nothing.
             n: samples per task, drawn at random; None takes all.
             seed: of the samples drawn.

@@ -59,7 +59,8 @@ class Architecture(Part):
         loader: the library and model family, by the name of a registered loader, which whoever opens models looks up:
             finding the loaders means importing torch. Or `python:package.module:function`, which needs trust.
         source: Hub id, folder, open_clip model name or model_config.json.
-        blocks: path of the list of blocks, for loaders that read any model and may find several lists.
+        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), for loaders that read any
+            model and may find several lists.
     """
 
     loader: Annotated[str, AfterValidator(_loader_name)]

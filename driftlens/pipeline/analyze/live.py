@@ -82,7 +82,8 @@ def live_study(
         heads: score maps per task, or linear classifiers whose rows are numbered; with labels they give accuracy.
         calibration: samples per task for calibrating, as `data`; a calibration takes those of `data` if left out.
         layers: which layers' rows and features are kept: `blocks`, a glob on module paths, or a list.
-        blocks: path of the list of blocks, where it can't be found by itself (generic modules only).
+        blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), where they can't be found
+            by themselves (generic modules only).
         mask: which tokens count, for generic modules: the name of a batch's entry, a function that makes a mask [n, t]
             of a batch, or False where nothing is padded; `attention_mask` is found by itself.
         pool: how one vector per sample is taken, `cls`, `mean`, `last` or `all`; None takes what suits the models'

@@ -83,13 +83,22 @@ def with_values(record: Path, **values: Any) -> None:
     ids=str,
 )
 def test_a_record_that_makes_no_sense_counts_as_none(
-    open_app: Open, root: Path, record: Path, values: dict[str, Any]
+    root: Path, record: Path, values: dict[str, Any]
 ) -> None:
     assert job_of(root / "full") is not None
     with_values(record, **values)
     assert job_of(root / "full") is None and watch(root / "full") is None
+
+
+def test_a_page_is_drawn_beside_such_records(open_app: Open, root: Path, record: Path) -> None:
+    written = record.read_text()
     app = open_app(root, "calibrate")
-    assert not app.error, errors(app)
+    assert errors(app), "what the record says of the job"
+    for values in ({"settings": [1]}, {"code": "a"}, {"pid": 0}, {"kind": ["calibrate"]}, {"log": 3}):
+        record.write_text(written)
+        with_values(record, **values)
+        app.run()
+        assert not app.error and not app.exception, (values, errors(app))
 
 
 @pytest.mark.parametrize(

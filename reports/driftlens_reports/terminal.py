@@ -147,7 +147,7 @@ def _accuracy_lines(run: DriftRun) -> list[str]:
         ]
         for task, own in by_task.items()
     ]
-    return aligned([["task", *variants, "samples"], *rows], num_names=1) if rows else []
+    return aligned([["task", *map(title, variants), "samples"], *rows], num_names=1) if rows else []
 
 
 def _largest_drift(run: RunSummary) -> str:
@@ -175,15 +175,15 @@ def _of_variant(run: DriftRun, variant: str) -> Iterator[str]:
     if found:
         yield _who_suffers(run, found, rows[rows["role"] == "head"].set_index("task")["drift_vs_base"])
     for task in run.tasks:
-        yield from _who_is_to_blame(rows[rows["task"] == task], task, variant)
-    yield from facts.decisions(run.outputs(variant=variant), variant)
+        yield from _who_is_to_blame(rows[rows["task"] == task], task, title(variant))
+    yield from facts.decisions(run.outputs(variant=variant), title(variant))
 
 
 def _who_suffers(run: DriftRun, found: Sequence[Outcome], to_base: pd.Series[Any]) -> str:
     worst = max(found, key=lambda entry: entry.relative.value)
     away = estimate(worst.relative, "number", counted=True)
     text = (
-        f"{worst.variant}: {worst.task} suffers most; its final feature is {away} of the expert's norm away "
+        f"{title(worst.variant)}: {worst.task} suffers most; its final feature is {away} of the expert's norm away "
         f"(cosine {estimate(worst.cosine, 'number')}"
     )
     if not pd.isna(to_base[worst.task]):

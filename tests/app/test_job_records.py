@@ -188,10 +188,16 @@ def test_a_record_of_an_older_version_has_the_methods_settings_beside_the_others
     ],
     ids=lambda values: str(values)[:40],
 )
+def test_values_that_cannot_be_are_read_as_the_defaults(values: dict[str, Any]) -> None:
+    assert CalibrationSettings.from_dict({**as_json(WANTED), **values}) == CalibrationSettings()
+
+
+@pytest.mark.parametrize(
+    "values", [{"parameters": {"lam": 10**400}}, {"method": "gone"}, {"name": "../up"}], ids=str
+)
 def test_values_that_cannot_be_leave_the_form_at_its_defaults(
     open_app: Open, root: Path, record: Path, values: dict[str, Any]
 ) -> None:
-    assert CalibrationSettings.from_dict({**as_json(WANTED), **values}) == CalibrationSettings()
     with_values(record, settings={**as_json(WANTED), **values})
     app = open_app(root, "calibrate")
     assert "mine" not in app.text_input(key="name").value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 from typing import Any
@@ -62,7 +63,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
         return float((model(x).logits.argmax(dim=1) == y).float().mean())
 
 
-@pytest.mark.family("ViT")
+@pytest.mark.family("ViT (transformers)")
 @pytest.mark.shows("drift", heads="classifier of each expert")
 def test_trained_classifiers_are_merged_measured_and_calibrated(
     real: pathlib.Path, tmp_path: pathlib.Path
@@ -117,3 +118,108 @@ def test_trained_classifiers_are_merged_measured_and_calibrated(
             said,
             change,
         )
+
+
+TEXTS = ("subj", "trec")
+
+
+@pytest.mark.family("BERT")
+@pytest.mark.shows("drift", heads="classifier of each expert")
+def test_trained_encoders_are_merged_measured_and_calibrated(
+    real: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    texts = real.parent / "real_text"
+    if not texts.is_dir():
+        pytest.skip("the real texts are not here")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(texts / "tokenizers" / "t5")
+    rows = {
+        (task, split): [
+            json.loads(line)
+            for line in (texts / "data" / task / f"{split}.jsonl").read_text(encoding="utf-8").split("\n")
+            if line
+        ]
+        for task in TEXTS
+        for split in ("train", "test")
+    }
+    names = {task: sorted({row["target"] for row in rows[task, "train"]}) for task in TEXTS}
+
+    def bert(classes: int) -> Any:
+        config = transformers.BertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=96,
+            pad_token_id=tokenizer.pad_token_id,
+            hidden_dropout_prob=0.0,
+            num_labels=classes,
+        )
+        return transformers.BertForSequenceClassification(config)
+
+    def batch(task: str, split: str) -> tuple[Any, Tensor]:
+        given = tokenizer([row["input"] for row in rows[task, split]], padding=True, return_tensors="pt")
+        found = torch.tensor([names[task].index(row["target"]) for row in rows[task, split]])
+        return {key: given[key] for key in ("input_ids", "attention_mask")}, found
+
+    def fit(model: nn.Module, data: list[tuple[Any, Tensor]], epochs: int, rate: float) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        generator = torch.Generator().manual_seed(0)
+        model.train()
+        for _ in range(epochs):
+            for x, y in data:
+                for part in torch.randperm(len(y), generator=generator).split(64):
+                    optimizer.zero_grad()
+                    given = {key: value[part] for key, value in x.items()}
+                    F.cross_entropy(model(**given).logits, y[part]).backward()
+                    optimizer.step()
+        model.eval()
+
+    sizes = {task: len(of) for task, of in names.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        base = bert(sum(sizes.values()))
+    both = [
+        (x, y + shift)
+        for shift, (x, y) in zip((0, sizes["subj"]), (batch(t, "train") for t in TEXTS), strict=True)
+    ]
+    fit(base, both, epochs=1, rate=1e-3)
+    right = {}
+    for name, model in {"base": base, **{task: bert(size) for task, size in sizes.items()}}.items():
+        if name in TEXTS:
+            model.bert.load_state_dict(base.bert.state_dict())
+            fit(model, [batch(name, "train")], epochs=2, rate=5e-4)
+            model.config.id2label = dict(enumerate(names[name]))
+            model.config.label2id = {label: row for row, label in enumerate(names[name])}
+            x, y = batch(name, "test")
+            with torch.no_grad():
+                right[name] = float((model(**x).logits.argmax(dim=1) == y).float().mean())
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    data = {
+        task: {
+            "kind": "jsonl",
+            "classes": True,
+            "calibration": str(texts / "data" / task / "train.jsonl"),
+            "test": str(texts / "data" / task / "test.jsonl"),
+        }
+        for task in TEXTS
+    }
+    spec = {
+        "version": 1,
+        "architecture": {"loader": "hf-auto", "source": str(tmp_path / "base")},
+        "base": {"weights": str(tmp_path / "base")},
+        "merge": {"method": "average"},
+        "experts": {task: {"weights": str(tmp_path / task)} for task in TEXTS},
+        "data": {"defaults": {"n": 64, "n_diagnosis": 64}, **data},
+        "metrics": {"jacobian": False},
+    }
+    run = dl.analyze(spec, out=tmp_path / "run", progress="none")
+    run = run.calibrate(dl.FeatCal(), name="featcal")
+    found = run.accuracy().set_index(["variant", "task"])["value"]
+    for task in TEXTS:
+        assert found["expert", task] == pytest.approx(right[task], abs=2 / 400)
+    layers = run.layers()
+    assert layers["closure_error"].max() < 1e-4
+    final = layers[layers["layer"] == layers["layer"].max()].groupby("variant")["drift_rel"].mean()
+    assert final["calibrated:featcal"] < final["merged"]

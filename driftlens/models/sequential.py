@@ -202,7 +202,7 @@ def _stages(lists: dict[str, list[nn.Module]], path: str) -> str | None:
             ]
             if sum(place[at].isdecimal() for place in alike) > 1:
                 return container
-    return re.sub(r"\d+$", "*", path) if len(_numbered(lists, path)) > 1 else None
+    return re.sub(r"\d+$", "[0-9]*", path) if len(_numbered(lists, path)) > 1 else None
 
 
 def _most_alike(children: nn.Sequential | nn.ModuleList | list[nn.Module]) -> int:

@@ -110,7 +110,7 @@ def transformers(name: str, **settings: Any) -> nn.Module:
 
 FAMILIES = {
     "ResNet (torchvision)": Family(
-        torchvision_resnet, pixels, found="layer*", of_blocks=98, left_alone=("19 BatchNorm2d",)
+        torchvision_resnet, pixels, found="layer[0-9]*", of_blocks=98, left_alone=("19 BatchNorm2d",)
     ),
     "ConvNeXt (torchvision)": Family(
         torchvision_convnext,
@@ -130,7 +130,11 @@ FAMILIES = {
         torchvision_vit, pixels, found="encoder.layers", of_blocks=44, left_alone=("2 MultiheadAttention (",)
     ),
     "ResNet (timm)": Family(
-        partial(timm, "test_resnet"), pixels, found="layer*", of_blocks=98, left_alone=("12 BatchNorm2d",)
+        partial(timm, "test_resnet"),
+        pixels,
+        found="layer[0-9]*",
+        of_blocks=98,
+        left_alone=("12 BatchNorm2d",),
     ),
     "ConvNeXt (timm)": Family(
         partial(timm, "test_convnext"),

@@ -232,16 +232,17 @@ class Stages(nn.Module):
         for name in names:
             self.add_module(name, nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
         self.names = names
+        self.layer_norm = nn.LayerNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
         for name in self.names:
             x = getattr(self, name)(x)
-        return x
+        return self.layer_norm(x)
 
 
 def test_numbered_stages_are_the_blocks_and_a_pattern_names_them() -> None:
     chain = sequential_chain(Stages(), torch.randn(2, 4))
-    assert chain.settings["blocks"] == "layer*"
+    assert chain.settings["blocks"] == "layer[0-9]*"
     assert [layer.path for layer in chain.blocks] == ["layer1", "layer2", "layer3"]
     inner = sequential_chain(Stages(), torch.randn(2, 4), blocks="layer?.*")
     assert [layer.path for layer in inner.blocks] == [

@@ -30,6 +30,7 @@ _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 """What PyTorch's format before 1.6 begins with."""
 _MOST_STEPS, _MOST, _DEEPEST, _LONGEST = 5_000_000, 100_000, 200, 1_000
 """Far beyond what a checkpoint of a network needs; a file beyond it is made to exhaust whoever reads it."""
+_MOST_AXES, _MOST_NUMBER = 64, 1 << 63
 
 _STORAGES = {
     "torch.storage.UntypedStorage": torch.uint8,
@@ -110,6 +111,20 @@ class Stored:
         return numbers.as_strided(self.shape, self.stride, self.offset)
 
 
+class _Budget:
+    """What may still be done for one file and all that is nested in it: steps, items copied, bytes copied."""
+
+    def __init__(self, size: int) -> None:
+        self._steps, self._bytes = _MOST_STEPS, 4 * size
+
+    def spend(self, steps: int, copied: int = 0) -> None:
+        """Count steps, or items that one step copies, and bytes; refuse the file once they are used up."""
+        self._steps -= steps
+        self._bytes -= copied
+        if self._steps < 0 or self._bytes < 0:
+            raise CheckpointError("its pickle does more than any of weights", hint="Don't use this file.")
+
+
 class Pickled:
     """The tensors of a pickled checkpoint as a source of weights, and the modules they were found in.
 
@@ -129,7 +144,8 @@ class Pickled:
         refuse_pointer(path)
         refuse_torchscript(path)
         try:
-            self.top = _unpickled(path)
+            self._budget = _Budget(path.stat().st_size)
+            self.top = _unpickled(path, self._budget)
             self._tensors: dict[str, Stored] = {}
             for key, value in self._weights(self.top):
                 self._tensors[key] = value
@@ -183,6 +199,9 @@ class Pickled:
             raise CheckpointError("its modules are nested without end", hint="Don't use this file.")
         self.modules[prefix.removesuffix(".")] = module
         dropped = module.attribute("_non_persistent_buffers_set")
+        # One mapping may be that of thousands of modules.
+        parts = (module.attribute(name) for name in ("_parameters", "_buffers", "_modules"))
+        self._budget.spend(sum(len(part) for part in (dropped, *parts) if isinstance(part, dict | list)))
         left_out = {name for name in dropped if isinstance(name, str)} if isinstance(dropped, list) else set()
         for name, value in _named_in(module.attribute("_parameters")):
             if isinstance(value, Stored):
@@ -223,16 +242,16 @@ def _named_in(value: Any) -> Iterator[tuple[str, Any]]:
 FindStorage = Callable[[torch.dtype, str, int], Storage]
 
 
-def _unpickled(path: pathlib.Path) -> Any:
+def _unpickled(path: pathlib.Path, budget: _Budget) -> Any:
     """What was pickled into `path`, its tensors still in the file."""
     with path.open("rb") as file:
         if file.read(2) == b"PK":
-            return _from_zip(path)
+            return _from_zip(path, budget)
         # Mapped: what a pickle claims to hold is read only as far as the file goes.
-        return _from_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return _from_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), budget)
 
 
-def _from_zip(path: pathlib.Path) -> Any:
+def _from_zip(path: pathlib.Path, budget: _Budget) -> Any:
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (main,) = (name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1)
@@ -261,10 +280,10 @@ def _from_zip(path: pathlib.Path) -> Any:
 
         return Storage(dtype, count, load)
 
-    return _Machine(storage).run(io.BytesIO(content))
+    return _Machine(storage, budget).run(io.BytesIO(content))
 
 
-def _from_stream(stream: mmap.mmap, *, nested: bool = False) -> Any:
+def _from_stream(stream: mmap.mmap, budget: _Budget, *, nested: bool = False) -> Any:
     """What is in a file of PyTorch before 1.6, or in a plain pickle."""
     sizes: dict[str, tuple[torch.dtype, int]] = {}
     places: dict[str, int] = {}
@@ -274,10 +293,10 @@ def _from_stream(stream: mmap.mmap, *, nested: bool = False) -> Any:
             raise CheckpointError("a storage is said to be of two kinds", hint="Don't use this file.")
         return Storage(dtype, count, lambda: stream[places[key] : places[key] + count * dtype.itemsize])
 
-    first = _Machine(storage, nested=nested).run(stream)
+    first = _Machine(storage, budget, nested=nested).run(stream)
     if first != _MAGIC and not sizes:
         return first
-    version, system, top, keys = (_Machine(storage, nested=nested).run(stream) for _ in range(4))
+    version, system, top, keys = (_Machine(storage, budget, nested=nested).run(stream) for _ in range(4))
     if version != _PROTOCOL or dict(_named_in(system)).get("little_endian") is not True:
         raise CheckpointError("it is of another version of PyTorch's format", hint="Save it again.")
     for key in keys:
@@ -313,17 +332,17 @@ class _Machine:
     compared that it could make deep enough to last for ever.
     """
 
-    def __init__(self, storage: FindStorage, *, nested: bool = False) -> None:
+    def __init__(self, storage: FindStorage, budget: _Budget, *, nested: bool = False) -> None:
         self._storage = storage
+        self._budget = budget
         self._nested = nested
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
     def run(self, stream: Any) -> Any:
         """What the pickle at the stream's position leaves; the stream stands behind it afterwards."""
-        for step, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
-            if step > _MOST_STEPS:
-                raise CheckpointError("its pickle is longer than any of weights", hint="Don't use this file.")
+        for opcode, argument, _ in pickletools.genops(stream):
+            self._budget.spend(1)
             if opcode.name in _VALUES:
                 self._stack.append(argument)
             elif opcode.name in _CONSTANTS:
@@ -385,7 +404,7 @@ class _Machine:
                 self._since_mark()
                 stack.append(_made(_named(*argument.split(" ", 1))))
             case "BUILD":
-                _build(stack[-2], stack.pop())
+                self._build(stack[-2], stack.pop())
             case "BINPERSID":
                 stack.append(self._found(stack.pop()))
             case _:
@@ -412,22 +431,33 @@ class _Machine:
             case "torch._tensor._rebuild_from_type_v2":
                 return self._called(given[0], given[2])
             case "torch.storage._load_from_bytes" if not self._nested:
-                return _from_stream(_mapped(given[0]), nested=True)
+                self._budget.spend(0, copied=len(given[0]))
+                return _from_stream(_mapped(given[0]), self._budget, nested=True)
             case "collections.OrderedDict" if given:
-                return _filled({}, [part for pair in given[0] for part in pair])
+                self._budget.spend(len(given[0]))
+                return _filled({}, [part for key, value in given[0] for part in (key, value)])
             case "collections.OrderedDict" | "collections.defaultdict" | "builtins.dict":
                 return {}
-            case "builtins.set" | "builtins.frozenset" | "builtins.list":
-                return list(*given)
-            case "torch.Size":
-                return tuple(*given)
-            case "_codecs.encode" if given[1:] == ("latin1",):
-                return str(given[0]).encode("latin1")
+            case "builtins.set" | "builtins.frozenset" | "builtins.list" | "torch.Size":
+                self._budget.spend(sum(map(len, given)))
+                return tuple(*given) if what.name == "torch.Size" else list(*given)
+            case "_codecs.encode" if given[1:] == ("latin1",) and isinstance(given[0], str):
+                self._budget.spend(0, copied=len(given[0]))
+                return given[0].encode("latin1")
             case "copyreg._reconstructor":
                 return _made(given[0])
             case name if name in _INERT_CALLS:
                 return Inert(name)
         raise _unknown(what.name)
+
+    def _build(self, target: Any, state: Any) -> None:
+        """Give an object its state; attributes of a mapping (a state dict's versions) are left out."""
+        if isinstance(target, Inert):
+            parts = state if isinstance(state, tuple) else (state,)  # with __slots__: attributes, then slots
+            self._budget.spend(len(parts) + sum(len(part) for part in parts if isinstance(part, dict)))
+            target.state = {key: value for part in parts for key, value in _named_in(part)}
+        elif not isinstance(target, dict):
+            raise TypeError(f"a {type(target).__name__} takes no state")
 
     def _found(self, place: Any) -> Any:
         """The storage, or in old files the class of a module, that a persistent id names."""
@@ -485,15 +515,6 @@ def _filled(target: Any, items: list[Any]) -> Any:
     return target
 
 
-def _build(target: Any, state: Any) -> None:
-    """Give an object its state; attributes of a mapping (a state dict's versions) are left out."""
-    if isinstance(target, Inert):
-        parts = state if isinstance(state, tuple) else (state,)  # with __slots__: attributes, then slots
-        target.state = {key: value for part in parts for key, value in _named_in(part)}
-    elif not isinstance(target, dict):
-        raise TypeError(f"a {type(target).__name__} takes no state")
-
-
 def _mapped(content: bytes) -> mmap.mmap:
     memory = mmap.mmap(-1, len(content))
     memory.write(content)
@@ -503,8 +524,11 @@ def _mapped(content: bytes) -> mmap.mmap:
 
 def _stored(storage: Any, offset: Any, size: Any, stride: Any) -> Stored:
     """The tensor, if its storage holds all of it."""
-    numbers = (offset, *size, *stride)
-    if not isinstance(storage, Storage) or not all(type(number) is int and number >= 0 for number in numbers):
+    if (
+        not isinstance(storage, Storage)
+        or max(len(size), len(stride)) > _MOST_AXES
+        or not all(type(number) is int and 0 <= number < _MOST_NUMBER for number in (offset, *size, *stride))
+    ):
         raise TypeError("a tensor is not laid out in whole numbers of a storage")
     count = math.prod(size)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))

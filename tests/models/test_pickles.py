@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.errors import CheckpointError
+from driftlens.models import pickles
 from driftlens.models.pickles import Inert, Pickled
 from tests.models.hostile import (
     Calls,
@@ -192,6 +193,10 @@ def test_storages_that_do_not_hold_the_tensor_are_refused(
         Pickled(path)
 
 
+_DEEP = b"K\x01\x85" + b"q\x00h\x00\x86" * 20
+"""A tuple of two that are the same tuple of two, and so on: a million numbers in 80 bytes."""
+
+
 def test_files_made_to_exhaust_a_machine_are_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "bomb.pt"
     zeros = {"data/0": bytes(4 << 20)}
@@ -207,6 +212,30 @@ def test_files_made_to_exhaust_a_machine_are_refused(tmp_path: pathlib.Path) -> 
         "a long promise": (b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b"abc.", "not a complete"),
         "a deep key": (b"\x80\x02}" + b"K\x01\x85" + b"q\x00h\x00\x86" * 60 + b"K\x01s.", "without tensors"),
         "modules without end": (_shared_modules(60), "nested without end"),
+        "a deep text": (
+            b"\x80\x02c_codecs\nencode\n" + _DEEP + b"X\x06\x00\x00\x00latin1\x86R.",
+            "it uses _codecs.encode",
+        ),
+        "pairs without end": (
+            b"\x80\x02ccollections\nOrderedDict\n](]q\x00("
+            + b"N" * 2000
+            + b"e"
+            + b"h\x00" * 2000
+            + b"e\x85R.",
+            "too many values",
+        ),
+        "many axes": (
+            in_archive(
+                tensor_pickle(t=rebuilt(float_storage(), 0, (1,) * 65, (1,) * 65)), {"data/0": bytes(16)}
+            ),
+            "whole numbers",
+        ),
+        "a far axis": (
+            in_archive(
+                tensor_pickle(t=rebuilt(float_storage(), 0, (0, 1 << 63), (1, 1))), {"data/0": bytes(16)}
+            ),
+            "whole numbers",
+        ),
     }
     for name, (content, words) in cases.items():
         path.write_bytes(content)
@@ -215,12 +244,46 @@ def test_files_made_to_exhaust_a_machine_are_refused(tmp_path: pathlib.Path) -> 
             pytest.fail(name)
 
 
-def _shared_modules(depth: int) -> bytes:
+def _repeated(called: bytes, given: bytes, opcode: bytes) -> bytes:
+    """A pickle that does the same to the same two objects 500 times, and so copies what it holds once."""
+    return b"\x80\x02" + called + b"q\x010" + given + b"q\x020(" + (b"h\x01h\x02" + opcode) * 500 + b"l."
+
+
+def test_what_one_step_copies_counts_as_steps(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "_MOST_STEPS", 10_000)
+    path, names = tmp_path / "bomb.pt", dict.fromkeys(map(str, range(50)))
+    items = b"".join(b"U\x02%dN" % row for row in range(10, 60))
+    storage = pickle.dumps(b"x" * 10_000)
+    cases = {
+        "a list": _repeated(b"cbuiltins\nlist\n", b"](" + items + b"e\x85", b"R"),
+        "a size": _repeated(b"ctorch\nSize\n", b"](" + items + b"e\x85", b"R"),
+        "pairs": _repeated(b"ccollections\nOrderedDict\n", b"](" + b"NN\x86" * 50 + b"e\x85", b"R"),
+        "a state": _repeated(b"cx\ny\n)\x81", b"}(" + items + b"u", b"b"),
+        "a state of many parts": _repeated(b"cx\ny\n)\x81", b"(" + items + b"t", b"b"),
+        "a text": _repeated(b"c_codecs\nencode\n", b"U\xff" + b"x" * 255 + b"U\x06latin1\x86", b"R"),
+        "a storage": pickle.dumps([Calls(torch.storage._load_from_bytes, storage) for _ in range(500)]),
+        "steps of many storages": pickle.dumps(
+            [Calls(torch.storage._load_from_bytes, b"N0" * 500 + b"I%d\n." % row) for row in range(12)]
+        ),
+        "entries of many modules": _shared_modules(9, names),
+    }
+    for name, content in cases.items():
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="does more than any of weights"):
+            Pickled(path)
+            pytest.fail(name)
+
+
+def _shared_modules(depth: int, entries: dict[str, Any] | None = None) -> bytes:
     """A pickled module with two children that are the same module, and so on: 2**depth paths in a small file."""
     module: Any = None
     for _ in range(depth):
         children = {} if module is None else {"a": module, "b": module}
         parent = nn.Module()
+        if entries:
+            vars(parent)["_parameters"] = entries
         parent._modules.update(children)
         module = parent
     return pickle.dumps(module, protocol=2)

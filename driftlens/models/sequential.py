@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from driftlens.errors import NumericsError, SpecError
 from driftlens.models.chain import TENSOR, Layer, LayerChain, Modality, Site, Slot
-from driftlens.models.dissection import Dissection, fitted, run, same_values, tied_weights
-from driftlens.models.frames import Mask, features_of, frame_at, mapped, raw_inputs, result
-from driftlens.models.interception import buffers_on, call
+from driftlens.models.dissection import Dissection, fitted, own_weights, run, same_values, tied_weights
+from driftlens.models.frames import Mask, mapped, raw_inputs, result
+from driftlens.models.interception import buffers_on
 from driftlens.models.sites import no_sites, registered_sites, traced_sites
 
 NAME = "sequential"
@@ -241,12 +241,11 @@ def _traced(
     with torch.no_grad():
         with _Watch() as before:
             features = parts.stem(outer, state, side)
-        for position, (block, path) in enumerate(zip(parts.blocks, parts.paths, strict=True)):
-            hidden = features["hidden"]
-            args, kwargs = frame_at(side, position).arguments(hidden.clone())
-            alone = partial(call, block, {}, args, kwargs)
-            found, output = traced_sites(block, parts.slots[position], alone, len(hidden))
-            features = {"hidden": features_of(path, output)}
+        weights = {name: value.detach() for name, value in own_weights(parts.module).items()}
+        for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
+            own = {name: slot.own(weights[slot.key]) for name, slot in slots.items()}
+            alone = partial(parts.block, position, (), own, features, side)
+            found, features = traced_sites(block, slots, alone, features)
             sites.append(found)
             is_residual.append(side.frames[position].entered == side.frames[position].left)
         with _Watch() as behind:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from driftlens.models.chain import Site, SiteKind, Slot, Tap
+from driftlens.models.chain import Site, SiteKind, Slot, State, Tap
 
 BLOCK_ITSELF = "self"
 """Name of the site that is the whole block."""
@@ -98,13 +98,15 @@ def registered_sites(block: nn.Module, parameters: Collection[str]) -> tuple[Sit
 
 
 def traced_sites(
-    block: nn.Module, parameters: Collection[str], run: Callable[[], object], num_samples: int
-) -> tuple[tuple[Site, ...], object]:
-    """Sites in the order of their first call while `run` runs the block, and what `run` returned.
+    block: nn.Module, parameters: Collection[str], run: Callable[[], State], state: State
+) -> tuple[tuple[Site, ...], State]:
+    """Sites in the order of their first call while `run` runs the block on `state`, and what `run` returned.
 
     Sites that are handed the same tensor, not overwritten in between, share the `input` name of the first of them.
     The output projection of `nn.MultiheadAttention` is used but never called, so it is no site; nor is what reads some
-    tokens and not others, as the experts of a mixture do: how many it reads is no multiple of the samples.
+    tokens and not others, as the experts of a mixture do: rows [m, k] that are neither one per sample nor one per place
+    of the block's features. The children of a list are experts if one of them is, or is never reached, because an
+    expert can read as many rows as there are samples by chance.
     """
     # Keeps the tensors, so that none is taken for a later one at the same address.
     calls: defaultdict[str, list[_Seen]] = defaultdict(list)
@@ -114,13 +116,36 @@ def traced_sites(
             known[name] = kind, module
             hooks.callback(_on_input(module, partial(_append, calls, name, _geometry(module))))
         output = run()
+    whole = [_num_places(features["hidden"]) for features in (state, output)]
+    reads_rows = {name for name, inputs in calls.items() if any(x.dim() == 2 for x, _, _ in inputs)}
+    partial_readers = {
+        _unnumbered(name)
+        for name in known
+        if name not in calls
+        or any(
+            x.dim() == 2
+            and len(x) != len(state["hidden"])
+            and (not len(x) or all(len(x) % places for places in whole))
+            for x, _, _ in calls[name]
+        )
+    }
     sites = [
         Site(name, kind, _first_reader(calls, name), eps=_eps(module), runs=len(inputs))
         for name, inputs in calls.items()
         for kind, module in [known[name]]
-        if not any(x.dim() == 2 and len(x) % num_samples for x, _, _ in inputs)
+        if name not in reads_rows or _unnumbered(name) not in partial_readers
     ]
     return tuple(sites), output
+
+
+def _num_places(features: Tensor) -> int:
+    """How many vectors features hold: [n, d], [n, t, d] or [n, c, h, w]."""
+    return features.numel() // features.shape[1 if features.dim() > 3 else -1]
+
+
+def _unnumbered(path: str) -> str:
+    """Of all children of a list the same."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
 def no_sites(

@@ -69,8 +69,8 @@ def built(block: type[nn.Module]) -> nn.Module:
     return module.double().eval()
 
 
-def inputs(block: type[nn.Module], n: int = 4) -> Tensor:
-    shape = (n, CHANNELS, 9, 8) if block is Kernels else (n, 5, CHANNELS)
+def inputs(block: type[nn.Module], n: int = 4, t: int = 5) -> Tensor:
+    shape = (n, CHANNELS, 9, 8) if block is Kernels else (n, t, CHANNELS)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -162,9 +162,9 @@ def test_spoiled_weights_are_found_again_in_the_shape_in_which_they_are_stored(
 class Routed(nn.Module):
     """A mixture whose experts see the tokens that choose them, by the name `experts` or by another."""
 
-    def __init__(self, name: str = "experts") -> None:
+    def __init__(self, name: str, runs_empty: bool) -> None:
         super().__init__()
-        self.gate, self.name = nn.Linear(CHANNELS, 3), name
+        self.gate, self.name, self.runs_empty = nn.Linear(CHANNELS, 3), name, runs_empty
         self.shared_experts = nn.Linear(CHANNELS, CHANNELS)
         self.add_module(name, nn.ModuleList(nn.Linear(CHANNELS, CHANNELS) for _ in range(3)))
 
@@ -173,16 +173,21 @@ class Routed(nn.Module):
         best, out = self.gate(flat).argmax(dim=1), self.shared_experts(flat)
         for number, expert in enumerate(getattr(self, self.name)):
             chosen = (best == number).nonzero()[:, 0]
-            if len(chosen):
+            if len(chosen) or self.runs_empty:
                 out = out.index_add(0, chosen, expert(flat[chosen]))
         return x + out.view_as(x)
 
 
-def test_experts_of_a_mixture_are_named_and_what_every_token_passes_is_a_site() -> None:
+@pytest.mark.parametrize("tokens", [(7, 5), (1, 5), (1, 1), (4, 3)])
+@pytest.mark.parametrize("empty", [False, True])
+def test_experts_of_a_mixture_are_named_and_what_every_token_passes_is_a_site(
+    tokens: tuple[int, int], empty: bool
+) -> None:
+    """Also where a batch of few tokens gives an expert as many rows as it has samples or tokens, or none."""
     for name in ("experts", "paths"):
         torch.manual_seed(0)
-        module = nn.ModuleList(Routed(name) for _ in range(2)).double()
-        chain = sequential_chain(nn.Sequential(*module), inputs(Routed, 7), blocks="")
+        module = nn.ModuleList(Routed(name, empty) for _ in range(2)).double()
+        chain = sequential_chain(nn.Sequential(*module), inputs(Routed, *tokens), blocks="")
         for layer in chain.blocks:
             assert [site.name for site in layer.sites] == ["gate", "shared_experts"]
             assert {owner for owner, _ in layer.no_sites.values()} == {f"{name}.{at}" for at in range(3)}

@@ -26,6 +26,18 @@ class Batch:
     stop: int
     inputs: Any
 
+    def first(self, count: int) -> Batch:
+        """Its first samples, padded as they are."""
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: cut(entry) for name, entry in value.items()}
+            if isinstance(value, list | tuple):
+                return tuple(map(cut, value))
+            return value[:count] if hasattr(value, "shape") else value
+
+        return Batch(self.start, min(self.stop, self.start + count), cut(self.inputs))
+
 
 @dataclass(frozen=True)
 class SampleSet:

@@ -21,6 +21,7 @@ from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Sl
 from driftlens.models.frames import features_of, find_features
 from driftlens.models.interception import buffers_on
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
+from driftlens.variants import task_of
 
 
 class Attachment(Protocol):
@@ -119,6 +120,7 @@ class ModelPool:
         self._skeleton = skeleton
         self._modules = dict(modules or {})
         self._models: dict[str, Variant] = {}
+        self._experts: dict[str, str] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
         for name, source in models.items():
             self.add(name, source)
@@ -130,6 +132,10 @@ class ModelPool:
     def names(self) -> tuple[str, ...]:
         """Names of all models, in the order in which they were added."""
         return tuple(self._models)
+
+    def expert(self, task: str) -> str:
+        """The name of the model fine-tuned on `task`."""
+        return self._experts[task]
 
     def source(self, model: str) -> StateSource:
         """The weights called `model`, as stored."""
@@ -152,6 +158,8 @@ class ModelPool:
         """
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(model, source, dict(attachments or {}))
+        if (task := task_of(model)) is not None:
+            self._experts[task] = model
 
     def in_float64(self) -> ModelPool:
         """The same models, computed in float64; on the CPU where the device knows no such numbers."""
@@ -322,7 +330,8 @@ def streamed_weights(
     in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
     outside = [name for name in _weights(module) if name not in in_blocks]
     with ExitStack() as stack:
-        stack.enter_context(buffers_on(module, device))
+        if any(buffer.device != device for buffer in module.buffers()):
+            stack.enter_context(buffers_on(module, device))
         stack.enter_context(_replaced(module, outside, read))
         for path, block in blocks.items():
             stack.enter_context(_streamed_block(block, path, read))

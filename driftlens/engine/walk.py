@@ -20,7 +20,6 @@ from driftlens.linalg.state import subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, SideInputs, State, pooled
 from driftlens.models.sources import module_source
-from driftlens.variants import expert_of
 
 Reference = Literal["expert", "merged"]
 """Whose features the local mismatch is taken on. The paper's is `expert`; with `merged` the two maps swap roles."""
@@ -102,7 +101,7 @@ def walk(
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
-    expert = expert_of(task)
+    expert = pool.expert(task)
     models = [expert, *variants]
     waiting: list[_Waiting] = []
     for layer in pool.chain.layers:

@@ -442,7 +442,9 @@ def library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], run:
     def keep(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         seen[path] = output[0] if isinstance(output, tuple) else output
 
-    with ExitStack() as hooks, torch.no_grad(), evaluating(module):
+    with ExitStack() as hooks, torch.no_grad():
+        if module.training:
+            hooks.enter_context(evaluating(module))
         for path in paths:
             hooks.callback(module.get_submodule(path).register_forward_hook(partial(keep, path)).remove)
         (getattr(module, run) if run else module)(pixels_in(inputs))

@@ -25,7 +25,6 @@ from driftlens.linalg.state import norm, subtract
 from driftlens.models.chain import Layer, Pool, State, pooled
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
-from driftlens.variants import expert_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +97,7 @@ def diagnose(
 def _chunks(study: Study, task: str, samples: SampleSet) -> Iterator[Iterator[Batch]]:
     """As many samples at a time as may wait at a boundary within the budget, in whole batches."""
     models = 1 + len(study.variants)
-    per_sample = waiting_bytes(study.pool, expert_of(task), samples.load([0]), models)
+    per_sample = waiting_bytes(study.pool, study.pool.expert(task), samples.load([0]), models)
     fitting = max(1, study.settings.feature_budget // max(1, per_sample))
     length = max(samples.batch_size, fitting // samples.batch_size * samples.batch_size)
     for first in range(0, len(samples), length):
@@ -230,13 +229,12 @@ class LibraryDrift:
     def __init__(self, study: Study, task: str) -> None:
         pool, samples = study.pool, study.tasks[task].diagnosis
         num_states = len(pool.chain.layers) * (1 + len(study.variants))
-        per_sample = waiting_bytes(pool, expert_of(task), samples.load([0]), num_states)
+        per_sample = waiting_bytes(pool, pool.expert(task), samples.load([0]), num_states)
         fitting = max(1, study.settings.feature_budget // max(1, per_sample))
-        self.batch = Batch(
-            0, stop := min(fitting, samples.batch_size, len(samples)), samples.load(range(stop))
-        )
+        # Not fewer samples read, for texts are padded to the longest of their batch.
+        self.batch = next(samples.batches()).first(fitting)
         inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(expert_of(task), inputs)
+        expert = pool.library_states(pool.expert(task), inputs)
         self._dtype = str(pool.dtype).removeprefix("torch.")
         self._drift: dict[str, list[State]] = {
             variant: [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,10 +58,12 @@ class Spellings:
     Attributes:
         names: per spelling, the skeleton's key -> its name in the file.
         left_out: beginnings of names that are no part of the model: classifiers, poolers that nobody reads.
+        ignored: patterns of names that the library itself passes over.
     """
 
     names: Sequence[Mapping[str, str]]
     left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def key_map(
         self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
@@ -71,7 +74,10 @@ class Spellings:
         unknown = {
             key: key
             for key, header in headers.items()
-            if key not in used and not key.startswith(beside) and header.dtype.is_floating_point
+            if key not in used
+            and not key.startswith(beside)
+            and header.dtype.is_floating_point
+            and not any(re.search(pattern, key) for pattern in self.ignored)
         }
         return found | unknown
 
@@ -95,7 +101,7 @@ class Spellings:
         """The skeleton's keys that are found, and what stands before the names in the file."""
         tried = (
             ({key: wrapper + stored for key, stored in names.items() if wrapper + stored in headers}, wrapper)
-            for names, wrapper in itertools.product(self.names, _WRAPPERS)
+            for wrapper, names in itertools.product(_WRAPPERS, self.names)  # of equals, the plain one
         )
         return max(tried, key=lambda candidate: len(candidate[0]))
 

@@ -16,6 +16,7 @@ from driftlens.models.alignment import KeyLayout, Layout, Spellings
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.lora import lora_source
 from driftlens.models.preprocessing import Preprocess, image_preprocess
+from driftlens.models.refusals import running
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import StateSource
 from driftlens.registry import Registry
@@ -120,10 +121,9 @@ class Architecture:
     def classifier_keys(self, stored: StateSource) -> tuple[str, str] | None:
         """Keys of weight and bias of the classifier in a checkpoint under its own names; None where it holds none."""
         weight, bias = (f"{self.classifier}.{part}" for part in ("weight", "bias"))
-        for key in stored.headers if self.classifier else ():
-            if key == weight or key.endswith(f".{weight}"):
-                return key, key.removesuffix(weight) + bias
-        return None
+        found = [key for key in stored.headers if self.classifier and f".{key}".endswith(f".{weight}")]
+        key = min(found, key=len, default=None)  # the whole model's own, if another module ends so too
+        return None if key is None else (key, key.removesuffix(weight) + bias)
 
     def text_tower(self, base: StateSource) -> TextTower:
         """The text tower of a base, which is given under its own key names.
@@ -219,8 +219,9 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
             hint="For example `return model.eval(), transform`, as torchvision and timm have them.",
         )
     preprocess = image_preprocess(target, transform)
-    example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
-    chain = sequential_chain(module.eval(), example, blocks=request.blocks)
+    with running(target):
+        example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
+        chain = sequential_chain(module.eval(), example, blocks=request.blocks)
     chain = replace(chain, modality=replace(IMAGE, pool=chain.modality.pool))
     return Architecture(loader, request.source or target, module, chain, preprocess=preprocess)
 

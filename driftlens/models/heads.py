@@ -15,8 +15,9 @@ from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
 from driftlens.models.chain import Head, LinearHead
-from driftlens.models.loading import open_checkpoint, read_json
+from driftlens.models.loading import library_folder, open_checkpoint, read_json
 from driftlens.models.sources import StateSource
+from driftlens.models.weight_files import WEIGHT_FILES
 
 if TYPE_CHECKING:
     from driftlens.models.architecture import TextTower
@@ -128,9 +129,19 @@ def linear_head(
 
 
 def stated_classes(place: str) -> tuple[str, ...] | None:
-    """Class names in the order of a classifier's rows, as the config.json of its folder has them; None without."""
-    file = pathlib.Path(place).expanduser() / "config.json"
-    labels = read_json(file).get("id2label") if file.is_file() else None
+    """Class names in the order of a classifier's rows, as the config.json of its folder has them; None without.
+
+    `place` is a folder, a file of weights that is named as in such a folder, or a Hub id in the local cache.
+    """
+    is_other_file = pathlib.Path(place).suffix and pathlib.Path(place).name not in WEIGHT_FILES
+    folder = None if is_other_file and pathlib.Path(place).is_file() else library_folder(place)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    stated = read_json(folder / "config.json")
+    of_timm = stated.get("label_names") or (stated.get("pretrained_cfg") or {}).get("label_names")
+    if isinstance(of_timm, list):
+        return tuple(map(str, of_timm))
+    labels = stated.get("id2label")
     if not isinstance(labels, dict) or not all(str(row) in labels for row in range(len(labels))):
         return None
     names = tuple(str(labels[str(row)]) for row in range(len(labels)))

@@ -9,6 +9,7 @@ from its source, to see what blocks are given.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,18 @@ from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_t
 from driftlens.models.refusals import CLIP, LIVE, VISION, num_experts, require_plain, running, wrong_family
 from driftlens.models.sequential import sequential_chain
 
-_BESIDE = ("pooler.", "classifier.", "score.", "cls.", "lm_head.", "text_model.", "logit_scale", "logit_bias")
+_BESIDE = (
+    "pooler.",
+    "classifier.",
+    "pre_classifier.",
+    "classification_head.",
+    "score.",
+    "cls.",
+    "lm_head.",
+    "text_model.",
+    "logit_scale",
+    "logit_bias",
+)
 """Where models of one family have what others lack: what reads their features."""
 
 _USAGE = """\
@@ -76,7 +88,16 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
     config, model_class = _class_of(stated, source)
     skeleton = weightless(partial(_built, model_class, config), source)
     names = _file_names(skeleton)
-    classifier = _without_classifier(skeleton, config.num_labels, source)
+    classifier = _without_classifier(skeleton, config.num_labels)
+    notice, beside = "", _beside_core(skeleton) if classifier else ()
+    if beside:
+        notice = (
+            f"{source}: its classifier reads features through {beside[0].rpartition('.')[0]}, which belongs to each "
+            "task too: the final features are those before, and no expert's own classifier is used."
+        )
+        core, skeleton = f"{skeleton.base_model_prefix}.", getattr(skeleton, skeleton.base_model_prefix)
+        names = {key: names[core + key].removeprefix(core) for key in skeleton.state_dict()}
+        model_class, classifier = type(skeleton), ""
     reads_images = skeleton.main_input_name == "pixel_values"
     preprocess: Preprocess
     if reads_images:
@@ -85,7 +106,9 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
     else:
         preprocess = hf_text_preprocess(source, config, offline)
         example = preprocess([("a word", ""), ("and a few more", "")])
-    layout = Spellings(_spellings(names, skeleton), _left_out(classifier, skeleton))
+    preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
+    ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
+    layout = Spellings(_spellings(names, skeleton), _left_out(classifier, skeleton), ignored)
     with running(source):
         skeleton, chain = _chain(skeleton, example, layout, request)
     modality = replace(IMAGE, pool="cls" if _has_class_token(skeleton) else "mean") if reads_images else TEXT
@@ -198,7 +221,15 @@ def _file_names(skeleton: Any) -> dict[str, str]:
     return {key: written.get(id(value), key) for key, value in state.items()}
 
 
-def _without_classifier(skeleton: nn.Module, num_labels: int, source: str) -> str:
+def _beside_core(skeleton: Any) -> tuple[str, ...]:
+    """Weights of a model beside its core, of which features come."""
+    core = skeleton.base_model_prefix
+    return tuple(
+        key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(f"{core}.")
+    )
+
+
+def _without_classifier(skeleton: nn.Module, num_labels: int) -> str:
     """Path of the last linear module that gives class scores, which is taken out; "" where there is none."""
     found = [
         path
@@ -216,6 +247,15 @@ def _spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     core = f"{skeleton.base_model_prefix}."
     wanted = list(skeleton.state_dict())
     plain = [{key: names[key] for key in wanted}, {key: key for key in wanted}]
+    if any("LayerNorm" in key for key in wanted):  # as the first checkpoints of BERT call them
+        old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        plain += [
+            {
+                key: functools.reduce(lambda name, pair: name.replace(*pair), old.items(), stored)
+                for key, stored in one.items()
+            }
+            for one in plain
+        ]
     alone = [{key: stored.removeprefix(core) for key, stored in spelling.items()} for spelling in plain]
     within = [{key: core + stored for key, stored in spelling.items()} for spelling in plain]
     return [*plain, *alone, *within]

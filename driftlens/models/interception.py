@@ -52,6 +52,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
+def settle(module: nn.Module, device: torch.device) -> None:
+    """Put all that a module holds on a device; weights that have shapes only stay."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
     """While this is open, all buffers of a module are on a device."""

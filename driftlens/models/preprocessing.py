@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.models.loading import image_processor_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,20 +89,28 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
         {"backend": "pil"} if int(transformers.__version__.split(".")[0]) >= 5 else {"use_fast": False}
     )
     notice = ""
-    try:
-        processor = transformers.AutoImageProcessor.from_pretrained(
-            source, local_files_only=offline, trust_remote_code=False, **plain
-        )
-    except (OSError, ValueError):  # no such file, or one without a known class
-        kinds = IMAGE_PROCESSOR_MAPPING.get(type(config))
-        kind = next(filter(None, reversed(kinds.values() if isinstance(kinds, dict) else kinds or ())), None)
+    if image_processor_config(source, offline=offline) is not None:
+        try:
+            processor = transformers.AutoImageProcessor.from_pretrained(
+                source, local_files_only=offline, trust_remote_code=False, **plain
+            )
+        except (OSError, ValueError) as error:
+            raise IncompatibleModelsError(
+                f"{source}: its image processor can't be read: {str(error).splitlines()[0]}",
+                hint="Put the preprocessor_config.json of the base beside its config.json.",
+            ) from error
+    else:
+        kinds = IMAGE_PROCESSOR_MAPPING.get(type(config), None) or ()
+        kind = kinds.get("pil") if isinstance(kinds, dict) else next(filter(None, kinds), None)
         if kind is None:
             raise IncompatibleModelsError(
                 f"{source} has no preprocessor_config.json, and transformers no default for its kind",
                 hint="Put the preprocessor_config.json of the base beside its config.json.",
             ) from None
         size = getattr(config, "image_size", 224)
-        processor = kind(size={"height": size, "width": size} if isinstance(size, int) else size)
+        edge = size if isinstance(size, int) else min(size)
+        by_edge = "shortest_edge" in dict(kind().size)
+        processor = kind(size={"shortest_edge": edge} if by_edge else {"height": edge, "width": edge})
         notice = f"{source} has no preprocessor_config.json: images are prepared by the family's defaults."
 
     def transform(images: Sequence[Any]) -> Any:
@@ -128,12 +137,15 @@ def hf_text_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     if (
         tokenizer is None
         or not len(tokenizer("a few words")["input_ids"])
-        or len(tokenizer) > config.vocab_size
+        or len(tokenizer) > (size := config.get_text_config().vocab_size)
+        or (tokenizer.pad_token or tokenizer.eos_token) is None
     ):
         raise SpecError(
-            f"{source} has no tokenizer that fits its {config.vocab_size} tokens, so texts can't be read",
+            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read",
             hint="Put the base's tokenizer files beside its config.json.",
         )
+    if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
+        tokenizer.pad_token = tokenizer.eos_token
     length = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
 
     def transform(samples: Sequence[Any]) -> Any:

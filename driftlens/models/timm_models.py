@@ -42,6 +42,11 @@ features = model(transform(Image.open("image.png").convert("RGB"))[None])
 """
 
 
+_LOADS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg", "pretrained_cfg_overlay")
+"""Options of `timm.create_model` that read other files."""
+_PIXELS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
 @loaders.register("timm")
 def load_timm(request: ArchitectureRequest) -> Architecture:
     """The architecture of a model of timm; its source is a model name, a folder or a Hub id.
@@ -66,17 +71,26 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
         stated = read_config(source, "config.json", offline=offline) or {}
         if not stated:
             raise missing_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
-        name, options = str(stated.get("architecture")), dict(stated.get("model_args") or {})
+        given = stated.get("model_args") or {}
+        name, options = str(stated.get("architecture")), dict(given) if isinstance(given, Mapping) else {}
         if not timm.is_model(name):
             raise wrong_family(stated, source, "a config.json of timm")
+        if odd := [key for key in options if key in _LOADS] + ["model_args"] * (
+            not isinstance(given, Mapping)
+        ):
+            raise IncompatibleModelsError(
+                f"config.json of {source} sets {odd[0]}, which is no part of an architecture",
+                hint="Take it out of `model_args`.",
+            )
         if "num_classes" in stated:
             options.setdefault("num_classes", stated["num_classes"])
     skeleton = weightless(partial(timm.create_model, name, pretrained=False, **options), source)
-    if stated.get("pretrained_cfg"):
-        skeleton.pretrained_cfg = skeleton.default_cfg = {
-            **skeleton.pretrained_cfg,
-            **stated["pretrained_cfg"],
-        }
+    # Older folders state pixels beside the architecture; a size that the model was built for is its input's.
+    told = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
+    if "input_size" not in told and (size := options.get("img_size")):
+        told["input_size"] = (3, *([size] * 2 if isinstance(size, int) else size))
+    if told:
+        skeleton.pretrained_cfg = skeleton.default_cfg = {**skeleton.pretrained_cfg, **told}
     classifier = _without_classifier(skeleton, name)
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)

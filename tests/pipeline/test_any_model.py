@@ -23,7 +23,9 @@ from driftlens.errors import DriftLensError, IncompatibleModelsError, SpecError
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.chain import LinearHead
+from driftlens.models.heads import stated_classes
 from driftlens.models.loading import open_checkpoint
+from driftlens.pipeline.preflight.costs import layer_costs
 from driftlens.pipeline.preflight.job import preflight
 from driftlens.pipeline.study.opening import open_study
 from driftlens.spec import load_spec
@@ -537,3 +539,107 @@ def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path:
     assert {task: accuracy[task] for task in TASKS} == pytest.approx(right)
     calibrated = run.calibrate(dl.FeatCal(), name="featcal")
     assert calibrated.layers(variant="calibrated:featcal", layer="final")["drift_rel"].notna().all()
+
+
+def roberta(classes: int) -> Any:
+    config = transformers.RobertaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=24,
+        pad_token_id=WORDS.index("[PAD]"),
+        num_labels=classes,
+    )
+    return transformers.RobertaForSequenceClassification(config)
+
+
+def spelling_tokenizer(folder: pathlib.Path) -> Any:
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("\n".join(WORDS))
+    return transformers.BertTokenizerFast(vocab_file=str(vocabulary))
+
+
+def test_a_classifier_behind_layers_of_its_own_is_left_to_its_task(tmp_path: pathlib.Path) -> None:
+    with_seed(lambda: roberta(3))().save_pretrained(tmp_path)
+    spelling_tokenizer(tmp_path).save_pretrained(tmp_path)
+    found = load_architecture("hf-auto", str(tmp_path))
+    assert found.classifier == "" and "classifier.dense" in found.notices[0]
+    aligned = found.align(open_checkpoint(tmp_path))
+    assert set(aligned.headers) == set(found.keys) and not any("classifier" in key for key in found.keys)
+
+
+def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -> None:
+    model = with_seed(lambda: bert(3))()
+    model.save_pretrained(tmp_path)
+    spelling_tokenizer(tmp_path).save_pretrained(tmp_path)
+    state = open_state(tmp_path / "model.safetensors")
+    found = load_architecture("hf-auto", str(tmp_path))
+    renamed = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for key, value in state.items()
+    }
+    save_file(renamed, tmp_path / "old.safetensors")
+    one, other = (
+        found.align(open_checkpoint(tmp_path / name)) for name in ("model.safetensors", "old.safetensors")
+    )
+    assert set(one.headers) == set(other.headers) == set(found.keys)
+
+
+def test_texts_and_functions_of_the_users_are_checked_before_an_analysis(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_seed(lambda: bert(3))().save_pretrained(tmp_path / "bert")
+    spelling_tokenizer(tmp_path).save_pretrained(tmp_path / "bert")
+    (tmp_path / "own_costs.py").write_text(LOADED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for loader, source, sample in (
+        ("hf-auto", str(tmp_path / "bert"), ("a b red", "")),
+        ("python:own_costs:load", "x", np.zeros((8, 8, 3), dtype=np.uint8)),
+    ):
+        found = load_architecture(loader, source, access=Access(trust=True))
+        assert found.preprocess is not None
+        costs = layer_costs(found, found.preprocess([sample]), torch.float32, "all")
+        assert len(costs) == len(found.chain.layers) and all(cost.width > 0 for cost in costs)
+
+
+def test_pixels_are_prepared_by_the_family_only_where_no_file_says_how(tmp_path: pathlib.Path) -> None:
+    convnext(3).save_pretrained(tmp_path)
+    found = load_architecture("hf-auto", str(tmp_path), blocks="convnext.encoder.stages")
+    assert "no preprocessor_config.json" in found.notices[0]
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Nothing"}')
+    with pytest.raises(IncompatibleModelsError, match="image processor can't be read"):
+        load_architecture("hf-auto", str(tmp_path), blocks="convnext.encoder.stages")
+
+
+def test_a_timm_folder_says_what_its_classes_and_pixels_are_and_loads_no_other_file(
+    tmp_path: pathlib.Path,
+) -> None:
+    family = FAMILIES["timm ViT"]
+    save(family, trained(family, 3, 0), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    stated = json.loads(file.read_text())
+    flat = {**stated, **stated.pop("pretrained_cfg"), "label_names": ["x", "y", "z"], "mean": [0.1, 0.2, 0.3]}
+    del flat["pretrained_cfg"], flat["input_size"]
+    file.write_text(json.dumps(flat))
+    found = load_architecture("timm", str(tmp_path / "model"))
+    assert found.preprocess is not None and found.preprocess.settings["mean"] == [0.1, 0.2, 0.3]
+    assert tuple(found.preprocess.settings["input_size"]) == (3, SIZE, SIZE)
+    assert stated_classes(str(tmp_path / "model" / "model.safetensors")) == ("x", "y", "z")
+    flat["model_args"] = {**flat["model_args"], "checkpoint_path": "/tmp/x.pt"}
+    file.write_text(json.dumps(flat))
+    with pytest.raises(IncompatibleModelsError, match="checkpoint_path"):
+        load_architecture("timm", str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_in_shards_is_read_as_it_is_stored(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    model = trained(FAMILIES["ViT"], 3, 1)
+    save(FAMILIES["ViT"], model, tmp_path / "whole")
+    model.to(dtype).save_pretrained(tmp_path / "shards", max_shard_size="8KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    found = load_architecture("hf-vit", str(tmp_path / "whole"))
+    whole, shards = (found.align(open_checkpoint(tmp_path / place)) for place in ("whole", "shards"))
+    assert {header.dtype for header in shards.headers.values()} == {dtype}
+    assert all(torch.equal(whole.read(key).to(dtype), shards.read(key)) for key in found.keys)

@@ -103,11 +103,19 @@ class Workload:
 def layer_costs(
     architecture: Architecture, inputs: object, dtype: torch.dtype, pool: Pool
 ) -> tuple[LayerCost, ...]:
-    """The cost of every layer on the raw inputs of one sample, from a forward pass of shapes alone."""
-    meta = torch.device("meta")
+    """The cost of every layer on the raw inputs of one sample.
+
+    It comes from a forward pass of shapes alone, or of the model itself where that had to be loaded to be seen.
+    """
     stored = architecture.skeleton.state_dict()
-    weights = {key: torch.empty_like(value, dtype=dtype, device=meta) for key, value in stored.items()}
-    state, side = architecture.chain.start(on_device(inputs, meta, dtype))
+    place = next((value.device for value in architecture.skeleton.parameters()), torch.device("meta"))
+    weights = {
+        key: torch.empty_like(value, dtype=dtype, device=place)
+        if place.type == "meta"
+        else value.to(place, dtype if value.is_floating_point() else None)
+        for key, value in stored.items()
+    }
+    state, side = architecture.chain.start(on_device(inputs, place, dtype))
     found = []
     for layer in architecture.chain.layers:
         parameters = {
@@ -115,7 +123,7 @@ def layer_costs(
             for name, slot in layer.parameters.items()
         }
         with FlopCounterMode(display=False) as counter:
-            state = layer.call(parameters, state, side.to(meta))
+            state = layer.call(parameters, state, side.to(place))
         found.append(
             LayerCost(
                 operations=counter.get_total_flops(),

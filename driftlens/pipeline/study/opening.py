@@ -21,6 +21,7 @@ from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
 from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.heads import class_names, file_head, linear_head, stated_classes, text_head
+from driftlens.models.interception import settle
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.lora import is_lora_folder
 from driftlens.models.pretrained import resolve_pretrained
@@ -131,11 +132,14 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
         IncompatibleModelsError: a model differs from the architecture.
         SpecError: there is no such device.
     """
+    place = resolve_device(device or spec.compute.device)
+    # Modules that run as they are bring tensors of their own, such as positions.
+    settle(models.architecture.skeleton, place)
     return ModelPool(
         models.architecture.chain,
         models.architecture.skeleton,
         models.sources,
-        device=resolve_device(device or spec.compute.device),
+        device=place,
         dtype=getattr(torch, spec.compute.dtype),
     )
 
@@ -197,8 +201,9 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
             hint=f"Name its key: heads.{task}.weight; or give another head.",
         )
     weight, bias = keys
-    bias = bias if bias in stored.headers else None
-    return linear_head(stored, classes, weight=weight, bias=bias, normalize=entry.normalize)
+    if not entry.weight and bias not in stored.headers:
+        bias = None
+    return linear_head(stored, classes, weight=weight, bias=entry.bias or bias, normalize=entry.normalize)
 
 
 def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, ...] | None:
@@ -244,6 +249,15 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     num_calibration = {task: len(opened.calibration) for task, opened in data.items()}
     num_diagnosis = {task: len(opened.diagnosis) for task, opened in data.items()}
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
+    notices += [
+        f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in the "
+        "data's order; `heads.TASK.classes` gives another"
+        for task, entry in (own_heads(spec, models) | spec.heads).items()
+        if isinstance(entry, LinearHead)
+        and entry.linear == "own"
+        and entry.classes is None
+        and named_by_expert(spec, task, entry) is None
+    ]
     notices += dtype_notices(models)
     notices += unequal_counts(num_calibration, "calibration")
     notices += unequal_counts(num_diagnosis, "diagnosis")

@@ -55,7 +55,7 @@ _INERT_CALLS = frozenset(
 _PYTHONS_OWN = _INERT_CALLS | frozenset(
     """collections.OrderedDict collections.defaultdict copyreg._reconstructor _codecs.encode builtins.object
     builtins.set builtins.frozenset builtins.list builtins.dict builtins.tuple builtins.int builtins.float
-    builtins.bool builtins.str builtins.bytes""".split()  # noqa: SIM905
+    builtins.bool builtins.str builtins.bytes builtins.getattr""".split()  # noqa: SIM905
 )
 """What a checkpoint may name of Python's own library."""
 _OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -190,8 +190,25 @@ class Pickled:
             top = next((top[key] for key in NESTS if isinstance(top.get(key), dict | Inert)), top)
         if isinstance(top, Inert):
             yield from self._walked(top, "", 0)
-        else:
-            yield from ((key, value) for key, value in _named_in(top) if isinstance(value, Stored))
+            return
+        for key, value in _named_in(top):
+            if isinstance(value, Stored):
+                yield key, value
+            elif self._holds_weights(value):
+                raise CheckpointError(
+                    f"its entry {key[:40]!r} holds weights too, which would be left out",
+                    hint=f"Save the weights alone, as a flat state dict or under one of {', '.join(NESTS)}.",
+                    key=key[:40],
+                )
+
+    def _holds_weights(self, value: Any) -> bool:
+        """Whether it is a mapping with tensors at names, a module or an array of NumPy's."""
+        if isinstance(value, Inert):
+            is_module = value.attribute("_parameters") or value.attribute("_modules")
+            return bool(is_module) or value.kind.endswith(".multiarray._reconstruct")
+        inner = [entry for _, entry in _named_in(value)]
+        self._budget.spend(1 + len(inner))
+        return any(isinstance(entry, Stored) or self._holds_weights(entry) for entry in inner)
 
     def _walked(self, module: Inert, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
         """Parameters, kept buffers and those of submodules, as `Module.state_dict` lists them."""
@@ -446,6 +463,9 @@ class _Machine:
                 return given[0].encode("latin1")
             case "copyreg._reconstructor":
                 return _made(given[0])
+            # As Python 3.11.0 to 3.11.3 pickles members of enumerations.
+            case "builtins.getattr" if len(given) == 2 and isinstance(given[0], Global):
+                return Inert(_named(given[0].name, given[1]).name)
             case name if name in _INERT_CALLS:
                 return Inert(name)
         raise _unknown(what.name)

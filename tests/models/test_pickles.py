@@ -59,6 +59,8 @@ def code() -> Iterator[types.ModuleType]:
 import enum, torch
 class Mode(enum.Enum):
     A = "a"
+    def __reduce_ex__(self, protocol):  # as Python 3.11.0 to 3.11.3 has it
+        return getattr, (type(self), self.name)
 class Encoder(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -71,6 +73,7 @@ class Encoder(torch.nn.Module):
         self.register_buffer("dropped", torch.ones(3), persistent=False)
         self.none = torch.nn.Linear(2, 2, bias=False)
         self.options = {"lr": 0.1, "names": {"a", "b"}, "device": torch.device("cpu"), ("a", 1): 2, "dtype": torch.half}
+        self.mode = Mode.A
         self.function = helper
 def helper(image):
     raise AssertionError("called")
@@ -101,6 +104,7 @@ def test_a_pickled_module_gives_its_state_dict_without_its_code(
         assert (source.headers[key].shape, source.headers[key].dtype) == (tuple(value.shape), value.dtype)
         assert read.dtype == value.dtype and torch.equal(read, value), key
     assert isinstance(source.top, Inert) and source.top.kind == "src.modeling.Encoder"
+    assert source.top.attribute("mode") == Inert("src.modeling.Mode.A")
     assert source.modules["attention"].attribute("num_heads") == 2
     assert torch.equal(source.read("tied.weight", (1, 3)), expected["tied.weight"][1:3])
 
@@ -135,6 +139,33 @@ def test_state_dicts_are_found_wherever_checkpoints_keep_them(
 
 
 @pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"encoder": {"trunk": state}},
+        lambda state: {"encoder": nn.ParameterDict(state)},
+        lambda state: nn.Sequential(nn.Linear(2, 2)),
+        lambda state: state["a"].numpy(),
+    ],
+    ids=["state dict", "nested deeper", "module in a mapping", "module", "array"],
+)
+def test_weights_that_would_be_left_out_are_refused_by_name(
+    wrap: Callable[[dict[str, Tensor]], object], tmp_path: pathlib.Path
+) -> None:
+    state, path = {"a": torch.randn(2, 3)}, tmp_path / "w.pt"
+    torch.save({"lr": 0.1, "net": wrap(state), "best_acc": torch.tensor(0.9)}, path)
+    with pytest.raises(CheckpointError, match="its entry 'net' holds weights too") as refusal:
+        Pickled(path)
+    assert "under one of state_dict" in refusal.value.hint
+    weight = nn.Parameter(state["a"])
+    weight.grad = torch.ones(2, 3)
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    optimizer.step()
+    torch.save({"a": weight, "optimizer": optimizer.state_dict(), "loss": nn.MSELoss()}, path)
+    assert set(Pickled(path).headers) == {"a"}
+
+
+@pytest.mark.parametrize(
     "wrap", [bytes, lambda content: in_archive(content, {}), in_old_file], ids=["plain", "zip", "old"]
 )
 def test_nothing_that_a_file_calls_is_called(wrap: Callable[[bytes], bytes], tmp_path: pathlib.Path) -> None:
@@ -157,7 +188,7 @@ def test_nothing_that_a_file_calls_is_called(wrap: Callable[[bytes], bytes], tmp
 
 def test_calls_of_other_packages_are_refused_by_name_too(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trap.pt"
-    for function in (torch.load, torch.hub.load, Pickled):
+    for function in (torch.load, torch.hub.load, Pickled, getattr):
         path.write_bytes(pickle.dumps({"w": Calls(function, str(tmp_path / "other.pt"))}))
         name = f"{function.__module__}.{function.__qualname__}"
         with pytest.raises(CheckpointError, match=f"it uses {name}, which is no part of weights"):

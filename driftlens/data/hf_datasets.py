@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
+from driftlens.data.image_folder import read_image
 from driftlens.data.sources import (
+    Picture,
     Split,
     SplitView,
-    as_picture,
     data_sources,
     named,
     refused,
@@ -33,14 +36,19 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
             row without a label, or a Hub id while offline.
     """
     splits, name = _load(entry, access), getattr(entry, split)
+    from datasets import Image  # `_load` says what to do without it
+
     if name not in splits:
         raise DataError(
             f"{entry.path}: no split {name!r}; there are {', '.join(splits)}", hint=did_you_mean(name, splits)
         )
-    rows, where = splits[name], f"{entry.path}, split {name}"
+    rows, where = splits[name].with_format(None), f"{entry.path}, split {name}"
     _check_image_column(rows, entry.image, where)
     names, class_names = _labels(rows, entry.label, where) if entry.label else (None, None)
-    images = rows.select_columns([entry.image])
+    # Encoded, because decoding them `datasets` fetches any address and has Pillow start Ghostscript for PostScript.
+    mode, encoded = rows.features[entry.image].mode, Image(decode=False)
+    images = rows.select_columns([entry.image]).cast_column(entry.image, encoded)
+    folders = _folders(entry)
     if not len(rows):
         raise DataError(f"{where}: no rows", hint="Choose another split.")
     return SplitView(
@@ -48,7 +56,7 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
         ids=tuple(str(row) for row in range(len(rows))),
         class_names=class_names,
         label=lambda position: names[position] if names else None,
-        read=lambda position: as_picture(images[position][entry.image], f"{where}, row {position}"),
+        read=lambda row: _picture(images[row][entry.image], mode, folders, f"{where}, row {row}"),
     )
 
 
@@ -78,6 +86,33 @@ def _load(entry: HfData, access: Access) -> Any:
     hint = "Check the id and `config`, or name a folder written by save_to_disk."
     with refused(f"{entry.path}: the data set can't be loaded", hint):
         return datasets.load_dataset(entry.path, entry.config)
+
+
+def _folders(entry: HfData) -> list[Path]:
+    """Where the files may lie that rows name: in the data set's own folder, or in the caches that it is loaded into."""
+    if Path(entry.path).is_dir():
+        return [Path(entry.path)]
+    from datasets import config
+    from huggingface_hub import constants
+
+    return [config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, Path(constants.HF_HUB_CACHE)]
+
+
+def _picture(row: Any, mode: str | None, folders: Sequence[Path], where: str) -> Picture:
+    """The image that a row holds or names, turned as its camera says and in its own mode, as `datasets` gives it."""
+    from PIL.ImageOps import exif_transpose
+
+    content, path = (row["bytes"], row["path"]) if row else (None, None)
+    hint = "Write the data set anew with save_to_disk, which puts local images into it."
+    with refused(f"{where}: the image can't be read", hint):
+        if content is not None:
+            return exif_transpose(read_image(io.BytesIO(content), where, mode))
+        file = Path(path or "").resolve()
+        if not any(file.is_relative_to(folder.resolve()) for folder in folders):
+            raise DataError(
+                f"{where}: holds no image, and the path {path!r} leads out of the data set", hint=hint
+            )
+        return exif_transpose(read_image(file, mode=mode))
 
 
 def _check_image_column(rows: Any, column: str, where: str) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from driftlens.access import Access
-from driftlens.data.sources import PATHS_HINT, Picture, Split, SplitView, data_sources, refused
+from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, refused
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from driftlens.spec.data import ImageFolderData
 
 SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
@@ -96,8 +98,8 @@ def check_names(names: Iterable[str]) -> None:
             raise DataError(f"the file name {name!r} is not valid UTF-8", hint="Rename the file.") from None
 
 
-def read_image(source: Path | BinaryIO, where: str = "") -> Picture:
-    """The image in a file, or in an open one that messages call `where`; in RGB, fully decoded.
+def read_image(source: Path | BinaryIO, where: str = "", mode: str | None = "RGB") -> Image:
+    """The image in a file, or in an open one that messages call `where`, fully decoded; without `mode` in its own.
 
     Raises:
         DataError: missing, truncated, not an image, or suspiciously large.
@@ -110,4 +112,4 @@ def read_image(source: Path | BinaryIO, where: str = "") -> Picture:
     with not_read, Image.open(source) as image:
         if image.format == "EPS":  # Pillow would start Ghostscript to read it
             raise ValueError("it is PostScript, a program that would have to be run")
-        return image.convert("RGB")
+        return image.convert(mode) if mode else image.copy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,3 +141,51 @@ def test_without_the_library_the_remedy_is_its_extra(saved: Path, monkeypatch: p
     with pytest.raises(DataError, match="need the package `datasets`") as caught:
         opened(**entry(saved))
     assert "pip install driftlens[data]" in caught.value.hint
+
+
+def test_images_are_opened_without_programs_addresses_and_files_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import EpsImagePlugin
+
+    def picture(form: str, **values: Any) -> bytes:
+        stream = io.BytesIO()
+        Image.fromarray(colour(7)).convert("L").save(stream, form, **values)
+        return stream.getvalue()
+
+    folder, turned = tmp_path / "set", Image.Exif()
+    turned[0x0112] = 6
+    for place in (tmp_path / "out.png", folder / "in.png"):
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(picture("PNG"))
+    (folder / "link.png").symlink_to(tmp_path / "out.png")
+    found: list[dict[str, Any] | None] = [
+        {"bytes": picture("PNG", exif=turned), "path": "https://example.org/x.png"},
+        {"bytes": None, "path": str(folder / "in.png")},
+        {"bytes": picture("EPS"), "path": None},
+        *({"bytes": None, "path": str(path)} for path in (tmp_path / "out.png", folder / "link.png")),
+        *({"bytes": None, "path": path} for path in ("https://example.org/x.png", "x" * 300, "\0", None)),
+        None,
+    ]
+    # Written as plain columns: `datasets` would put the files into the data set.
+    struct = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    table = datasets.Dataset.from_dict({"image": found}, features=datasets.Features({"image": struct}))
+    datasets.DatasetDict(test=table.with_format("numpy")).save_to_disk(folder)
+    info = folder / "test/dataset_info.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"features": {"image": {"_type": "Image"}}}))
+
+    def never(*_: Any, **__: Any) -> Any:
+        pytest.fail("ran a program, or asked the network")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", never)
+    monkeypatch.setattr(datasets.features.image, "xopen", never)
+    view = opened(offline=True, **entry(folder, label=None, calibration="test"))
+    first, second = view.read(0), view.read(1)
+    assert (first.size, second.size) == ((4, 6), (6, 4)), "turned as the camera says"
+    assert first.mode == second.mode == "L", "as the data set holds them"
+    for position, message in enumerate(["PostScript", *["holds no image, and the path"] * 2], 2):
+        with pytest.raises(DataError, match=message):
+            view.read(position)
+    for position in range(5, len(found)):
+        with pytest.raises(DataError, match=f"row {position}"):
+            view.read(position)

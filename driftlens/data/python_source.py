@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from driftlens.access import Access
@@ -60,7 +61,7 @@ def _length(items: Any, where: str) -> int:
 
 def _class_names(items: Any, where: str) -> tuple[str, ...] | None:
     names = names_of(items)
-    if names is None:
+    if not isinstance(names, Iterable):  # a method or a number of that name says nothing about classes
         return None
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise DataError(f"{where}: the class names are {names!r}", hint="Make them a list of text.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,26 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     Labels are text, or numbers that index `classes`; a split that serves no accuracy may lack their column.
 
     Raises:
-        DataError: the file can't be read, a column or an image is missing, a row is incomplete or a path occurs twice.
+        DataError: the file can't be read, a column or an image is missing, a row is incomplete, a path occurs twice, or
+            some of the images are calibration samples too.
     """
+    file, where, origin, columns = _rows(entry, split)
+    paths = _paths(columns[entry.image], file.parent, where)
+    labels = [None if label == "" else label for label in columns.get(entry.label, [None] * len(paths))]
+    names, class_names = named(labels, listed_classes(entry.classes), where)
+    if split != "calibration" and getattr(entry, split) != entry.calibration:
+        _require_apart(entry, _places(paths, file.parent), where, origin)
+    return SplitView(
+        origin=origin,
+        ids=tuple(paths),
+        class_names=class_names,
+        label=lambda position: names[position],
+        read=lambda position: read_image(file.parent / paths[position]),
+    )
+
+
+def _rows(entry: TableData, split: Split) -> tuple[Path, str, str, dict[str | None, list[Any]]]:
+    """A split's file, what messages call its rows, where they stand, and of them the columns that are wanted."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
     wanted = {"image": entry.image, "label": entry.label, "split": entry.split if entry.file else None}
@@ -51,23 +70,34 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     if not rows:
         there = f"; the column {entry.split!r} holds {', '.join(sorted(set(splits)))}" if entry.file else ""
         raise DataError(f"{where}: no rows{there}", hint="Every task needs samples in each split.")
-    paths = _paths([columns[entry.image][row] for row in rows], file.parent, where)
-    label = wanted.get("label")
-    labels = [columns[label][row] if label and columns[label][row] != "" else None for row in rows]
-    names, class_names = named(labels, listed_classes(entry.classes), where)
-    return SplitView(
-        origin=f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve()),
-        ids=tuple(paths),
-        class_names=class_names,
-        label=lambda position: names[position],
-        read=lambda position: read_image(file.parent / paths[position]),
-    )
+    origin = f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve())
+    found = {column: [columns[column][row] for row in rows] for column in wanted.values() if column}
+    return file, where, origin, found
+
+
+def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
+    """Refuse images that are calibration samples too, unless one list serves both: then drawing keeps them apart."""
+    file, _, calibration, columns = _rows(entry, "calibration")
+    listed = [path for path in columns[entry.image] if isinstance(path, str)]
+    shared = sorted(set(places).intersection(_places(listed, file.parent)))
+    if shared and calibration != origin:
+        raise DataError(
+            f"{where}: {len(shared)} of its images are calibration samples too, the first is {shared[0]}",
+            hint="Name each image for one of both, or the same rows for both: then other samples are drawn of them.",
+        )
+
+
+def _places(paths: Iterable[str], folder: Path) -> list[str]:
+    """Paths written in one way, so that they can be compared; links behind the folder are not followed."""
+    folder = folder.resolve()
+    return [os.path.normpath(folder / path) for path in paths]
 
 
 def _columns(file: Path, wanted: Collection[str | None]) -> dict[str, list[Any]]:
     """Columns of a file by name, of Parquet only those wanted (the others are empty)."""
     unreadable = refused(f"{file}: can't be read", PATHS_HINT, OSError)
-    damaged = refused(f"{file}: no table", "Save it as CSV, TSV or Parquet.", csv.Error, ValueError)
+    kinds = (csv.Error, ValueError, NotImplementedError)  # the last of Parquet that this pyarrow can't unpack
+    damaged = refused(f"{file}: no table", "Save it as CSV, TSV or Parquet.", *kinds)
     with unreadable, damaged:
         if file.suffix.lower() in (".parquet", ".pq"):
             from pyarrow.parquet import ParquetFile
@@ -98,10 +128,11 @@ def _paths(found: Sequence[Any], folder: Path, where: str) -> list[str]:
             f"{where}: a path is {type(odd[0]).__name__} {str(odd[0])[:40]!r}, expected text",
             hint="Images themselves can't stand in the table; a data set that holds them is of kind hf.",
         )
-    twice = [path for path, count in Counter(found).items() if count > 1]
+    twice = [path for path, count in Counter(_places(found, folder)).items() if count > 1]
     if twice:
         raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
-    missing = [path for path in found if not (folder / path).is_file()]
+    with refused(f"{where}: a path can't be looked up", "Paths of images are expected.", OSError, ValueError):
+        missing = [path for path in found if not (folder / path).is_file()]
     if missing:
         raise DataError(
             f"{where}: {len(missing)} of {len(found)} images are not there, the first is {missing[0]}",

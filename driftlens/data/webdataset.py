@@ -39,10 +39,13 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
     and members that are no plain files (links, devices) are not followed.
 
     Raises:
-        DataError: no tar files, a damaged one, a sample without image or with several, a label that can't be read.
+        DataError: no tar files, a damaged one, a sample without image or with several, a label that can't be read, or
+            some of the files are those of the calibration samples too.
     """
     place = getattr(entry, split)
-    samples = [sample for shard in _shards(Path(place)) for sample in _samples(shard, entry)]
+    shards = _shards(Path(place))
+    origin = _origin(entry, place, shards)
+    samples = [sample for shard in shards for sample in _samples(shard, entry)]
     labels = [sample.label for sample in samples]
     if not samples or (split == "test" and entry.label and not any(label is not None for label in labels)):
         missing = f"with a member .{entry.label}" if samples else "with an image"
@@ -59,7 +62,7 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
             return read_image(io.BytesIO(file.read(sample.size)), sample.name)
 
     return SplitView(
-        origin=str(Path(place).resolve()),
+        origin=origin,
         ids=tuple(sample.name for sample in samples),
         class_names=class_names,
         label=lambda position: names[position],
@@ -78,6 +81,23 @@ def _shards(place: Path) -> list[Path]:
             hint=f"Name a folder of them, one, or a pattern such as train-*.tar. {PATHS_HINT}",
         )
     return found
+
+
+def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
+    """The place of a split's tar files: that of the calibration samples, where they are the same ones by name."""
+    if place != entry.calibration:
+        own, other = (
+            {file.name: file.resolve() for file in found}
+            for found in (shards, _shards(Path(entry.calibration)))
+        )
+        shared = sorted(set(own.values()) & set(other.values()))
+        if shared and own != other:
+            raise DataError(
+                f"{place}: {len(shared)} of its files hold calibration samples too, the first is {shared[0]}",
+                hint="Name each file for one of both, or the same for both: then other samples are drawn of them.",
+            )
+        place = entry.calibration if shared else place
+    return str(Path(place).resolve())
 
 
 def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:

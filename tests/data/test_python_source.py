@@ -58,6 +58,16 @@ def empty(split):
 
 constant = 3
 
+def odd(split):
+    pairs = Pairs([(image(4), 10)])
+    pairs.class_names, pairs.classes = None, 10
+    return pairs
+
+def method(split):
+    pairs = odd(split)
+    pairs.class_names = pairs.count
+    return pairs
+
 def vision(split):
     import torch, torchvision
     data = torchvision.datasets.FakeData(6, image_size=(3, 2, 2), num_classes=3)
@@ -107,6 +117,12 @@ def test_the_function_is_told_which_split_is_wanted(module: str) -> None:
         view = images(split, trust=True, **entry(module, "unnamed"))  # type: ignore[arg-type]
         assert shades([view.read(0)]) == [len(split)]
         assert labels_of(view) == ["10"]
+
+
+@pytest.mark.parametrize("function", ["odd", "method"])
+def test_what_lists_nothing_names_no_classes(module: str, function: str) -> None:
+    view = opened(trust=True, **entry(module, function))
+    assert (labels_of(view), view.class_names) == (["10"], None)
 
 
 def test_samples_without_labels_have_none(module: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from driftlens.access import Access
@@ -172,3 +175,33 @@ def test_files_of_another_kind_are_refused(folder: Path) -> None:
     pd.DataFrame({"path": ["images 花/1.png"], "label": [0.5]}).to_parquet(folder / "x.parquet")
     with pytest.raises(DataError, match=r"the label '0\.5' is neither text nor a whole number"):
         opened(kind="table", calibration="x", test=str(folder / "x.parquet"))
+
+
+def test_calibration_samples_are_never_test_samples_in_any_writing(folder: Path) -> None:
+    header, train = "path,label,split\n", "images 花/1.png,a,train\nimages 花/2.png,a,train\n"
+    again = "images 花/./1.png,a,test\n"
+    (folder / "link").symlink_to(folder)
+    one = written(folder / "one.csv", header + train + again + "images 花/1.png,a,old\n")
+    written(folder / "train.csv", header + train)
+    test = written(folder / "test.csv", f"{header}{folder}/images 花/2.png,a,x\n")
+    for places in (
+        {"file": one, "calibration": "train", "test": "test", "diagnosis": "test"},
+        {"calibration": str(folder / "link/train.csv"), "test": test, "diagnosis": test},
+    ):
+        for split in ("test", "diagnosis"):
+            with pytest.raises(DataError, match="1 of its images are calibration samples too"):
+                opened(split, kind="table", **places)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"1\.png occurs more than once"):
+        opened(**one_file(folder, header + train + again))
+
+
+def test_paths_and_columns_that_nothing_can_read_are_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match="a path can't be looked up: File name too long"):
+        opened(**one_file(folder, f"path,label\n{'x' * 300},a\n"))
+    file, schema = folder / "wide.parquet", pa.schema({"path": pa.string(), "label": pa.int64()})
+    pq.write_table(schema.empty_table(), file)
+    stored = schema.serialize().to_pybytes()
+    wide = stored.replace(b"\x40\0\0\0", b"\x80\0\0\0")  # labels of 128 bits
+    file.write_bytes(file.read_bytes().replace(b64encode(stored), b64encode(wide)))
+    with pytest.raises(DataError, match=r"wide\.parquet: no table: Integers with more than 64 bits"):
+        opened(kind="table", calibration=str(file), test=str(file))

@@ -197,3 +197,20 @@ def test_no_tar_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="no tar files") as caught:
             opened(**entry(place))
         assert "train-*.tar" in caught.value.hint
+
+
+def test_calibration_samples_are_never_test_samples(tmp_path: Path) -> None:
+    for at in range(3):
+        shard(tmp_path / f"food/{at}.tar", sample("0", at))
+    (tmp_path / "link").symlink_to(tmp_path / "food")
+    every, pattern = str(tmp_path / "food"), str(tmp_path / "link/*.tar")
+    views = [images(split, **entry(every, test=pattern)) for split in ("calibration", "test")]
+    assert views[0].origin == views[1].origin and views[0].ids == views[1].ids, "so they are kept apart"
+    apart = entry(
+        tmp_path / "food/0.tar", test=str(tmp_path / "food/[12].tar"), diagnosis=str(tmp_path / "food/2.tar")
+    )
+    assert len({images(split, **apart).origin for split in ("calibration", "test", "diagnosis")}) == 3
+    for test in ("food/[01].tar", "link/?.tar"):
+        with pytest.raises(DataError, match="1 of its files hold calibration samples too") as caught:
+            opened(**apart | {"test": str(tmp_path / test)})
+        assert caught.value.hint

@@ -179,11 +179,19 @@ def library_folder(place: str) -> pathlib.Path | None:
 
 
 def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
-    """The tokenizer, processor, generation and license files in a library's folder, by name; never code."""
+    """The tokenizer, processor, generation and license files in a library's folder, by name; never code.
+
+    Links out of the folder are left out: what they lead to is copied beside saved models.
+    """
     if folder is None:
         return {}
-    found = {path.name: path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    return dict(sorted(found.items()))
+    inside = [folder.resolve()]
+    if (
+        inside[0].parent.name == "snapshots"
+    ):  # of the Hub's cache, whose files are links to the repository's blobs
+        inside.append(inside[0].parents[1] / "blobs")
+    paths = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
+    return {path.name: path for path in sorted(paths) if any(map(path.resolve().is_relative_to, inside))}
 
 
 def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:

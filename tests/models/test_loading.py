@@ -454,6 +454,16 @@ def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cach
     ):
         assert library_folder(place) == hub_cache, place
     assert list(companion_files(hub_cache)) == ["tokenizer.json", "vocab.txt"]
+    secret, blob = hub_cache.parents[2] / "id_rsa", hub_cache.parents[1] / "blobs/0"
+    blob.parent.mkdir()
+    for file, name in ((secret, "LICENSE"), (blob, "NOTICE"), (hub_cache / "other.json", "vocab.json")):
+        file.write_text("{}")
+        (hub_cache / name).symlink_to(file)
+    kept = ["NOTICE", "tokenizer.json", "vocab.json", "vocab.txt"]
+    assert list(companion_files(hub_cache)) == kept, "links leave the folder for its own blobs only"
+    elsewhere = hub_cache.rename(hub_cache.parents[1] / "plain")
+    assert list(companion_files(elsewhere)) == ["tokenizer.json", "vocab.txt"]
+    elsewhere.rename(hub_cache)
     for place in ("", "someone/other", str(hub_cache / "none.safetensors")):
         assert companion_files(library_folder(place)) == {}
 

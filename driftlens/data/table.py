@@ -39,7 +39,7 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """
     file, where, origin, columns = _rows(entry, split)
     paths = _paths(columns[entry.image], file.parent, where)
-    labels = [None if label == "" else label for label in columns.get(entry.label, [None] * len(paths))]
+    labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
     names, class_names = named(labels, listed_classes(entry.classes), where)
     if split != "calibration" and getattr(entry, split) != entry.calibration:
         _require_apart(entry, _places(paths, file.parent), where, origin)
@@ -52,7 +52,7 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     )
 
 
-def _rows(entry: TableData, split: Split) -> tuple[Path, str, str, dict[str | None, list[Any]]]:
+def _rows(entry: TableData, split: Split) -> tuple[Path, str, str, dict[str, list[Any]]]:
     """A split's file, what messages call its rows, where they stand, and of them the columns that are wanted."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value

@@ -191,7 +191,7 @@ def _load(path: pathlib.Path, *, mapped: bool) -> object:
         raise _refusal(path, error) from error
 
 
-def _refusal(path: pathlib.Path, error: Exception) -> CheckpointError:
+def _refusal(path: pathlib.Path, error: Exception, *, convertible: bool = True) -> CheckpointError:
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found:
         return CheckpointError(
@@ -200,9 +200,10 @@ def _refusal(path: pathlib.Path, error: Exception) -> CheckpointError:
             source=str(path),
             found=found[1],
         )
+    again = "Copy or download it again, if it was cut short on the way."
     return CheckpointError(
         f"{path} is not a complete PyTorch checkpoint ({type(error).__name__})",
-        hint=f"Copy or download it again, if it was cut short on the way. {conversion(path)}",
+        hint=f"{again} {conversion(path)}" if convertible else again,
         source=str(path),
     )
 
@@ -219,7 +220,7 @@ def refuse_torchscript(path: pathlib.Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except Exception as error:  # damaged archives have many: names that are no text, unknown versions
-        raise _refusal(path, error) from error
+        raise _refusal(path, error, convertible=False) from error
     if any(name.endswith("/constants.pkl") for name in names) and any("/code/" in name for name in names):
         raise CheckpointError(
             f"{path} is a TorchScript archive: a program, not a state dict",

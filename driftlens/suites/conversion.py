@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError
+from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError, SpecError
 from driftlens.files import atomic_folder, write_json_atomic, write_text_atomic
 from driftlens.models.alignment import tower_prefix
 from driftlens.models.open_clip_vit import CONFIG_FILE, LAYOUT
@@ -53,8 +53,10 @@ def convert(
         CheckpointError: there is no suite, or a file is damaged, or uses anything that is no part of weights.
         IncompatibleModelsError: a model has no image tower of open_clip's kind.
         RunError: `out` is there already, or can't be written.
+        SpecError: `out` for one file doesn't end in `.safetensors`, so that it would be read as a pickle.
     """
     if source.is_dir():
+        source = source.resolve() if source.name == ".." else source
         target = out or source.absolute().with_name(f"{source.absolute().name}-safetensors")
         _convert_suite(_Suite.found(source), target, tell)
         return target
@@ -63,6 +65,11 @@ def convert(
     target = out or source.with_suffix(".safetensors")
     if target.exists():
         raise RunError(f"{target} exists already", hint="Choose another --out, or remove it first.")
+    if target.suffix.lower() != ".safetensors":
+        raise SpecError(
+            f"--out {target} has to end in .safetensors, as {source} is one file",
+            hint=f"Give --out {target}.safetensors, or the folder of a suite instead of {source}.",
+        )
     weights = Pickled(source)
     save_state_dict(target, Patched(weights, {}))
     tell(f"{target.name}: {len(weights.headers)} tensors")
@@ -156,45 +163,56 @@ def _names(source: StateSource, *, whole: bool | None) -> dict[str, str]:
 def _configuration(base: Pickled, names: Mapping[str, str], notices: list[str]) -> dict[str, Any]:
     shapes = {name: base.headers[key].shape for name, key in names.items()}
     blocks = "visual.transformer.resblocks"
-    for key in ("visual.conv1.weight", "visual.proj", f"{blocks}.0.mlp.c_fc.weight"):
-        if key not in shapes:
-            raise IncompatibleModelsError(
-                f"{base.name} has no {key!r}: it is no vision transformer of open_clip's own",
-                hint="Convert its files one by one, and write the spec by hand.",
-            )
+    width, _, patch, _ = _shape(base, shapes, "visual.conv1.weight", 4)
+    _, embedding = _shape(base, shapes, "visual.proj", 2)
+    hidden, _ = _shape(base, shapes, f"{blocks}.0.mlp.c_fc.weight", 2)
+    positions, _ = _shape(base, shapes, "visual.positional_embedding", 2)
     prefix = names[f"visual.{LAYOUT.anchor}"].removesuffix(LAYOUT.anchor)
     wrapper = prefix.removesuffix(LAYOUT.tower)
     # What is left of a text tower that was deleted still tells its size.
     beside = {key.removeprefix(wrapper): base.headers[key].shape for key in base.headers if wrapper != prefix}
-    width, _, patch, _ = shapes["visual.conv1.weight"]
+    beside = {"positional_embedding": (77, 512), "token_embedding.weight": (49408, 512), **beside}
+    context, text_width = _shape(base, beside, "positional_embedding", 2)
+    vocabulary, _ = _shape(base, beside, "token_embedding.weight", 2)
     gelu = base.modules.get(f"{prefix}transformer.resblocks.0.mlp.gelu")
     if gelu is None:
         notices.append(
             f"{base.name} doesn't tell the activation; OpenAI's QuickGELU is assumed (quick_gelu in {CONFIG_FILE})"
         )
-    context, text_width = beside.get("positional_embedding", (77, 512))
     text = {
         "context_length": context,
-        "vocab_size": beside.get("token_embedding.weight", (49408,))[0],
+        "vocab_size": vocabulary,
         "width": text_width,
         "heads": _heads(base, f"{wrapper}transformer.resblocks.0.attn", text_width),
         "layers": _depth(shapes, "transformer.resblocks") or 12,
     }
     model = {
-        "embed_dim": shapes["visual.proj"][1],
+        "embed_dim": embedding,
         "quick_gelu": gelu is None or gelu.kind.endswith("QuickGELU"),
         "vision_cfg": {
-            "image_size": math.isqrt(shapes["visual.positional_embedding"][0] - 1) * patch,
+            "image_size": math.isqrt(positions - 1) * patch,
             "patch_size": patch,
             "width": width,
             "layers": _depth(shapes, blocks),
             "head_width": width // _heads(base, f"{prefix}transformer.resblocks.0.attn", width),
-            "mlp_ratio": shapes[f"{blocks}.0.mlp.c_fc.weight"][0] / width,
+            "mlp_ratio": hidden / width,
         },
         "text_cfg": text,
     }
-    normalised = _normalisation(base.top)
+    normalised = _normalisation(base, notices)
     return {"model_cfg": model, **({"preprocess_cfg": normalised} if normalised else {})}
+
+
+def _shape(base: Pickled, shapes: Mapping[str, tuple[int, ...]], key: str, axes: int) -> tuple[int, ...]:
+    """The shape of a tensor that tells something of the architecture, with so many axes, none of them empty."""
+    shape = shapes.get(key, ())
+    if len(shape) != axes or 0 in shape:
+        found = f"{key!r} of shape {list(shape)}" if key in shapes else f"no {key!r}"
+        raise IncompatibleModelsError(
+            f"{base.name} has {found}: it is no vision transformer of open_clip's own",
+            hint="Convert its files one by one, and write the spec by hand.",
+        )
+    return shape
 
 
 def _depth(shapes: Mapping[str, tuple[int, ...]], blocks: str) -> int:
@@ -209,16 +227,30 @@ def _heads(base: Pickled, path: str, width: int) -> int:
     return told if type(told) is int and told > 0 and width % told == 0 else max(1, width // 64)
 
 
-def _normalisation(top: Any) -> dict[str, Any]:
+def _normalisation(base: Pickled, notices: list[str]) -> dict[str, Any]:
     """Mean and standard deviation of pixels, where the pickled encoder still has its preprocessing."""
+    top = base.top
     steps = top.attribute("val_preprocess") if isinstance(top, Inert) else None
     steps = steps.attribute("transforms") if isinstance(steps, Inert) else None
     for step in steps if isinstance(steps, list) else ():
         if isinstance(step, Inert) and step.kind.endswith(".Normalize"):
             found = {name: step.attribute(name) for name in ("mean", "std")}
-            if all(isinstance(value, list | tuple) and len(value) == 3 for value in found.values()):
+            if all(_are_numbers(value) for value in found.values()):
                 return {name: [float(number) for number in value] for name, value in found.items()}
+            notices.append(
+                f"{base.name} has a Normalize whose mean and std aren't three plain numbers each; "
+                f"OpenAI's are assumed (preprocess_cfg in {CONFIG_FILE})"
+            )
     return {}
+
+
+def _are_numbers(value: Any) -> bool:
+    """Whether it is three numbers, as far as pixels go; NumPy's stay inert, and NaN is none."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 3
+        and all(type(number) in (int, float) and abs(number) < 1e6 for number in value)
+    )
 
 
 # --- heads
@@ -244,6 +276,12 @@ class _Head:
         normalises = source.top.attribute("normalize") if isinstance(source.top, Inert) else None
         norms = torch.linalg.vector_norm(weight, dim=1)
         scale = float(f"{norms.mean().item():.6g}")
+        if not 0 < scale < math.inf or bias.shape != norms.shape or not bias.isfinite().all():
+            raise CheckpointError(
+                f"{path} is no head: its weight {list(weight.shape)} is empty, zero or not finite, "
+                f"or its bias {list(bias.shape)} isn't a finite number per row",
+                hint="Expected a pickled ClassificationHead; save it again.",
+            )
         one_norm = bool((norms - scale).abs().max() <= _ONE_NORM * scale)
         rows = _suite_of(task, len(weight), notices)
         if one_norm and not bias.any() and normalises is not False:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import pickle
 import shutil
@@ -12,12 +13,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torchvision.transforms import Compose, Normalize
 
 from driftlens.models.heads import file_head, linear_head
 from driftlens.models.loading import open_checkpoint
@@ -227,8 +230,51 @@ def no_matrix(folder: pathlib.Path) -> list[str]:
     return ["head_shapes.pt", "no matrix"]
 
 
+def a_weight_of_other_axes(key: str) -> Callable[[pathlib.Path], list[str]]:
+    def spoil(folder: pathlib.Path) -> list[str]:
+        state = scrambled(lambda: open_clip.CLIP(**MODEL)).state_dict()
+        torch.save(state | {key: torch.ones(3)}, folder / "zeroshot.pt")
+        return ["zeroshot.pt", f"{key!r} of shape [3]"]
+
+    return spoil
+
+
+def an_odd_head(weight: Tensor, bias: Tensor) -> Callable[[pathlib.Path], list[str]]:
+    def spoil(folder: pathlib.Path) -> list[str]:
+        change_head(folder, weight, bias)
+        return ["head_shapes.pt is no head", str(list(weight.shape))]
+
+    return spoil
+
+
+ODD = {
+    **{
+        key: a_weight_of_other_axes(key)
+        for key in (
+            "visual.conv1.weight",
+            "visual.positional_embedding",
+            "visual.proj",
+            "positional_embedding",
+        )
+    },
+    "a head without rows": an_odd_head(torch.zeros(0, WIDTH), torch.zeros(0)),
+    "a head of zeros": an_odd_head(torch.zeros(3, WIDTH), torch.zeros(3)),
+    "a head of NaN": an_odd_head(torch.full((3, WIDTH), torch.nan), torch.zeros(3)),
+    "a bias of another length": an_odd_head(rows(3), torch.ones(2)),
+}
+
+
 @pytest.mark.parametrize(
-    "spoil", [missing_base, a_level_too_high, a_name_that_is_taken, no_tower, a_truncated_expert, no_matrix]
+    "spoil",
+    [
+        *(pytest.param(spoil, id=name) for name, spoil in ODD.items()),
+        missing_base,
+        a_level_too_high,
+        a_name_that_is_taken,
+        no_tower,
+        a_truncated_expert,
+        no_matrix,
+    ],
 )
 def test_what_is_no_suite_is_refused_and_nothing_is_written(
     suite: tuple[pathlib.Path, Encoders],
@@ -241,6 +287,18 @@ def test_what_is_no_suite_is_refused_and_nothing_is_written(
     assert result.code == 4 and "Traceback" not in result.err
     assert all(word in result.err for word in words), result.err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".partial-*"))
+
+
+def test_a_normalisation_that_is_not_plain_numbers_is_left_out_with_a_notice(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], tmp_path: pathlib.Path
+) -> None:
+    clip = scrambled(lambda: open_clip.CLIP(**MODEL))
+    for name, mean in {"numpy": list(np.float64(MEAN)), "nan": [math.nan, *MEAN[1:]]}.items():
+        clip.val_preprocess = Compose([Normalize(mean, STD)])
+        torch.save(clip, suite[0] / "zeroshot.pt")
+        result = run_cli("convert", suite[0], "--out", tmp_path / name)
+        assert result.code == 0 and "aren't three plain numbers each" in result.err, result.err
+        assert "preprocess_cfg" not in json.loads((tmp_path / name / "open_clip_config.json").read_text())
 
 
 def test_suites_of_validation_splits_and_whole_models_convert_too(
@@ -284,3 +342,33 @@ def test_one_file_becomes_one_file_and_nothing_is_overwritten(
         result = run_cli("convert", *given)
         assert result.code == 4 and "exists already" in result.message
     assert run_cli("convert", tmp_path / "nowhere").code == 4
+    result = run_cli("convert", folder / "head_flowers.pt", "--out", tmp_path / "converted.pt")
+    assert (
+        result.code == 2
+        and "end in .safetensors" in result.message
+        and "converted.pt.safetensors" in result.hint
+    )
+    assert not (tmp_path / "converted.pt").exists()
+
+
+def test_the_folder_above_is_written_beside_itself(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = suite
+    monkeypatch.chdir(folder / "flowers")
+    result = run_cli("convert", "..")
+    assert result.code == 0, result.err
+    assert load_spec(folder.with_name("ViT-tiny-safetensors") / "run.yaml").name == "ViT-tiny"
+    assert not (folder / "flowers" / "..-safetensors").exists()
+
+
+def test_a_damaged_archive_is_not_sent_to_the_command_that_refuses_it(
+    suite: tuple[pathlib.Path, Encoders], run_cli: Callable[..., Result]
+) -> None:
+    path = suite[0] / "head_flowers.pt"
+    content = path.read_bytes()
+    place = content.rindex(b"PK\x01\x02")
+    path.write_bytes(content[:place] + b"PK__" + content[place + 4 :])
+    result = run_cli("convert", path)
+    assert result.code == 4 and "is not a complete PyTorch checkpoint (BadZipFile)" in result.message
+    assert "Copy or download it again" in result.hint and "driftlens convert" not in result.hint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ from driftlens.models.frames import (
     unflattened,
     without_padding,
 )
-from driftlens.models.interception import bypassed, call, evaluating, observe, run_until
-from driftlens.models.sites import BLOCK_ITSELF, site_kind, slot_of, tapped
+from driftlens.models.interception import Recording, bypassed, call, evaluating, observe, run_until
+from driftlens.models.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
 
 
 class ShapesOnlyError(SpecError):
@@ -53,8 +54,10 @@ class Dissection:
         self.blocks = list(blocks.values())
         self._frames: list[Frame] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
-        # Without a convolution inside, features of four axes have their channels behind space.
-        self.convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
+        # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
+        convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
+        self.channels_last = [not convolves] * (len(self.blocks) + 1)
+        self._has_seen_readers = False
 
     def outer_weights(self) -> dict[str, Tensor]:
         """Names and values of the weights outside the blocks."""
@@ -82,9 +85,7 @@ class Dissection:
         named = raw_inputs(inputs)
         frames = self._frames
         if frames is None:
-            frames = observe(
-                self._named_blocks(self.module), lambda: run(self.module, named), keep=False
-            ).frames
+            frames = self._observed(self.module, named, keep=False).frames
         state = {
             name: value
             for name, value in named.values.items()
@@ -101,9 +102,7 @@ class Dissection:
         """
         named, given = raw_inputs(shapes), list[str]()
         try:
-            frames = observe(
-                self._named_blocks(self.module), lambda: run(self.module, named), keep=False
-            ).frames
+            frames = self._observed(self.module, named, keep=False).frames
             given = [name for frame in frames for name in tensors_given(frame)]
         except (RuntimeError, NotImplementedError) as error:  # what torch says where a value is asked for
             raise self._shapes_only("it asks for values") from error
@@ -120,7 +119,7 @@ class Dissection:
         """Features that reach the first block."""
         args, kwargs = inputs_in(side).arguments(state)
         hidden = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
-        return {"hidden": self._features(self.paths[0], hidden, side.mask("hidden"))}
+        return {"hidden": self._features(0, hidden, side.mask("hidden"))}
 
     def block(
         self,
@@ -141,7 +140,7 @@ class Dissection:
         }
         with tapped(block, sites, tap):
             hidden = features_of(path, call(block, own, args, kwargs))
-        return {"hidden": self._features(path, hidden, side.mask("hidden"))}
+        return {"hidden": self._features(position + 1, hidden, side.mask("hidden"))}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """What the module returns when the given features leave its last block.
@@ -158,9 +157,8 @@ class Dissection:
         """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
         named = raw_inputs(inputs)
         mask = padding_mask(named, self.mask)
-        recording = observe(self._named_blocks(module), lambda: run(module, named), keep=True)
-        ends = zip([self.paths[0], *self.paths], recording.features, strict=True)
-        states = [self._features(path, x, mask) for path, x in ends]
+        recording = self._observed(module, named, keep=True)
+        states = [self._features(boundary, x, mask) for boundary, x in enumerate(recording.features)]
         return [{"hidden": hidden} for hidden in [*states, self._output(recording.output, mask)]]
 
     def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
@@ -192,27 +190,48 @@ class Dissection:
 
     def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
         """The tensors that a model hands to its blocks beside their features, by block and argument."""
-        frames = observe(self._named_blocks(module), lambda: run(module, inputs), keep=False).frames
+        frames = self._observed(module, inputs, keep=False).frames
         return {
             (path, argument): tensor
             for path, frame in zip(self.paths, frames, strict=True)
             for argument, tensor in tensors_given(frame).items()
         }
 
-    def _features(self, path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Features as they wait at a boundary: [n, h, w, c] as tokens, zeros in the rows of padding."""
-        if hidden.dim() > 3 and not self.convolves:
+    def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Features as they wait behind so many blocks: [n, h, w, c] as tokens, zeros in the rows of padding."""
+        if hidden.dim() > 3 and self.channels_last[boundary]:
             hidden = hidden.flatten(1, -2)
-        return without_padding(path, hidden, mask)
+        return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
 
     def _output(self, output: Any, mask: Tensor | None) -> Tensor:
         """The features a model returns, without padding where they are features of the same tokens."""
         features = result(output)
         is_masked = mask is not None and features.shape[:2] == mask.shape
-        return self._features("", features, mask if is_masked else None)
+        return self._features(len(self.blocks), features, mask if is_masked else None)
 
-    def _named_blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        return {path: module.get_submodule(path) for path in self.paths}
+    def _observed(self, module: nn.Module, inputs: Inputs, *, keep: bool) -> Recording:
+        """An ordinary forward pass of `module`, the first of which settles `channels_last`; see `observe`."""
+        blocks = {path: module.get_submodule(path) for path in self.paths}
+        watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
+        with watch as read:
+            recording = observe(blocks, lambda: run(module, inputs), keep=keep)
+        if read is not None:
+            shapes = [recording.frames[0].entered, *(frame.left for frame in recording.frames)]
+            for boundary, (shape, reader) in enumerate(zip(shapes, read, strict=True)):
+                # What nothing reads any more lies as it lay a block before.
+                otherwise = self.channels_last[max(boundary - 1, 0)]
+                self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
+            self._has_seen_readers = True
+        return recording
+
+
+def _lies_last(shape: torch.Size, reader: Reader | None, otherwise: bool) -> bool:
+    """Whether a sample's features of this shape have their channels behind space, by what reads such features next."""
+    if reader is None:
+        return otherwise
+    last = reader.channels_last
+    permuted = (*shape[1:], shape[0]) if last else (shape[-1], *shape[:-1])
+    return last != (reader.shape == permuted != shape)
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:

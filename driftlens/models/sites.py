@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,51 @@ def _reads_channels(module: nn.Module) -> bool:
     except Exception:  # whatever a forward makes of features of another width
         return False
     return True
+
+
+class Reader(NamedTuple):
+    """What reads features that lie in space: where it takes their channels to be, and their shape per sample."""
+
+    channels_last: bool
+    shape: torch.Size
+
+
+@contextlib.contextmanager
+def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[Reader | None]]:
+    """While this is open, `module` runs once; then the list says what read next at each boundary of its blocks.
+
+    A module between two boundaries that reads nothing in space (a pooling) leaves it to a later one; None is said
+    where there is none.
+    """
+    found: list[Reader | None] = []
+    seen: list[Reader | None] = []  # None for a boundary
+
+    def read(channels_last: bool, x: Tensor) -> None:
+        if x.dim() > 3:
+            seen.append(Reader(channels_last, x.shape[1:]))
+
+    with contextlib.ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(lambda *_: seen.append(None)).remove)
+            last = block
+        hooks.callback(last.register_forward_hook(lambda *_: seen.append(None)).remove)
+        for part in module.modules():
+            if (channels_last := _reads_channels_last(part)) is not None:
+                hooks.callback(_on_input(part, partial(read, channels_last)))
+        yield found
+    upcoming = None
+    for reader in reversed(seen):
+        if reader is None:
+            found.insert(0, upcoming)
+        else:
+            upcoming = reader
+
+
+def _reads_channels_last(module: nn.Module) -> bool | None:
+    """Whether a module takes features in space to have their channels last; None where it doesn't say."""
+    if isinstance(module, _ConvNd | _NormBase | nn.GroupNorm):
+        return False
+    return None if site_kind(module) is None else not _reads_channels(module)
 
 
 def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:

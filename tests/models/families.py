@@ -24,6 +24,7 @@ class Family:
         data: (generator, number of samples) -> a batch as the model takes it.
         blocks: what is passed as `blocks=`.
         found: the blocks that are taken, as the chain's settings name them.
+        widths: of the features that enter the first block and that leave each block.
         of_blocks: share of the blocks' weights that is solved for, rounded down to percent.
         left_alone: words that the notice of what is left alone has to hold.
         refused: words of the refusal; empty where the family works.
@@ -34,6 +35,7 @@ class Family:
     data: Callable[[torch.Generator, int], Any]
     blocks: str | None = None
     found: str = ""
+    widths: tuple[int, ...] = ()
     of_blocks: int = 100
     left_alone: tuple[str, ...] = ()
     refused: str = ""
@@ -110,12 +112,18 @@ def transformers(name: str, **settings: Any) -> nn.Module:
 
 FAMILIES = {
     "ResNet (torchvision)": Family(
-        torchvision_resnet, pixels, found="layer[0-9]*", of_blocks=98, left_alone=("19 BatchNorm2d",)
+        torchvision_resnet,
+        pixels,
+        found="layer[0-9]*",
+        widths=(64, 256, 512, 1024, 2048),
+        of_blocks=98,
+        left_alone=("19 BatchNorm2d",),
     ),
     "ConvNeXt (torchvision)": Family(
         torchvision_convnext,
         pixels,
         found="features",
+        widths=(3, 8, 8, 12, 12),
         of_blocks=68,
         left_alone=("5 Conv2d (", "5 CNBlock.layer_scale"),
     ),
@@ -123,16 +131,23 @@ FAMILIES = {
         torchvision_swin,
         pixels,
         found="features",
+        widths=(3, 8, 8, 16, 16),
         of_blocks=67,
         left_alone=("8 Linear (", "4 ShiftedWindowAttention.relative_position_bias_table"),
     ),
     "ViT (torchvision)": Family(
-        torchvision_vit, pixels, found="encoder.layers", of_blocks=44, left_alone=("2 MultiheadAttention (",)
+        torchvision_vit,
+        pixels,
+        found="encoder.layers",
+        widths=(WIDTH,) * 3,
+        of_blocks=44,
+        left_alone=("2 MultiheadAttention (",),
     ),
     "ResNet (timm)": Family(
         partial(timm, "test_resnet"),
         pixels,
         found="layer[0-9]*",
+        widths=(32, 32, 48, 192, 96),
         of_blocks=98,
         left_alone=("12 BatchNorm2d",),
     ),
@@ -140,14 +155,16 @@ FAMILIES = {
         partial(timm, "test_convnext"),
         pixels,
         found="stages",
+        widths=(24, 24, 32, 48, 64),
         of_blocks=89,
         left_alone=("9 Conv2d (", "9 ConvNeXtBlock.gamma"),
     ),
-    "ViT (timm)": Family(partial(timm, "test_vit", img_size=32), pixels, found="blocks"),
+    "ViT (timm)": Family(partial(timm, "test_vit", img_size=32), pixels, found="blocks", widths=(64,) * 7),
     "EfficientNet (timm)": Family(
         partial(timm, "test_efficientnet"),
         pixels,
         found="blocks",
+        widths=(24, 16, 24, 32, 48, 64),
         of_blocks=91,
         left_alone=("11 BatchNormAct2d", "2 Conv2d ("),
     ),
@@ -159,10 +176,11 @@ FAMILIES = {
         pixels,
         blocks="stages",
         found="stages",
+        widths=(128, 32, 64, 96, 128),
         of_blocks=23,
         left_alone=("ScaledStdConv2d (",),
     ),
-    "Mixer (timm)": Family(mixer, pixels, found="blocks"),
+    "Mixer (timm)": Family(mixer, pixels, found="blocks", widths=(WIDTH,) * 3),
     "Swin (timm)": Family(
         partial(
             timm,
@@ -175,6 +193,7 @@ FAMILIES = {
         ),
         pixels,
         found="layers",
+        widths=(8, 8, 16),
         of_blocks=95,
         left_alone=("4 WindowAttention.relative_position_bias_table",),
     ),
@@ -189,6 +208,7 @@ FAMILIES = {
         ),
         pixel_values,
         found="encoder.stages",
+        widths=(8, 8, 12, 16),
         of_blocks=95,
         left_alone=("10 BatchNorm2d",),
     ),
@@ -196,6 +216,7 @@ FAMILIES = {
         partial(transformers, "ConvNextModel", num_stages=2, hidden_sizes=[8, 12], depths=[1, 3]),
         pixel_values,
         found="encoder.stages",
+        widths=(8, 8, 12),
         of_blocks=67,
         left_alone=("4 Conv2d (",),
     ),
@@ -211,6 +232,7 @@ FAMILIES = {
         ),
         pixel_values,
         found="encoder.layers",
+        widths=(8, 16, 16),
         of_blocks=95,
         left_alone=("4 SwinRelativePositionBias",),
     ),
@@ -226,6 +248,7 @@ FAMILIES = {
         ),
         pixel_values,
         found="vit.layers",
+        widths=(WIDTH,) * 3,
     ),
     "DINOv2 (transformers)": Family(
         partial(
@@ -239,6 +262,7 @@ FAMILIES = {
         ),
         pixel_values,
         found="encoder.layer",
+        widths=(WIDTH,) * 3,
         of_blocks=99,
         left_alone=("4 Dinov2LayerScale",),
     ),
@@ -254,11 +278,13 @@ FAMILIES = {
         ),
         words,
         found="encoder.layer",
+        widths=(WIDTH,) * 3,
     ),
     "GPT-2": Family(
         partial(transformers, "GPT2Model", vocab_size=WORDS, n_embd=WIDTH, n_layer=2, n_head=2),
         words,
         found="h",
+        widths=(WIDTH,) * 3,
     ),
     "Llama": Family(
         partial(
@@ -273,6 +299,7 @@ FAMILIES = {
         ),
         words,
         found="layers",
+        widths=(WIDTH,) * 3,
     ),
     "Mixtral": Family(
         partial(
@@ -288,6 +315,7 @@ FAMILIES = {
         ),
         words,
         found="layers",
+        widths=(WIDTH,) * 3,
         of_blocks=14,
         left_alone=("2 MixtralExperts (", "2 MixtralTopKRouter"),
         is_smooth=False,

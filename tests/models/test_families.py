@@ -14,6 +14,7 @@ import driftlens as dl
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.errors import DriftLensError, IncompatibleModelsError
+from driftlens.models.chain import pooled
 from driftlens.models.frames import result
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import module_source
@@ -80,6 +81,7 @@ def test_a_family_is_taken_apart_and_says_how_much_of_it_is_solved_for(family: F
     states = walk(chain, given["expert"], inputs)[1:]
     for state, wanted in zip(states, chain.library_states(given["expert"], inputs), strict=True):
         assert_close(state["hidden"], wanted["hidden"])
+    assert [pooled(state["hidden"], "mean").shape[1] for state in states[:-1]] == list(family.widths)
     features = plain(given["expert"], inputs)
     assert_close(states[-1]["hidden"].flatten(1), features.flatten(1))
     update = ("linear", "bias", "norm")

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
 from driftlens.engine.layer_sums import normalised
-from driftlens.models.chain import Layer, LayerChain
+from driftlens.models.chain import Layer, LayerChain, pooled
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import module_source
 
@@ -226,6 +226,68 @@ def test_features_with_channels_last_wait_as_tokens() -> None:
     torch.testing.assert_close(state["hidden"], module(x).flatten(1, 2), rtol=0, atol=0)
     library = chain.library_states(copy.deepcopy(module), x)
     assert [list(found["hidden"].shape[1:]) for found in library] == shapes
+
+
+class Gated(nn.Module):
+    """A block of [n, h, w, c] that convolves inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Conv2d(width, width, 3, padding=1, groups=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mix(self.norm(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+class Moved(nn.Module):
+    """Channels last inside, or first, between features of the other kind."""
+
+    def __init__(self, inner: nn.Module, there: tuple[int, ...], back: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inner, self.there, self.back = inner, there, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.permute(self.there)).permute(self.back)
+
+
+LAST, FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
+
+
+def to_last(conv: nn.Conv2d) -> nn.Module:
+    return Moved(conv, (0, 1, 2, 3), LAST)
+
+
+@pytest.mark.parametrize(
+    "blocks, widths",
+    [
+        ((to_last(nn.Conv2d(3, 6, 2, 2)), Gated(6), nn.Tanh(), Gated(6)), (3, 6, 6, 6, 6)),
+        ((nn.Conv2d(3, 6, 1), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(6, 5, 1)), (3, 6, 6, 6, 5)),
+        ((nn.Conv2d(3, 6, 1), Moved(nn.Linear(6, 7), LAST, FIRST), nn.Conv2d(7, 5, 1)), (3, 6, 7, 5)),
+        (
+            (to_last(nn.Conv2d(3, 6, 1)), Moved(nn.Conv2d(6, 7, 1), FIRST, LAST), nn.Linear(7, 5)),
+            (3, 6, 7, 5),
+        ),
+    ],
+    ids=[
+        "channels last around convolutions",
+        "nothing reads between",
+        "permuted to last",
+        "permuted to first",
+    ],
+)
+def test_channels_are_where_the_next_reader_takes_them_to_be(
+    blocks: tuple[nn.Module, ...], widths: tuple[int, ...]
+) -> None:
+    module = nn.Sequential(*blocks).double()
+    x = torch.randn(2, 3, 8, 12, dtype=torch.float64)
+    chain = sequential_chain(module, x, blocks="")
+    states = chain.library_states(copy.deepcopy(module), x)
+    assert tuple(pooled(state["hidden"], "mean").shape[1] for state in states[:-1]) == widths
+    assert states[-1]["hidden"].shape == states[-2]["hidden"].shape
+    _, side = chain.start(x)
+    for layer, state, wanted in zip(chain.blocks, states, states[1:], strict=False):
+        own = {name: slot.own(module.state_dict()[slot.key]) for name, slot in layer.parameters.items()}
+        torch.testing.assert_close(layer.call(own, state, side), wanted, rtol=1e-12, atol=1e-12)
 
 
 class Stages(nn.Module):

@@ -50,7 +50,7 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 
     Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
     (half its 95 % interval), relative, cosine, each with its `_error`, accuracy, low, high, n. The expert has an
-    accuracy only; what was not measured is NaN.
+    accuracy only; what was not measured is NaN. `attrs["notices"]` are the calibration's.
 
     Raises:
         DataError: the run has no finished calibration of that name.
@@ -66,7 +66,9 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
             row |= {measure: found.value, f"{measure}_error": found.high - found.value}
         at = entry.accuracy
         rows.append(row | {"accuracy": at.value, "low": at.low, "high": at.high, "n": at.n})
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(rows)
+    frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
+    return frame
 
 
 def accuracy_changes(run: DriftRun, name: str) -> list[AccuracyChange]:

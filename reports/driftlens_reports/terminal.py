@@ -351,14 +351,15 @@ def first_numbers_text(run: DriftRun, name: str) -> str:
 
 
 def before_after_text(run: DriftRun, name: str) -> str:
-    """The tables of a calibration, what it changes in sentences, and how its settings were chosen.
+    """The tables of a calibration, what it changes in sentences, its notices, and how its settings were chosen.
 
     Raises:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
     tables = ["\n".join(map(printable, _sheet_lines(sheet))) for sheet in calibration_sheets(run, name)]
-    said = [*calibration_sentences(run, name), *selection_sentences(run, name)]
+    notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
+    said = [*calibration_sentences(run, name), *notices, *selection_sentences(run, name)]
     return "\n\n".join([*tables, "\n".join(map(printable, said))])
 
 

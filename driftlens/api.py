@@ -52,7 +52,7 @@ class Run(DriftRun):
             name: of the calibration.
             modules: for a run of live modules that was opened anew, what `analyze` was given: `base`, `merged`,
                 `experts`, `data`, `heads`; for one that `analyze` just returned, what is to stand in for it. Settings
-                are those of the run; modules with other weights are refused.
+                are those of the run; other ones, and other weights, samples, labels or heads, are refused.
             data: for a run of live modules, samples per task to calibrate on, labels ignored; the calibration says so
                 where they are those that the run was analyzed on, as they are if left out.
             **options: all other keywords of `driftlens.calibrate`; no progress is shown by default.
@@ -73,7 +73,7 @@ class Run(DriftRun):
         """Final drift and accuracy before and after a calibration, with intervals: one row per task and model.
 
         The models are the merged one, the anchor alone where there is such a control, the calibrated one and, for its
-        accuracy, the expert.
+        accuracy, the expert. `attrs["notices"]` has what a reader should know of the calibration.
 
         Raises:
             DataError: the run has no such calibration.

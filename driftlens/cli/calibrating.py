@@ -132,9 +132,9 @@ def calibrate(
             on_measured=show_first if job.progress != "jsonl" else None,
             **watched,
         )
+    for text in finished.manifest.calibrations[name].notices:
+        note(f"notice: {text}")
     if as_json:
-        for text in finished.manifest.calibrations[name].notices:
-            note(f"notice: {text}")
         say_json(_document(finished, name))
         return
     say(before_after_text(finished, name))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from driftlens.data.samples import SampleSet, shuffled
+from driftlens.data.samples import SampleSet, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of, refused
 from driftlens.data.task_data import require_same_classes
 from driftlens.errors import DataError
@@ -24,8 +24,6 @@ _ONLY = ""
 """The key under which a batch that is one tensor is kept."""
 _LABELS = ("labels", "label")
 """Entries of a mapping that a model would take for targets; what is left is its input."""
-_MASKS = ("attention_mask", "decoder_attention_mask")
-"""Which tokens of a sequence count; the second is that of entries whose names begin with `decoder_`."""
 
 
 @dataclass(frozen=True)
@@ -375,7 +373,7 @@ def _of_one_shape(name: str, parts: Sequence[_Part], where: str) -> list[Tensor]
     shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
     if len(shapes) == 1:
         return tensors
-    masks = [part.inputs.get(_MASKS[name.startswith("decoder_")]) for part in parts]
+    masks = [mask_beside(part.inputs, name) for part in parts]
     pairs = list(zip(tensors, masks, strict=True))
     are_masked = all(mask is not None and tensor.shape[:2] == mask.shape for tensor, mask in pairs)
     if not are_masked or len({shape[1:] for shape in shapes}) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,8 @@ COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis
 """The spec's key for the number of samples of each split."""
 _PROBES = 8
 """Samples that are read to tell data from other data of the same ids."""
+_MASKS = ("attention_mask", "decoder_attention_mask")
+"""Which tokens of a sequence count; the second is that of entries whose names begin with `decoder_`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class SampleSet:
         labels: class name per sample, or None when the data has no labels.
         load: positions -> raw inputs of those samples, preprocessed and stacked.
         batch_size: samples per batch.
-        source: digest of the data that the samples were drawn from, where that is more than the samples themselves.
+        source: digest of the data that the samples were drawn from, where that is more than the samples themselves;
+            None for samples that a caller has handed in, whose ids are mere places in what that was.
         notices: what a reader of the results must be told about the samples.
     """
 
@@ -78,6 +82,41 @@ class SampleSet:
         if self.source is not None:
             return self.source()
         return data_digest(self.ids, lambda position: self.load([position]))
+
+    @cached_property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of every sample's content, however far it is padded at its end; all samples are read."""
+        return tuple(_digest(_unpadded(self.load([position]))) for position in range(len(self)))
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        """What tells every sample from others: its id, or its content where a caller has handed it in."""
+        return self.digests if self.source is None else self.ids
+
+
+def mask_beside(inputs: Mapping[str, Any], name: str) -> Any:
+    """The mask of the inputs of this name, which says what of a sequence counts; None where there is none."""
+    return inputs.get(_MASKS[name.startswith("decoder_")])
+
+
+def _unpadded(inputs: Any) -> Any:
+    """One sample [1, ...] without what follows the last token that counts."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    found = {}
+    for name, value in inputs.items():
+        mask = mask_beside(inputs, name)
+        is_masked = mask is not None and value.shape[:2] == mask.shape
+        # The first of the largest sums stands where the last token counts.
+        found[name] = value[:, : int((mask[0] != 0).cumsum(0).argmax()) + 1] if is_masked else value
+    return found
+
+
+def _digest(sample: Any) -> str:
+    found = hashlib.sha256()
+    for part in _contents(sample):
+        found.update(part)
+    return found.hexdigest()
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:

@@ -72,7 +72,7 @@ class CalibrationInfo:
         control: variant of the anchor by itself; empty where the anchor is the merged model, or there is none.
         seconds: what calibrating took, without the analysis behind it.
         samples: calibration samples by task.
-        sample_digests: digest of their ids, in their order, by task.
+        sample_digests: digest of their ids, in their order, by task; of their contents where modules are live.
         layers: indices of the layers that were calibrated.
         automatic: whether hyperparameters were chosen from the calibration samples.
         notices: what a reader should know.

@@ -264,6 +264,20 @@ def test_sequences_of_different_lengths_are_padded_at_their_end(
         assert set(loaded) == {"input_ids", "attention_mask"}
 
 
+def test_how_far_a_sample_is_padded_does_not_change_its_digest() -> None:
+    whole = live_samples("cars", padded_batches())
+    alone = live_samples("cars", padded_batches()[:1])
+    assert alone.load([0])["input_ids"].shape < whole.load([0])["input_ids"].shape
+    assert alone.digests == whole.digests[:3] == alone.identities and len(set(whole.digests)) == 7
+    batches = padded_batches()
+    batches[0]["attention_mask"][0, 0] = 0
+    batches[0]["embedded"][1, 0] += 1
+    assert [a == b for a, b in zip(live_samples("cars", batches).digests, whole.digests, strict=True)] == [
+        *(False, False, True),
+        *[True] * 4,
+    ]
+
+
 def test_sequences_without_a_mask_of_their_length_are_refused() -> None:
     batches = padded_batches()
     for key in ("attention_mask", "input_ids"):

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -123,6 +124,7 @@ def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
     assert text.startswith("3 of the 10 diagnosis samples of task a are among its calibration samples")
     run = dl.open_run(analyzed.path)
     assert any(text in notice for notice in run.manifest.notices)
+    assert text in before_after_text(run, "few") and text in run.before_after("few").attrs["notices"]
     card = (run.path / "calibrations/few/README.md").read_text(encoding="utf-8")
     assert "3 of the 10 diagnosis samples" in card and "no test sample" not in card and "RUN" not in card
 
@@ -139,9 +141,15 @@ def changed(name: str) -> dict[str, Any]:
             modules["merged"].blocks[1][0].bias[0] += 1e-6
     if name == "data":
         modules["data"]["b"] = TensorDataset(inputs(7), torch.arange(12) % 3)
+    if name == "one sample":
+        modules["data"]["b"].tensors[0][8] += 1  # drawn, and none of those that `origin` looks at
+    if name == "labels":
+        modules["data"]["a"] = TensorDataset(inputs(0), (torch.arange(12) + 1) % 3)
+    head = modules["heads"]["a"]
     if name == "heads":
-        head = modules["heads"]["a"]
         modules["heads"]["a"] = dataclasses.replace(head, classes=head.classes[::-1])
+    if name == "scores":
+        modules["heads"]["a"] = dataclasses.replace(head, embeddings=head.embeddings.flip(0))
     return modules
 
 
@@ -150,12 +158,27 @@ def changed(name: str) -> dict[str, Any]:
     [
         (changed("merged"), CheckpointError, "merged is not the model that the run was made with"),
         (changed("data"), DataError, "diagnosis samples of task b are not those of the run"),
+        (changed("one sample"), DataError, "diagnosis samples of task b are not those of the run"),
+        (changed("labels"), DataError, "diagnosis labels of task a are not those of the run"),
         (changed("heads"), SpecError, "heads of a have other classes"),
+        (changed("scores"), SpecError, "the head of a is not the one that the run was made with"),
+        (given() | {"pool": "mean"}, SpecError, "pool='mean', the run was made with pool=None"),
         ({"merged": given()["merged"]}, SpecError, "missing: experts, heads of a, heads of b, base"),
         (given() | {"expert": {}}, SpecError, "modules has 'expert', which dl.analyze does not take"),
         (None, SpecError, "made from live modules, which are not there any more"),
     ],
-    ids=["weights", "samples", "classes", "incomplete", "unknown", "nothing"],
+    ids=[
+        "weights",
+        "samples",
+        "sample",
+        "labels",
+        "classes",
+        "scores",
+        "settings",
+        "incomplete",
+        "unknown",
+        "nothing",
+    ],
 )
 def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
     analyzed: Any, modules: dict[str, Any] | None, error: type[DriftLensError], words: str
@@ -201,12 +224,49 @@ def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(
     with pytest.raises(RunError, match="unfinished") as caught:
         calibrate(begun, "x", modules=given())
     assert "dl.analyze(..., resume=True)" in caught.value.hint
-    for other, error in ((given() | {"n": 9}, SpecError), (changed("merged"), CheckpointError)):
-        with pytest.raises(error):
+    for other, error, words in (
+        (given() | {"n": 9}, SpecError, "begun with other settings"),
+        (changed("labels"), DataError, "labels of task a"),
+        (changed("scores"), SpecError, "the head of a"),
+        (changed("merged"), CheckpointError, "merged is not the model"),
+    ):
+        with pytest.raises(error, match=words):
             dl.analyze(**other, out=out, progress="none", resume=True)
     run = dl.analyze(**given(), out=out, progress="none", resume=True)
     same_rows(dl.open_run(analyzed.path), run)
     assert run.manifest.id == begun.manifest.id
+
+
+def test_a_calibration_goes_on_with_the_same_samples_alone(analyzed: Any) -> None:
+    """They are numbered, so that their ids say nothing; nor do a few of them say what the others are."""
+    token, data, other = dl.CancelToken(), others(), others()
+    other["b"][5] += 1
+
+    def stop(event: dl.ProgressEvent) -> None:
+        if event.phase == "calibrate" and event.label.startswith("layer 3 of"):
+            token.cancel()
+
+    with pytest.raises(Cancelled):
+        calibrate(analyzed, "begun", data=data, on_progress=stop, cancel=token)
+    with pytest.raises(SpecError, match=r"interrupted calibration had another samples\.b"):
+        calibrate(analyzed, "begun", data=other, resume=True)
+    run = calibrate(analyzed, "begun", data=data, resume=True)
+    with pytest.raises(SpecError, match="is finished, with other settings"):
+        calibrate(run, "begun", data=other, resume=True)
+    calibrate(run, "begun", data=data, resume=True)
+    assert "SHA-256 of their contents" in (run.path / "calibrations/begun/README.md").read_text("utf-8")
+
+
+def test_settings_are_the_runs_own_in_whatever_kind_of_number(tmp_path: pathlib.Path) -> None:
+    modules = given() | {"calibration": others(), "n_calibration": np.int64(7)}
+    dl.analyze(**modules, layers=np.arange(2, 4), out=tmp_path / "run", progress="none")
+    modules |= {"layers": range(2, 4), "batch_size": 5}
+    del modules["n_calibration"]
+    run = calibrate(dl.open_run(tmp_path / "run"), "x", modules=modules)
+    assert run.manifest.calibrations["x"].samples == {"a": 7, "b": 7}
+    del modules["experts"]["b"], modules["data"]["b"], modules["calibration"]["b"]
+    with pytest.raises(SpecError, match="made with the tasks a, b; given are a"):
+        calibrate(dl.open_run(tmp_path / "run"), "y", modules=modules)
 
 
 def test_baselines_stand_beside_the_merged_model(tmp_path: pathlib.Path) -> None:

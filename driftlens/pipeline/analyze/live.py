@@ -8,21 +8,23 @@ import functools
 import hashlib
 import inspect
 import json
+import operator
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from driftlens.access import resolve_device
 from driftlens.data.live import live_samples
 from driftlens.data.samples import SampleSet
 from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
+from driftlens.engine.exactness import exact_products
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import on_device
-from driftlens.errors import IncompatibleModelsError, SpecError
+from driftlens.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.files import PathLike
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, architecture_of
@@ -36,7 +38,7 @@ from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records.layout import MANIFEST, SPEC
-from driftlens.records.manifest import read_manifest
+from driftlens.records.manifest import ids_digest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens.variants import baseline, expert_of
@@ -57,7 +59,7 @@ def live_study(
     baselines: Mapping[str, nn.Module] | None = None,
     heads: Mapping[str, ScoreMap | nn.Linear] | None = None,
     calibration: Mapping[str, Any] | None = None,
-    layers: str | Sequence[str | int] = "blocks",
+    layers: str | int | Sequence[str | int] = "blocks",
     blocks: str | None = None,
     mask: Mask = None,
     pool: Pool | None = None,
@@ -138,10 +140,11 @@ def live_study(
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
     pooling, stream = pool or chain.modality.pool, chain.layers[-1].stream
+    marks: dict[str, list[float]] = {}
     if head_of:  # one that does not fit is refused before a run is begun
         final = chain.library_states(skeleton, example)[-1][stream].detach()
-        for head in head_of.values():
-            head.scores(pooled(final, pooling, side.mask(stream)))
+        final = pooled(final, pooling, side.mask(stream))
+        marks = {task: _mark(head, final) for task, head in head_of.items()}
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
     return Study(
@@ -160,7 +163,7 @@ def live_study(
         },
         settings=Settings(
             pool=pooling,
-            stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], layers)),
+            stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], _indices(layers))),
             options=frozenset(name for name, on in {"cka": cka, "adjoint": adjoint}.items() if on),
             jacobian=jacobian,
         ),
@@ -173,20 +176,34 @@ def live_study(
         provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
         preprocessing="by the caller",
         architecture={"loader": LOADER, "source": type(merged).__name__},
+        head_marks=marks,
     )
 
 
-_PLAIN = ("layers", "blocks", "pool", "n", "batch_size", "cka", "adjoint", "seed", "name")
+_PLAIN = ("blocks", "pool", "n", "n_calibration", "batch_size", "cka", "adjoint", "seed", "name")
 """What of `live_study`'s arguments can be written down as it is."""
-_SETTINGS = "settings: "
+_FREE = ("n_calibration", "batch_size")
+"""Settings on which no number of a run rests, so that they may be others when something is added to it."""
+_SETTINGS, _CONTENTS = "settings: ", "contents: "
 
 
 def recorded(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings among the arguments of `live_study`, as plain values; modules and data stay with the caller."""
-    mask, jacobian = given.get("mask"), given.get("jacobian")
+    """The settings among the arguments of `live_study`, as JSON has them; modules and data stay with the caller."""
     found = {name: given[name] for name in _PLAIN if name in given}
-    found |= {} if mask is None else {"mask": True if callable(mask) else mask}
-    return found | ({} if jacobian is None else {"jacobian": dataclasses.asdict(jacobian)})
+    if "layers" in given:
+        found["layers"] = _indices(given["layers"])
+    if "mask" in given:
+        found["mask"] = True if callable(given["mask"]) else given["mask"]
+    if "jacobian" in given:
+        found["jacobian"] = None if given["jacobian"] is None else dataclasses.asdict(given["jacobian"])
+    return dict(json.loads(json.dumps(found, default=lambda number: number.item())))
+
+
+def _indices(layers: str | int | Sequence[str | int]) -> str | int | list[str | int]:
+    """The same, of Python's own kinds: a range and numpy's numbers are none that JSON has."""
+    if isinstance(layers, str | int):
+        return layers
+    return [part if isinstance(part, str) else operator.index(part) for part in layers]
 
 
 def live_again(
@@ -197,7 +214,7 @@ def live_again(
 ) -> tuple[Study, OpenModels]:
     """The study behind a run of live modules, whose modules and samples are handed in again, and its models.
 
-    What is compared with the run is up to the caller: weights, samples.
+    Settings, samples, labels and heads are compared with the run's; to compare weights is up to the caller.
 
     Args:
         folder: the run.
@@ -206,16 +223,17 @@ def live_again(
         num_calibration: how many of them per task; 256 at most if left out.
 
     Raises:
-        SpecError: something is missing that the run can't know, or heads are of other classes.
+        SpecError: something is missing that the run can't know, or settings or heads are not those of the run.
+        DataError: samples or labels are not.
         DriftLensError: as for `live_study`.
     """
     from driftlens.pipeline.study.opening import OpenModels
 
     if unknown := sorted(set(given) - set(inspect.signature(live_study).parameters)):
         raise SpecError(f"modules has {unknown[0]!r}, which dl.analyze does not take with live modules")
-    written = (folder / SPEC).read_text(encoding="utf-8").splitlines()
-    lines = (line.removeprefix(_SETTINGS) for line in written if line.startswith(_SETTINGS))
-    settings = {**json.loads(next(lines, "{}")), **given}
+    begun = _written(folder, _SETTINGS)
+    _require_same_settings(begun, given)
+    settings = {**begun, **given}
     if isinstance(settings.get("jacobian"), Mapping):
         settings["jacobian"] = JacobianSettings(**settings["jacobian"])
     settings.setdefault("data", calibration)
@@ -237,6 +255,7 @@ def live_again(
             raise SpecError(f"heads of {task} have other classes than those that the run was made with")
     settings |= {} if num_calibration is None else {"n_calibration": num_calibration}
     study = live_study(**{**settings, "calibration": calibration})
+    _require_same_contents(folder, study)
     tasks = {
         task: at if at.calibration else dataclasses.replace(at, calibration=at.diagnosis)
         for task, at in study.tasks.items()
@@ -264,14 +283,14 @@ def analyze_study(
     Raises:
         DriftLensError: as for `driftlens.pipeline.analyze.job.analyze`.
     """
-    kept = json.dumps(settings or {}, default=lambda number: number.item())
     described = "# made from live modules; it can be read, and added to where they are handed in again\n"
-    described += f"name: {json.dumps(study.name)}\n{_SETTINGS}{kept}\n"
+    described += f"name: {json.dumps(study.name)}\n{_SETTINGS}{json.dumps(settings or {})}\n"
     digest = hashlib.sha256(described.encode()).hexdigest()
     goes_on = resume and (pathlib.Path(out) / MANIFEST).exists()
     if goes_on:
         _require_begun_so(pathlib.Path(out), digest, study, Reporter(on_progress, cancel))
-    new = {"spec_yaml": described, "spec_digest": digest, "name": study.name}
+    contents = f"{_CONTENTS}{json.dumps(_contents(study))}\n"
+    new = {"spec_yaml": described + contents, "spec_digest": digest, "name": study.name}
     with RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, force=force) as writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         describe(writer, study, synthetic=False)
@@ -280,7 +299,7 @@ def analyze_study(
 
 
 def _require_begun_so(folder: pathlib.Path, digest: str, study: Study, reporter: Reporter) -> None:
-    """Refuse to go on with other settings, samples or weights than those that a run was begun with."""
+    """Refuse to go on with other settings, samples, heads or weights than those that a run was begun with."""
     from driftlens.pipeline.study.reopening import require_same_models, require_same_samples
 
     manifest = read_manifest(folder)
@@ -289,7 +308,77 @@ def _require_begun_so(folder: pathlib.Path, digest: str, study: Study, reporter:
             f"{folder} was begun with other settings", hint="Resume with the same, or choose another out."
         )
     require_same_samples(manifest, study)
+    _require_same_contents(folder, study)
     require_same_models(manifest, study, reporter)
+
+
+def _written(folder: pathlib.Path, what: str) -> dict[str, Any]:
+    """What a run of live modules has in the line of its spec that begins so; nothing where it has no such line."""
+    lines = (folder / SPEC).read_text(encoding="utf-8").splitlines()
+    return dict(json.loads(next((line.removeprefix(what) for line in lines if line.startswith(what)), "{}")))
+
+
+def _require_same_settings(begun: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse settings that would make rows which don't belong beside those of the run."""
+    known = inspect.signature(live_study).parameters
+    for name, value in recorded(given).items():
+        was = begun.get(name, known[name].default)
+        if name not in _FREE and value != was:
+            raise SpecError(
+                f"modules has {name}={value!r}, the run was made with {name}={was!r}",
+                hint="Leave it out: settings are those of the run. Analyze into another folder for other ones.",
+            )
+
+
+def _contents(study: Study) -> dict[str, dict[str, Any]]:
+    """By task what tells samples, labels and head from others that look like them."""
+    return {
+        task: {
+            "samples": ids_digest(at.diagnosis.digests),
+            "labels": ids_digest(at.diagnosis.labels or ()),
+            "classes": ids_digest(at.head.classes if at.head is not None else ()),
+            "head": list(study.head_marks.get(task, ())),
+        }
+        for task, at in study.tasks.items()
+    }
+
+
+def _require_same_contents(folder: pathlib.Path, study: Study) -> None:
+    """Refuse samples, labels or heads that are not those which a run was begun with."""
+    begun, now = _written(folder, _CONTENTS), _contents(study)
+    if begun and begun.keys() != now.keys():
+        raise SpecError(f"{folder} was made with the tasks {', '.join(begun)}; given are {', '.join(now)}")
+    for task, was in begun.items():
+        for what in ("samples", "labels"):
+            if was[what] != now[task][what]:
+                raise DataError(
+                    f"the diagnosis {what} of task {task} are not those of the run: the data has changed",
+                    hint="Bring the data back, or analyze the data of today into a run of its own.",
+                )
+        marks = [torch.tensor(found["head"], dtype=torch.float64) for found in (was, now[task])]
+        is_alike = marks[0].shape == marks[1].shape and torch.allclose(
+            *marks, rtol=0, atol=_ALIKE * float(marks[0].abs().sum()), equal_nan=True
+        )
+        if was["classes"] != now[task]["classes"] or not is_alike:
+            raise SpecError(
+                f"the head of {task} is not the one that the run was made with",
+                hint="Hand in that head, or analyze with the other one into a run of its own.",
+            )
+
+
+_PROBES = 4
+"""Features that a head scores to be known again."""
+_ALIKE = 1e-4
+"""How far apart scores of the same head may be on another machine, relative to their size."""
+
+
+def _mark(head: ScoreMap, features: Tensor) -> list[float]:
+    """The scores of fixed features as wide as these, each sample's summed with fixed weights."""
+    numbers = torch.Generator().manual_seed(0)
+    probe = torch.randn(_PROBES, *features.shape[1:], generator=numbers).to(features)
+    with exact_products():
+        scores = head.scores(probe).detach().double().cpu().flatten(1)
+    return (scores @ torch.randn(scores.shape[1], generator=numbers).double()).tolist()
 
 
 def _chain(module: nn.Module, example: Any, blocks: str | None, mask: Mask) -> LayerChain:

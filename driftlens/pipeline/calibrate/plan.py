@@ -6,13 +6,12 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, over_preset
-from driftlens.data.samples import SampleSet, data_digest
+from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import DataError, SpecError
@@ -166,8 +165,8 @@ class CalibrationPlan:
 
     @property
     def sample_digests(self) -> dict[str, str]:
-        """Digest of the calibration samples' ids, by task."""
-        return {task: ids_digest(samples.ids) for task, samples in self.samples.items()}
+        """Digest of the calibration samples' ids, or of their contents where a caller has handed them in, by task."""
+        return {task: ids_digest(samples.identities) for task, samples in self.samples.items()}
 
     def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
         """Everything that the solution depends on, as plain values."""
@@ -290,7 +289,7 @@ def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     """One notice per task some of whose diagnosis samples are among these calibration samples, by their content."""
     notices = []
     for task, given in samples.items():
-        solved_on, seen = set(_contents(given)), _contents(study.tasks[task].diagnosis)
+        solved_on, seen = set(given.digests), study.tasks[task].diagnosis.digests
         count = sum(sample in solved_on for sample in seen)
         if count:
             notices.append(
@@ -298,15 +297,6 @@ def diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
                 "drift and accuracy after the calibration flatter it: pass other samples to calibrate on"
             )
     return notices
-
-
-def _contents(samples: SampleSet) -> list[str]:
-    """A digest of every sample's content."""
-    return [data_digest("-", partial(_nth, samples, row)) for row in range(len(samples))]
-
-
-def _nth(samples: SampleSet, row: int, _: int) -> Any:
-    return samples.load([row])
 
 
 def _moved(

@@ -255,9 +255,9 @@ def _calibration_data(run: DriftRun, name: str) -> str:
     info, digests = run.manifest.calibrations[name], run.manifest.calibrations[name].sample_digests
     drawn = "" if info.seed is None else f" The samples were drawn with seed {info.seed}."
     rows = [(escaped(task), str(count), f"`{digests[task]}`") for task, count in info.samples.items()]
-    text = _table(("Task", "Samples", "SHA-256 of their ids"), rows)
     # Of live objects nobody but their content knows; a notice says where they are test samples, too.
-    apart = "" if is_live(run.manifest) else ", and no test sample"
+    apart, known_by = ("", "contents") if is_live(run.manifest) else (", and no test sample", "ids")
+    text = _table(("Task", "Samples", f"SHA-256 of their {known_by}"), rows)
     return f"Inputs only: no label was used{apart}.{drawn}\n\n{text}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -91,6 +91,7 @@ class Study:
         provenance: of every model: where it came from.
         preprocessing: which code turned images into pixels.
         architecture: what the manifest says of it beyond the chain's own settings.
+        head_marks: by task a few numbers by which a head that was handed in is known again.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Study:
     provenance: Mapping[str, str] = field(default_factory=dict)
     preprocessing: str = ""
     architecture: Mapping[str, str] = field(default_factory=dict)
+    head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def has_base(self) -> bool:

@@ -355,9 +355,10 @@ def _require_same_contents(folder: pathlib.Path, study: Study) -> None:
                     f"the diagnosis {what} of task {task} are not those of the run: the data has changed",
                     hint="Bring the data back, or analyze the data of today into a run of its own.",
                 )
-        marks = [torch.tensor(found["head"], dtype=torch.float64) for found in (was, now[task])]
-        is_alike = marks[0].shape == marks[1].shape and torch.allclose(
-            *marks, rtol=0, atol=_ALIKE * float(marks[0].abs().sum()), equal_nan=True
+        begun_mark, mark = (torch.tensor(found["head"], dtype=torch.float64) for found in (was, now[task]))
+        near = _ALIKE * float(begun_mark.abs().sum())
+        is_alike = begun_mark.shape == mark.shape and torch.allclose(
+            begun_mark, mark, rtol=0, atol=near, equal_nan=True
         )
         if was["classes"] != now[task]["classes"] or not is_alike:
             raise SpecError(

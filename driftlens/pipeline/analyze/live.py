@@ -134,8 +134,8 @@ def live_study(
     diagnosis = drawn(data, n, "diagnosis")
     fitted = {} if calibration is None else drawn(calibration, n_calibration, "calibration")
     dtype = _computed_in(merged)
-    skeleton = _in_dtype(merged, dtype)
-    example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, first.device, dtype)
+    skeleton = _in_dtype(merged, dtype, place)
+    example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, place, dtype)
     chain = _chain(skeleton, example, blocks, mask)
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
@@ -394,9 +394,9 @@ def _computed_in(module: nn.Module) -> torch.dtype:
     return functools.reduce(torch.promote_types, found, torch.float32)
 
 
-def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module itself, or a copy of it where a parameter has another floating dtype."""
-    return module if _is_in(module, dtype) else copy.deepcopy(module).to(dtype)
+def _in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
+    """The module itself, or a copy of it where a parameter has another floating dtype or lies elsewhere."""
+    return module if _is_in(module, dtype, device) else copy.deepcopy(module).to(device, dtype)
 
 
 def _is_in(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> bool:

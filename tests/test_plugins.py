@@ -64,6 +64,7 @@ def laid_out(site: pathlib.Path) -> pathlib.Path:
     return site
 
 
+@pytest.mark.slow
 def test_the_example_is_found_in_the_lists_of_reports_pages_and_methods(tmp_path: pathlib.Path) -> None:
     said = python(laid_out(tmp_path / "site"), "-c", LISTS, write_full_run(tmp_path / "run"))
     drawn, _, listed = said.partition("\n")

@@ -239,6 +239,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "tra
 """
 
 
+@pytest.mark.slow
 def test_every_page_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     write_full_run(tmp_path / "runs" / "full")
     environment = {**os.environ, **Settings((tmp_path / "runs").resolve()).environment()}

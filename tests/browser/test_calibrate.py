@@ -30,6 +30,7 @@ def writable(browser: Any, light: DriftRun, tmp_path: Path) -> Iterator[tuple[st
         yield address, run
 
 
+@pytest.mark.slow
 def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_numbers(
     page: Any, writable: tuple[str, Path]
 ) -> None:

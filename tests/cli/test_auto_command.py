@@ -67,6 +67,7 @@ def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
     assert again["variants"][-1] == f"calibrated:{NAME}"
 
 
+@pytest.mark.slow
 def test_the_terminal_names_the_preset_that_the_search_began_with(
     world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_name_is_wanted_and_a_run_too(folder: pathlib.Path, run_cli: Cli, tmp_
     assert run_cli("calibrate", folder, "--name", "a/b").code == 2
 
 
+@pytest.mark.slow
 def test_the_same_name_twice_is_refused_unless_replaced(folder: pathlib.Path, run_cli: Cli) -> None:
     command = ("calibrate", folder, "--name", NAME, "--layers", "2,3", *QUIET)
     assert run_cli(*command).code == 0

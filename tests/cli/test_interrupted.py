@@ -76,6 +76,7 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
     assert run_cli("verify", out).code == 0
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_and_ctrl_c_cancels(
     spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
 ) -> None:

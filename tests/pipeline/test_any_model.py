@@ -485,6 +485,7 @@ def bert(classes: int) -> Any:
     return transformers.BertForSequenceClassification(config)
 
 
+@pytest.mark.slow
 @pytest.mark.family("BERT")
 @pytest.mark.shows(files="hf-auto", heads="classifier of each expert")
 def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path: pathlib.Path) -> None:

@@ -213,6 +213,7 @@ def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder:
     assert set(rows_of(run, "lam")["lam"]) == {0.7} and set(rows_of(run, "rho")["rho"]) == {1.0}
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
     folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
 ) -> None:

@@ -16,6 +16,7 @@ from tests.pipeline.calibrating import copied, request
 from tests.pipeline.world import SCALING, World, merged_weights, write_spec
 
 
+@pytest.mark.slow
 def test_calibrate_takes_the_commands_options_by_name(
     world: World, light: DriftRun, tmp_path: pathlib.Path
 ) -> None:

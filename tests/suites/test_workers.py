@@ -74,6 +74,7 @@ def test_jobs_are_divided_and_training_together_equals_training_alone_on_all_dat
     assert one == other == pytest.approx(weight.tolist(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_one_worker_that_gives_up_stops_the_other():
     with pytest.raises(ValueError, match="gave up"):
         together(give_up_or_wait)

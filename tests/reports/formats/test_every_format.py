@@ -109,6 +109,7 @@ def test_single_samples_are_in_csv_only_if_asked_for(full: DriftRun, files: dict
     assert len(raw["csv/samples.csv"].splitlines()) == len(full.samples()) + 1
 
 
+@pytest.mark.slow
 def test_a_second_report_has_the_same_bytes(full: DriftRun, files: dict[str, bytes]) -> None:
     assert Report(open_run(full.path)).files(formats()) == files
 

@@ -17,6 +17,7 @@ import driftlens as dl
 from driftlens.records.before_after import calibration_sentences
 from driftlens.records.outcomes import accuracy_change
 
+Inputs = dict[str, Tensor]
 TASKS = ("fashion_mnist", "sign_digits")
 SIZE = 32
 pytestmark = pytest.mark.slow
@@ -44,23 +45,24 @@ def vit(classes: int) -> Any:
     return transformers.ViTForImageClassification(config)
 
 
-def train(model: nn.Module, data: list[tuple[Tensor, Tensor]], epochs: int, rate: float) -> None:
+def train(model: nn.Module, data: list[tuple[Inputs, Tensor]], epochs: int, rate: float) -> None:
     """On batches of several tasks in turns, whose labels are told apart by the caller."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     generator = torch.Generator().manual_seed(0)
     model.train()
     for _ in range(epochs):
         for x, y in data:
-            for rows in torch.randperm(len(x), generator=generator).split(64):
+            for rows in torch.randperm(len(y), generator=generator).split(64):
                 optimizer.zero_grad()
-                F.cross_entropy(model(x[rows]).logits, y[rows]).backward()
+                given = {name: value[rows] for name, value in x.items()}
+                F.cross_entropy(model(**given).logits, y[rows]).backward()
                 optimizer.step()
     model.eval()
 
 
-def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+def accuracy(model: nn.Module, x: Inputs, y: Tensor) -> float:
     with torch.no_grad():
-        return float((model(x).logits.argmax(dim=1) == y).float().mean())
+        return float((model(**x).logits.argmax(dim=1) == y).float().mean())
 
 
 @pytest.mark.family("ViT (transformers)")
@@ -73,7 +75,7 @@ def test_trained_classifiers_are_merged_measured_and_calibrated(
         torch.manual_seed(0)
         base = vit(20)
     # One base for both: the second task's classes follow the first's.
-    both = [(x, y + 10 * at) for at, (x, y, _, _) in enumerate(data.values())]
+    both = [({"pixel_values": x}, y + 10 * at) for at, (x, y, _, _) in enumerate(data.values())]
     train(base, both, epochs=3, rate=1e-3)
     processor = transformers.ViTImageProcessor(
         size={"height": SIZE, "width": SIZE}, image_mean=[0.5] * 3, image_std=[0.5] * 3
@@ -84,9 +86,9 @@ def test_trained_classifiers_are_merged_measured_and_calibrated(
     for task, (x, y, test, labels) in data.items():
         expert = vit(10)
         expert.vit.load_state_dict(base.vit.state_dict())
-        train(expert, [(x, y)], epochs=6, rate=5e-4)
+        train(expert, [({"pixel_values": x}, y)], epochs=6, rate=5e-4)
         expert.save_pretrained(tmp_path / task)
-        right[task] = accuracy(expert, test, labels)
+        right[task] = accuracy(expert, {"pixel_values": test}, labels)
     spec = {
         "version": 1,
         "architecture": {"loader": "hf-vit", "source": str(tmp_path / "base")},
@@ -160,19 +162,6 @@ def test_trained_encoders_are_merged_measured_and_calibrated(
         found = torch.tensor([names[task].index(row["target"]) for row in rows[task, split]])
         return {key: given[key] for key in ("input_ids", "attention_mask")}, found
 
-    def fit(model: nn.Module, data: list[tuple[Any, Tensor]], epochs: int, rate: float) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-        generator = torch.Generator().manual_seed(0)
-        model.train()
-        for _ in range(epochs):
-            for x, y in data:
-                for part in torch.randperm(len(y), generator=generator).split(64):
-                    optimizer.zero_grad()
-                    given = {key: value[part] for key, value in x.items()}
-                    F.cross_entropy(model(**given).logits, y[part]).backward()
-                    optimizer.step()
-        model.eval()
-
     sizes = {task: len(of) for task, of in names.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -181,17 +170,15 @@ def test_trained_encoders_are_merged_measured_and_calibrated(
         (x, y + shift)
         for shift, (x, y) in zip((0, sizes["subj"]), (batch(t, "train") for t in TEXTS), strict=True)
     ]
-    fit(base, both, epochs=1, rate=1e-3)
+    train(base, both, epochs=1, rate=1e-3)
     right = {}
     for name, model in {"base": base, **{task: bert(size) for task, size in sizes.items()}}.items():
         if name in TEXTS:
             model.bert.load_state_dict(base.bert.state_dict())
-            fit(model, [batch(name, "train")], epochs=2, rate=5e-4)
+            train(model, [batch(name, "train")], epochs=2, rate=5e-4)
             model.config.id2label = dict(enumerate(names[name]))
             model.config.label2id = {label: row for row, label in enumerate(names[name])}
-            x, y = batch(name, "test")
-            with torch.no_grad():
-                right[name] = float((model(**x).logits.argmax(dim=1) == y).float().mean())
+            right[name] = accuracy(model, *batch(name, "test"))
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     data = {

@@ -40,11 +40,11 @@ from driftlens.pipeline.study.opening import (
     OpenModels,
     calibration_settings,
     classes_of,
+    heads_of,
     open_architecture,
     open_data,
     open_heads,
     open_study,
-    own_heads,
     settings_of,
 )
 from driftlens.pipeline.study.study import Study
@@ -217,7 +217,7 @@ def _cost(
     layers: tuple[LayerCost, ...],
     device: torch.device,
 ) -> Cost:
-    tasks, scored = {}, {*spec.heads, *own_heads(spec, models)}
+    tasks, scored = {}, heads_of(spec, models)
     for task, opened in data.items():
         diagnosis, test = opened.diagnosis, opened.test
         is_scored = task in scored and test.labels is not None
@@ -287,7 +287,7 @@ def _check_heads(
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
         checks.attempt("text tower", lambda: models.architecture.text_tower(base))
-    entries = own_heads(spec, models) | spec.heads
+    entries = heads_of(spec, models)
     for task in spec.tasks:
         entry, subject = entries.get(task), f"head of {task}"
         if entry is None:

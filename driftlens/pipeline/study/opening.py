@@ -158,7 +158,7 @@ def open_heads(
     """
     tower: TextTower | None = None  # read once for all tasks, and only if one needs it
     heads: dict[str, ScoreMap] = {}
-    for task, entry in (own_heads(spec, models) | spec.heads).items():
+    for task, entry in heads_of(spec, models).items():
         classes = classes_of(task, entry, data.get(task) or named_by_expert(spec, task, entry))
         if isinstance(entry, LinearHead):
             heads[task] = _linear_head(task, entry, classes, models)
@@ -177,16 +177,17 @@ def open_heads(
     return heads
 
 
-def own_heads(spec: RunSpec, models: OpenModels) -> dict[str, LinearHead]:
-    """Heads of the tasks that have none in the spec, but an expert that ends in a classifier."""
+def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
+    """The spec's heads, and those of tasks that have none there, but an expert that ends in a classifier."""
     architecture = models.architecture
-    return {
+    own = {
         task: LinearHead(linear="own")
         for task in spec.tasks
         if task not in spec.heads
         and (stored := models.stored.get(expert_of(task))) is not None
         and architecture.classifier_keys(stored) is not None
     }
+    return own | spec.heads
 
 
 def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
@@ -252,7 +253,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     notices += [
         f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in the "
         "data's order; `heads.TASK.classes` gives another"
-        for task, entry in (own_heads(spec, models) | spec.heads).items()
+        for task, entry in heads_of(spec, models).items()
         if isinstance(entry, LinearHead)
         and entry.linear == "own"
         and entry.classes is None

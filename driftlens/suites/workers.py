@@ -22,6 +22,9 @@ from driftlens.errors import RunError
 
 NUM_WORKERS = 2
 
+_PATIENCE = 1.0
+"""Seconds after which a process that has died without a word is noticed."""
+
 Job = TypeVar("Job")
 
 
@@ -93,27 +96,33 @@ def work_together(
     processes = [
         context.Process(target=_begin, args=(work, worker, arguments), daemon=True) for worker in workers
     ]
-    working = []
+    num_started = 0
     try:
         for process in processes:
             process.start()
-            working.append(process)
-        while working:
-            if reader in wait([reader, *(process.sentinel for process in working)]):
+            num_started += 1
+        num_done = 0
+        while num_done < len(processes):
+            # A worker's last word says that it is done, not its exit code: that may have gone to somebody else who
+            # waits for processes.
+            ended = sum(bool(wait([process.sentinel], 0)) or not process.is_alive() for process in processes)
+            if reader.poll(0 if ended > num_done else _PATIENCE):
                 news = reader.recv()
                 if isinstance(news, BaseException):
                     raise news
-                on_news(*news)
-                continue
-            # Nothing is left to read: one that has ended by now has told all that it had to.
-            if any(process.exitcode for process in working):
+                if news is None:
+                    num_done += 1
+                else:
+                    on_news(*news)
+            elif (
+                ended > num_done
+            ):  # nothing is left to read, and not all of them have said that they are done
                 raise RunError(
                     "a process that was building the embedded suite ended unexpectedly",
                     hint="It may have run out of memory; the same command begins anew.",
                 )
-            working = [process for process in working if process.exitcode is None]
     finally:
-        for process in working:
+        for process in processes[:num_started]:
             process.kill()
             process.join()
 
@@ -125,6 +134,8 @@ def _begin(work: Callable[..., None], worker: Worker, arguments: Sequence[Any]) 
     torch.set_num_threads(1)
     try:
         work(worker, *arguments)
+        with worker._turn:
+            worker._news.send(None)
     except Exception as error:
         try:
             with worker._turn:

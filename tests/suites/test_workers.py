@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from driftlens.suites.workers import NUM_WORKERS, Worker, work_together
 @pytest.fixture(autouse=True)
 def nobody_is_left() -> Iterator[None]:
     yield
-    assert not multiprocessing.active_children()
+    assert all(wait([child.sentinel], 0) for child in multiprocessing.active_children())
 
 
 def together(work: Any, *arguments: Any) -> list[tuple[Any, ...]]:
@@ -83,6 +85,22 @@ def test_one_worker_that_gives_up_stops_the_other():
 def test_a_worker_that_dies_is_an_error():
     with pytest.raises(RunError, match="ended unexpectedly"):
         together(die_or_wait)
+
+
+@pytest.fixture
+def nobody_keeps_exit_codes() -> Iterator[None]:
+    """As where something else in the process waits for any child."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.slow  # what a worker says counts, not its exit code
+@pytest.mark.usefixtures("nobody_keeps_exit_codes")
+def test_ends_are_told_apart_without_exit_codes():
+    with pytest.raises(RunError, match="ended unexpectedly"):
+        together(die_or_wait)
+    assert len(together(divide_then_descend, [3, 1, 2])) == 3 + NUM_WORKERS
 
 
 @pytest.mark.slow  # so does a suite that is cancelled while it is drawn

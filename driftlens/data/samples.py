@@ -12,6 +12,7 @@ import numpy as np
 
 from driftlens.data.sources import Split, SplitView
 from driftlens.errors import DataError
+from driftlens.models.texts import Text
 
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
 """The spec's key for the number of samples of each split."""
@@ -56,6 +57,7 @@ class SampleSet:
         source: digest of the data that the samples were drawn from, where that is more than the samples themselves;
             None for samples that a caller has handed in, whose ids are mere places in what that was.
         notices: what a reader of the results must be told about the samples.
+        read_text: position -> the text of that sample, its target included; None where samples are no texts.
     """
 
     task: str
@@ -66,6 +68,7 @@ class SampleSet:
     batch_size: int = 32
     source: Callable[[], str] | None = None
     notices: tuple[str, ...] = ()
+    read_text: Callable[[int], Text] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -76,6 +79,18 @@ class SampleSet:
         for first in range(start, end, self.batch_size):
             last = min(first + self.batch_size, end)
             yield Batch(first, last, self.load(range(first, last)))
+
+    def text(self, position: int) -> Text:
+        """What a sample asks and what its answer should be, whatever of it `load` gives the model.
+
+        Raises:
+            DataError: the samples are no texts.
+        """
+        if self.read_text is None:
+            raise DataError(
+                f"task {self.task}: the {self.split} samples are no texts", hint="Use `kind: jsonl`."
+            )
+        return self.read_text(position)
 
     def origin(self) -> str:
         """Digest of what the ids are ids of: equal ids of equal origin are the same samples, wherever the files lie."""

@@ -12,6 +12,7 @@ from driftlens.access import Access
 from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
 from driftlens.errors import DataError
+from driftlens.models.texts import Text
 
 if TYPE_CHECKING:
     from driftlens.spec.data import DataDefaults
@@ -159,12 +160,20 @@ def _sample_set(
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
+    def text(position: int) -> Text:
+        return Text(*view.read(drawn[position]))
+
     def load(positions: Sequence[int]) -> Any:
-        return preprocess([view.read(drawn[position]) for position in positions])
+        if view.holds != "text":
+            return preprocess([view.read(drawn[position]) for position in positions])
+        # What is measured is measured on the question alone; answers serve calibration.
+        texts = (text(position) for position in positions)
+        return preprocess([one if split == "calibration" else one._replace(target="") for one in texts])
 
     ids = tuple(view.ids[position] for position in drawn)
     digest = partial(data_digest, view.ids, view.read)
-    return SampleSet(task, split, ids, labels, load, batch_size, source=digest)
+    read_text = text if view.holds == "text" else None
+    return SampleSet(task, split, ids, labels, load, batch_size, source=digest, read_text=read_text)
 
 
 def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:

@@ -32,9 +32,10 @@ from driftlens.models.chain import IMAGE, TEXT, LayerChain
 from driftlens.models.dissection import ShapesOnlyError
 from driftlens.models.frames import mapped
 from driftlens.models.loading import TOKENIZERS, missing_config, open_checkpoint, read_config
-from driftlens.models.preprocessing import Preprocess, hf_image_preprocess, hf_text_preprocess
+from driftlens.models.preprocessing import Preprocess, hf_image_preprocess
 from driftlens.models.refusals import CLIP, LIVE, VISION, num_experts, require_plain, running, wrong_family
 from driftlens.models.sequential import sequential_chain
+from driftlens.models.texts import hf_text_preprocess
 
 _BESIDE = (
     "pooler.",
@@ -104,7 +105,7 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         preprocess = hf_image_preprocess(source, config, offline)
         example: Any = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
     else:
-        preprocess = hf_text_preprocess(source, config, offline)
+        preprocess = hf_text_preprocess(source, config, offline, "encoder")
         example = preprocess([("a word", ""), ("and a few more", "")])
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())

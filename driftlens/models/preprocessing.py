@@ -1,4 +1,7 @@
-"""Samples to the inputs a model was trained on; images are resized, cropped and normalised as its own files say."""
+"""Samples to the inputs a model was trained on; images are resized, cropped and normalised as its own files say.
+
+Texts have a file of their own, `texts.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.loading import image_processor_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from driftlens.models.texts import TextReader
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,14 @@ class Preprocess:
         transform: samples -> raw inputs; a DataError where it can't.
         settings: what the model's files say, in the library's own terms.
         notice: what the user should know, or nothing.
+        texts: what makes token ids of texts; None for images.
     """
 
     backend: str
     transform: Callable[[Sequence[Any]], Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     notice: str = ""
+    texts: TextReader | None = None
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """The raw inputs of a batch."""
@@ -117,48 +124,6 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
         return processor(images=[_rgb(image) for image in images], return_tensors="pt")["pixel_values"]
 
     return Preprocess(f"transformers {type(processor).__name__}", transform, processor.to_dict(), notice)
-
-
-def hf_text_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
-    """Inputs of pairs (input, target) as the tokenizer of a model gives them, padded to the longest of a batch.
-
-    Longer ones are cut at the model's length.
-
-    Raises:
-        SpecError: there is no tokenizer, or it knows more tokens than the model.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline, trust_remote_code=False)
-    except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
-        tokenizer = None
-    # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
-    if (
-        tokenizer is None
-        or not len(tokenizer("a few words")["input_ids"])
-        or len(tokenizer) > (size := config.get_text_config().vocab_size)
-        or (tokenizer.pad_token or tokenizer.eos_token) is None
-    ):
-        raise SpecError(
-            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read",
-            hint="Put the base's tokenizer files beside its config.json.",
-        )
-    if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
-        tokenizer.pad_token = tokenizer.eos_token
-    length = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
-
-    def transform(samples: Sequence[Any]) -> Any:
-        given = tokenizer(
-            [text for text, _ in samples],
-            padding=True,
-            truncation=length < 1 << 30,
-            max_length=length if length < 1 << 30 else None,
-            return_tensors="pt",
-        )
-        return dict(given)
-
-    return Preprocess(f"transformers {type(tokenizer).__name__}", transform, {"max_length": length})
 
 
 def open_clip_preprocess(

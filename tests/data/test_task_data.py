@@ -186,5 +186,8 @@ def test_text_samples_reach_a_text_model_and_no_other(tmp_path: Path) -> None:
     defaults = DataDefaults(n=2, n_diagnosis=2)
     data = open_task_data("t", entry_of(**values), defaults, list, reads="text")
     samples = data.test
-    assert samples.load(range(2)) == [(f"i{line}", f"t{line}") for line in samples.ids]
+    assert samples.load(range(2)) == [(f"i{line}", "") for line in samples.ids], "answers are not shown"
+    asked = data.calibration
+    assert asked.load(range(2)) == [(f"i{line}", f"t{line}") for line in asked.ids]
+    assert samples.text(1) == (f"i{samples.ids[1]}", f"t{samples.ids[1]}")
     assert samples.labels is None

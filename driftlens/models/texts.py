@@ -50,12 +50,14 @@ class TextReader:
         form: what the model is made of.
         max_length: tokens of a row at most, special ones and a decoder's answer included.
         start: the token a decoder of its own begins with; None elsewhere.
+        ends: tokens with which the model ends an answer, as its files say; that of the tokenizer is the first.
     """
 
     tokenizer: Any
     form: Form = "encoder"
     max_length: int = _UNLIMITED
     start: int | None = None
+    ends: tuple[int, ...] = ()
 
     def __call__(self, samples: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
         """Ids and masks of a batch, [n, t], padded on the right; for an encoder-decoder those of both streams."""
@@ -80,9 +82,10 @@ class TextReader:
             found[name] = torch.tensor([row + [filler] * (longest - len(row)) for row in lists])
         return found
 
-    def questions(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of questions alone, as the model reads them, cut where they are too long."""
-        rows: list[list[int]] = self._encoded(texts, [self.max_length] * len(texts))["input_ids"]
+    def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
+        """Token ids of questions alone, as the model reads them, cut where they leave fewer than `spare` tokens."""
+        room = max(1, self.max_length - spare)
+        rows: list[list[int]] = self._encoded(texts, [room] * len(texts))["input_ids"]
         return rows
 
     def answer_tokens(self, answer: str) -> tuple[int, ...]:
@@ -100,7 +103,7 @@ class TextReader:
 
     @property
     def end(self) -> int | None:
-        """The token that ends an answer; None where the tokenizer has none."""
+        """The token that ends an answer that is given; None where the tokenizer has none."""
         found: int | None = self.tokenizer.eos_token_id
         return found
 
@@ -200,17 +203,23 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
         tokenizer.pad_token = tokenizer.eos_token
     length = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", _UNLIMITED))
-    start = None
-    if form == "encoder-decoder":
-        generation = read_config(source, "generation_config.json", offline=offline) or {}
-        stated = (generation.get("decoder_start_token_id"), getattr(config, "decoder_start_token_id", None))
-        start = next((token for token in stated if token is not None), None)
-        if start is None:
-            raise SpecError(
-                f"{source} doesn't say with which token its decoder begins",
-                hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
-            )
-    reader = TextReader(tokenizer, form, min(length, _UNLIMITED), start)
+    # A model's own settings of generation know more than its configuration: they were made later.
+    generation = read_config(source, "generation_config.json", offline=offline) or {}
+    start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
+    if form == "encoder-decoder" and start is None:
+        raise SpecError(
+            f"{source} doesn't say with which token its decoder begins",
+            hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
+        )
+    ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
+    named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+    reader = TextReader(
+        tokenizer,
+        form,
+        min(length, _UNLIMITED),
+        start if form == "encoder-decoder" else None,
+        tuple(dict.fromkeys(token for token in named if token is not None)),
+    )
     settings = {"max_length": reader.max_length, "padding": "right", "packing": False}
     return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
 

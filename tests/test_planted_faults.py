@@ -286,7 +286,7 @@ def weights_not_put_back(patch: Patch) -> None:
             )
         yield
 
-    patch.setattr(pool_module, "_replaced", careless)
+    patch.setattr(pool_module, "replaced", careless)
 
 
 def certificate_without_the_half(patch: Patch) -> None:

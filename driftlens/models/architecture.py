@@ -234,9 +234,11 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
         example: a batch of raw inputs. Modules that no adapter knows show on it in which order they run.
 
     Raises:
-        SpecError: no adapter knows the module, and it holds no list of blocks.
+        SpecError: no adapter knows the module and it holds no list of blocks, or it has shapes only.
     """
     adapter = next((entry for entry in adapters.values() if entry.matches(module)), None)
+    if adapter is None and any(weight.is_meta for weight in module.parameters()):
+        raise SpecError(f"the {type(module).__name__} has no weights, only shapes", hint="Give it loaded.")
     chain = adapter.chain(module) if adapter else sequential_chain(module, example)
     layout = getattr(adapter, "layout", None)
     return Architecture("live", type(module).__name__, module, chain, layout)

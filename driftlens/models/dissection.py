@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from driftlens.errors import DataError, IncompatibleModelsError, SpecError
+from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.frames import (
     Frame,
@@ -30,12 +30,8 @@ from driftlens.models.frames import (
     unflattened,
     without_padding,
 )
-from driftlens.models.interception import Recording, bypassed, call, evaluating, observe, run_until
+from driftlens.models.interception import Recording, bypassed, call, evaluating, hollow, observe, run_until
 from driftlens.models.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
-
-
-class ShapesOnlyError(SpecError):
-    """A module that has shapes only can't show how it calls its blocks."""
 
 
 class Dissection:
@@ -45,11 +41,15 @@ class Dissection:
         module: the whole model.
         blocks: path -> block, in forward order.
         mask: which tokens count; see `driftlens.models.frames.Mask`.
+        final: path of the module, behind all blocks, that the final feature leaves; "" takes what the model returns.
     """
 
-    def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module], mask: Mask = None) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: Mapping[str, nn.Module], mask: Mask = None, final: str = ""
+    ) -> None:
         self.module = module
         self.mask = mask
+        self.final = final
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
         self._frames: list[Frame] | None = None
@@ -58,6 +58,7 @@ class Dissection:
         convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
         self.channels_last = [not convolves] * (len(self.blocks) + 1)
         self._has_seen_readers = False
+        self._is_known_shared = False
 
     def outer_weights(self) -> dict[str, Tensor]:
         """Names and values of the weights outside the blocks."""
@@ -75,17 +76,17 @@ class Dissection:
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
 
-        Runs the module once, with its own weights, to see how it calls its blocks. One that has shapes only was seen by
-        `look_at`.
+        Runs the module once to see how it calls its blocks: with its own weights, or hollow where it has shapes only.
 
         Raises:
             SpecError: features don't flow from block to block, a block is given something that carries state, or
                 the batch's mask can't be read.
+            IncompatibleModelsError: the module has shapes only, and what a block is given is computed from weights.
         """
         named = raw_inputs(inputs)
         frames = self._frames
         if frames is None:
-            frames = self._observed(self.module, named, keep=False).frames
+            frames = self._hollow(named) if self.is_hollow else self._observed(self.module, named).frames
         state = {
             name: value
             for name, value in named.values.items()
@@ -93,27 +94,55 @@ class Dissection:
         }
         return state, side_inputs(self.paths, frames, named, padding_mask(named, self.mask))
 
-    def look_at(self, shapes: Any) -> None:
-        """See how a module that has shapes only calls its blocks, on a batch on the meta device.
+    @property
+    def is_hollow(self) -> bool:
+        """Whether the module has shapes only."""
+        return next((weight.is_meta for weight in own_weights(self.module).values()), False)
+
+    def stand_ins(self, device: torch.device, number: float = 0.0) -> dict[str, Tensor]:
+        """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""
+        return {
+            name: torch.full((), number, device=device).expand(weight.shape)
+            if weight.is_meta
+            else weight.detach()
+            for name, weight in self.outer_weights().items()
+        }
+
+    def _hollow(self, inputs: Inputs) -> list[Frame]:
+        """How the blocks are called on a batch; kept where they are given nothing but features.
 
         Raises:
-            ShapesOnlyError: it can't run without values, or gives its blocks tensors beside their features.
-            SpecError: features don't flow from block to block.
+            IncompatibleModelsError: what a block is given depends on weights.
         """
-        named, given = raw_inputs(shapes), list[str]()
-        try:
-            frames = self._observed(self.module, named, keep=False).frames
-            given = [name for frame in frames for name in tensors_given(frame)]
-        except (RuntimeError, NotImplementedError) as error:  # what torch says where a value is asked for
-            raise self._shapes_only("it asks for values") from error
-        if given:
-            raise self._shapes_only(f"its blocks are given {given[0]!r} beside their features")
-        self._frames = frames
+        device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
+        numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
+        first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
+        given = {
+            (path, name)
+            for path, frame in zip(self.paths, first, strict=True)
+            for name in tensors_given(frame)
+        }
+        for path, *frames in zip(self.paths, first, *others, strict=True):
+            found = [tensors_given(frame) for frame in frames]
+            for name in found[0]:
+                if not all(same_values(found[0][name], other.get(name)) for other in found[1:]):
+                    raise IncompatibleModelsError(
+                        f"block {path!r} is given {name!r} beside its features, which is computed from weights; "
+                        "expected the same for all models",
+                        hint="Use the loader made for this family, or live modules wrapped so that this is computed "
+                        "inside each block.",
+                        block=path,
+                        argument=name,
+                    )
+        self._is_known_shared = True
+        if not given:
+            self._frames = first
+        return first
 
-    def _shapes_only(self, why: str) -> ShapesOnlyError:
-        return ShapesOnlyError(
-            f"the {type(self.module).__name__} has shapes only, and {why}", hint="Give it loaded."
-        )
+    def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
+        blocks = dict(zip(self.paths, self.blocks, strict=True))
+        with hollow(self.module, blocks, outer):
+            return self._observed(self.module, inputs, past=self.blocks[-1]).frames
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
@@ -145,8 +174,14 @@ class Dissection:
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """What the module returns when the given features leave its last block.
 
-        The stem runs too, with this model's weights, for models whose head looks back at it.
+        The stem runs too, with this model's weights, for models whose head looks back at it; not where `final` is all
+        there is of a head.
         """
+        if self.final:
+            prefix = f"{self.final}."
+            own = {name.removeprefix(prefix): value for name, value in parameters.items()}
+            module = self.module.get_submodule(self.final)
+            return {"hidden": self._output(call(module, own, (state["hidden"],), {}), side.mask("hidden"))}
         args, kwargs = inputs_in(side).arguments({})
         frames = [frame_at(side, position) for position in range(len(self.blocks))]
         hidden = unflattened(state["hidden"].clone(), frames[-1].left)
@@ -157,7 +192,8 @@ class Dissection:
         """States at boundaries 1..L from one ordinary forward pass of `module`, of the same structure."""
         named = raw_inputs(inputs)
         mask = padding_mask(named, self.mask)
-        recording = self._observed(module, named, keep=True)
+        past = module.get_submodule(self.final) if self.final else None
+        recording = self._observed(module, named, keep=True, past=past)
         states = [self._features(boundary, x, mask) for boundary, x in enumerate(recording.features)]
         return [{"hidden": hidden} for hidden in [*states, self._output(recording.output, mask)]]
 
@@ -190,7 +226,7 @@ class Dissection:
 
     def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
         """The tensors that a model hands to its blocks beside their features, by block and argument."""
-        frames = self._observed(module, inputs, keep=False).frames
+        frames = self._observed(module, inputs).frames
         return {
             (path, argument): tensor
             for path, frame in zip(self.paths, frames, strict=True)
@@ -209,12 +245,25 @@ class Dissection:
         is_masked = mask is not None and features.shape[:2] == mask.shape
         return self._features(len(self.blocks), features, mask if is_masked else None)
 
-    def _observed(self, module: nn.Module, inputs: Inputs, *, keep: bool) -> Recording:
-        """An ordinary forward pass of `module`, the first of which settles `channels_last`; see `observe`."""
+    def _observed(
+        self, module: nn.Module, inputs: Inputs, *, keep: bool = False, past: nn.Module | None = None
+    ) -> Recording:
+        """An ordinary forward pass of `module`, the first of which settles `channels_last`; see `observe`.
+
+        With `past` it ends behind that module, whose output it returns.
+        """
+
+        def forward() -> Any:
+            return (
+                run(module, inputs)
+                if past is None
+                else run_until(past, lambda: run(module, inputs), past=True)
+            )
+
         blocks = {path: module.get_submodule(path) for path in self.paths}
         watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
         with watch as read:
-            recording = observe(blocks, lambda: run(module, inputs), keep=keep)
+            recording = observe(blocks, forward, keep=keep)
         if read is not None:
             shapes = [recording.frames[0].entered, *(frame.left for frame in recording.frames)]
             for boundary, (shape, reader) in enumerate(zip(shapes, read, strict=True)):
@@ -245,7 +294,6 @@ def run(module: nn.Module, inputs: Inputs) -> Any:
     """What `module` returns in eval mode, without gradients, for inputs cast as `fitted` does.
 
     Raises:
-        SpecError: it has no weights to run with.
         DataError: the inputs are not those that it takes.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
@@ -265,21 +313,14 @@ def run(module: nn.Module, inputs: Inputs) -> Any:
 
 
 def fitted(module: nn.Module, inputs: Any) -> Any:
-    """Raw inputs on the device of a module's first weight, floating-point ones in its dtype.
-
-    Raises:
-        SpecError: the module has shapes only.
-    """
+    """Raw inputs on the device of a module's first weight, floating-point ones in its dtype; unless that is a shape."""
     weights = own_weights(module).values()
     # While weights are streamed, those of blocks come last.
     weight = next((weight for weight in weights if not weight.is_meta), next(iter(weights), None))
     if weight is None:
         return inputs
-    if weight.is_meta and not _is_meta(inputs):
-        raise SpecError(
-            f"the {type(module).__name__} has no weights, only shapes",
-            hint="Give it loaded; the sequential adapter runs the module to see how it calls its blocks.",
-        )
+    if weight.is_meta:
+        return inputs
 
     def fit(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -287,13 +328,6 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
         return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
 
     return mapped(inputs, fit)
-
-
-def _is_meta(inputs: Any) -> bool:
-    """Whether every tensor of some raw inputs is on the meta device."""
-    found: list[bool] = []
-    mapped(inputs, lambda leaf: found.append(leaf.is_meta) if isinstance(leaf, Tensor) else None)
-    return all(found)
 
 
 def own_weights(module: nn.Module) -> dict[str, Tensor]:

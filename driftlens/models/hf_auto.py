@@ -1,14 +1,12 @@
 """Any model of transformers without remote code, taken apart as its own modules run.
 
 What a model is read from: a folder of `save_pretrained`, or a Hub id. Models for classification lose their classifier,
-the last linear module, to the tasks' heads: what it would have read is the final feature. Where blocks are given
-nothing but features, as in image models, the skeleton has shapes only; elsewhere (masks, rotary tables) it is loaded
-from its source, to see what blocks are given.
+the last linear module, to the tasks' heads: what it would have read is the final feature. The skeleton has shapes only;
+what its blocks are given beside features (masks, rotary tables) comes of running it hollow.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -28,10 +26,8 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.chain import IMAGE, TEXT, LayerChain
-from driftlens.models.dissection import ShapesOnlyError
-from driftlens.models.frames import mapped
-from driftlens.models.loading import TOKENIZERS, missing_config, open_checkpoint, read_config
+from driftlens.models.chain import IMAGE, TEXT
+from driftlens.models.loading import TOKENIZERS, missing_config, read_config
 from driftlens.models.preprocessing import Preprocess, hf_image_preprocess
 from driftlens.models.refusals import CLIP, LIVE, VISION, num_experts, require_plain, running, wrong_family
 from driftlens.models.sequential import sequential_chain
@@ -111,7 +107,7 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
     layout = Spellings(_spellings(names, skeleton), _left_out(classifier, skeleton), ignored)
     with running(source):
-        skeleton, chain = _chain(skeleton, example, layout, request)
+        chain = sequential_chain(skeleton, example, blocks=request.blocks)
     modality = replace(IMAGE, pool="cls" if _has_class_token(skeleton) else "mean") if reads_images else TEXT
     return Architecture(
         loader="hf-auto",
@@ -269,23 +265,6 @@ def _left_out(classifier: str, skeleton: Any) -> tuple[str, ...]:
     known = [key.removeprefix(core) for key in skeleton.state_dict()]
     parts += [part for part in _BESIDE if not any(key.startswith(part) for key in known)]
     return (*parts, *(core + part for part in parts))
-
-
-def _chain(
-    skeleton: Any, example: Any, layout: Spellings, request: ArchitectureRequest
-) -> tuple[nn.Module, LayerChain]:
-    """The skeleton taken apart, loaded from its source where it has to be."""
-    shapes = mapped(example, lambda value: value.to("meta"))
-    with contextlib.suppress(ShapesOnlyError):
-        return skeleton, sequential_chain(skeleton, shapes, blocks=request.blocks)
-    stored = open_checkpoint(request.source, offline=request.access.offline)
-    aligned = layout.align(stored, tuple(skeleton.state_dict()), None)
-    state = {
-        key: aligned.read(key).float() if header.dtype.is_floating_point else aligned.read(key)
-        for key, header in aligned.headers.items()
-    }
-    skeleton.load_state_dict(state, strict=False, assign=True)
-    return skeleton, sequential_chain(skeleton, example, blocks=request.blocks)
 
 
 def _has_class_token(skeleton: nn.Module) -> bool:

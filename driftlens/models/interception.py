@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from driftlens.errors import SpecError
 from driftlens.models.chain import Parameters
-from driftlens.models.frames import OTHER_LIST, Frame, features_of, find_features
+from driftlens.models.frames import OTHER_LIST, Frame, features_of, find_features, mapped
 
 _PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
 """What configurations of transformers are set to while a module runs."""
@@ -83,29 +83,88 @@ def call(module: nn.Module, parameters: Parameters, args: tuple[Any, ...], kwarg
 
 
 class _Reached(BaseException):
-    """Ends a forward pass at the first block. Not an `Exception`: no handler in the model may catch it."""
+    """Ends a forward pass at a module. Not an `Exception`: no handler in the model may catch it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
-def run_until(block: nn.Module, run: Callable[[], object]) -> Tensor:
-    """The features that reach `block` while `run` runs, which ends there.
+def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
+    """The features that reach `module`, or with `past` those that leave it, while `run` runs, which ends there.
 
     Raises:
-        SpecError: `run` came to its end without reaching the block.
+        SpecError: `run` came to its end without reaching the module.
     """
 
-    def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Reached(find_features("the first", args, kwargs)[1])
+    def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
+        raise _Reached(
+            features_of("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
+        )
 
     with contextlib.ExitStack() as hooks:
-        hooks.callback(block.register_forward_pre_hook(stop, with_kwargs=True, prepend=True).remove)
+        if past:
+            hooks.callback(module.register_forward_hook(stop, with_kwargs=True).remove)
+        else:
+            hooks.callback(module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True).remove)
         try:
             run()
         except _Reached as reached:
             return reached.hidden
-    raise SpecError("the model ran without its first block", hint=OTHER_LIST)
+    raise SpecError("the model ran without one of its blocks", hint=OTHER_LIST)
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of weights, and the weights back afterwards."""
+    owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    before = [owner._parameters.get(leaf, owner._buffers.get(leaf)) for owner, leaf in owners]
+    try:
+        for name, (owner, leaf) in zip(names, owners, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = nn.Parameter(read(name), requires_grad=False)
+            else:
+                owner._buffers[leaf] = read(name)
+        yield
+    finally:
+        for (owner, leaf), weight in zip(owners, before, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = cast("nn.Parameter", weight)
+            else:
+                owner._buffers[leaf] = weight
+
+
+@contextlib.contextmanager
+def hollow(module: nn.Module, blocks: Mapping[str, nn.Module], outer: Mapping[str, Tensor]) -> Iterator[None]:
+    """While this is open, a module that has shapes only runs on real inputs, with `outer` outside its blocks.
+
+    Every block returns zeros in the shape of its features, dressed as its own: what blocks are given beside features
+    is what they would be given, wherever no weight takes part in it.
+    """
+    with contextlib.ExitStack() as restored:
+        restored.enter_context(replaced(module, list(outer), outer.__getitem__))
+        for path, block in blocks.items():
+            restored.callback(_restore_forward, block, block.__dict__.get("forward"))
+            block.__dict__["forward"] = partial(_shell, path, block)
+        yield
+
+
+def _shell(path: str, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    features = find_features(path, args, kwargs)[1]
+
+    def bare(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    with buffers_on(block, torch.device("meta")):
+        output = type(block).forward(block, *mapped(args, bare), **mapped(kwargs, bare))
+    hidden = features.new_zeros(features_of(path, output).shape)
+    if isinstance(output, Tensor):
+        return hidden
+    if any(isinstance(value, Tensor) for value in output[1:]):
+        raise SpecError(
+            f"block {path!r} returns tensors beside its features, which depend on its weights",
+            hint="Give the model loaded, as a live module.",
+        )
+    return type(output)([hidden, *output[1:]])
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.errors import NumericsError, SpecError
@@ -32,16 +32,16 @@ NAME = "sequential"
 
 
 def sequential_chain(
-    module: nn.Module, example: Any = None, *, blocks: str | None = None, mask: Mask = None
+    module: nn.Module, example: Any = None, *, blocks: str | None = None, mask: Mask = None, final: str = ""
 ) -> LayerChain:
     """A module that holds its blocks in a list, taken apart; parameter names are those of `module.state_dict()`.
 
     The module itself lends its structure; it is run in eval mode, and its training flags, hooks and weights are left
-    as they are. One that has shapes only serves where its blocks are given nothing but features.
+    as they are. One that has shapes only serves where what its blocks are given beside features depends on no weight.
 
     Args:
         module: a model as its library made it.
-        example: a batch of raw inputs, on the meta device where the module is. With it the chain knows in which order
+        example: a batch of raw inputs. With it the chain knows in which order
             sites run, which of them share an input, which blocks keep their features' shape, and which parameters only
             the head needs. Without it sites come in the order of registration, no block counts as residual, and every
             parameter outside the blocks counts as the stem's.
@@ -49,21 +49,23 @@ def sequential_chain(
             the list with the most children of one class, among equals the outermost one. Where that is one of several
             stages, all of which hold such a list, the stages are the blocks.
         mask: which tokens count; see `driftlens.models.frames.Mask`.
+        final: path of the module that the final feature leaves, the whole head; "" takes what the model returns.
 
     Raises:
         SpecError: no list of blocks is found, or (with an example) features don't flow from block to block.
     """
     path, found = _block_list(module, blocks)
-    parts = Dissection(module, found, mask)
+    parts = Dissection(module, found, mask, final)
     if example is None:
         sites = [registered_sites(block, own) for block, own in zip(parts.blocks, parts.slots, strict=True)]
-        is_residual, head_only, modality = [False] * len(sites), frozenset[str](), TENSOR
+        is_residual, before, behind, modality = (
+            [False] * len(sites),
+            frozenset[str](),
+            frozenset[str](),
+            TENSOR,
+        )
     else:
-        is_meta = next((weight.is_meta for weight in module.parameters()), False)
-        with buffers_on(module, torch.device("meta")) if is_meta else nullcontext():
-            if is_meta:
-                parts.look_at(example)
-            sites, is_residual, head_only, modality = _traced(parts, example)
+        sites, is_residual, before, behind, modality = _traced(parts, example)
     layers = [
         Layer(
             index=position + 2,
@@ -80,13 +82,16 @@ def sequential_chain(
     outer = {name: Slot(name) for name in parts.outer_weights()}
     # The head also lists the stem's parameters, because it runs the stem again; those belong to the stem,
     # which lists them first. What the example shows nobody using belongs to the stem too.
-    stem = {name: slot for name, slot in outer.items() if name not in head_only}
+    stem = {name: slot for name, slot in outer.items() if name in before or name not in behind}
+    if final:  # what is behind it belongs to no layer
+        stem = {name: slot for name, slot in stem.items() if name in before}
+        outer = {name: slot for name, slot in outer.items() if name.startswith(f"{final}.")}
     return LayerChain(
         architecture=NAME,
         layers=(
             Layer(1, "stem", "stem", stem, parts.stem),
             *layers,
-            Layer(len(layers) + 2, "head", "head", outer, parts.head),
+            Layer(len(layers) + 2, "head", final or "head", outer, parts.head),
         ),
         start=parts.start,
         library_states=parts.library_states,
@@ -222,42 +227,55 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
 
 def _traced(
     parts: Dissection, example: Any
-) -> tuple[list[tuple[Site, ...]], list[bool], frozenset[str], Modality]:
+) -> tuple[list[tuple[Site, ...]], list[bool], frozenset[str], frozenset[str], Modality]:
     """What a batch shows that runs through a module's pieces, with its own weights and in its own dtype.
 
+    Of a module that has shapes only, stem and head run on numbers that stand for weights, and blocks on shapes.
+
     Returns:
-        Sites of each block, in the order in which they run; whether its features keep their shape; the names of
-        weights that are used behind the blocks and not before; and what the model reads: features that lie in space
-        have no class token, so their mean is taken.
+        Sites of each block, in the order in which they run; whether its features keep their shape; the names of outer
+        weights that are used before the blocks, and of those that are used behind them; and what the model reads:
+        features that lie in space have no class token, so their mean is taken.
 
     Raises:
         SpecError: features don't flow from block to block.
     """
-    state, side = parts.start(fitted(parts.module, example))
+    module = parts.module
+    state, side = parts.start(fitted(module, example))
     # Fresh tensors for the outer weights, so that each can be told from weights it is tied to.
-    outer = {name: value.detach() for name, value in parts.outer_weights().items()}
+    outer = parts.stand_ins(next(tensor.device for tensor in (*state.values(), *side.values())))
     sites: list[tuple[Site, ...]] = []
     is_residual: list[bool] = []
     with torch.no_grad():
         with _Watch() as before:
             features = parts.stem(outer, state, side)
-        weights = {name: value.detach() for name, value in own_weights(parts.module).items()}
-        for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
-            own = {name: slot.own(weights[slot.key]) for name, slot in slots.items()}
-            alone = partial(parts.block, position, (), own, features, side)
-            found, features = traced_sites(block, slots, alone, features)
-            sites.append(found)
-            is_residual.append(side.frames[position].entered == side.frames[position].left)
+        weights = {name: value.detach() for name, value in own_weights(module).items()}
+        device = features["hidden"].device
+        bare = torch.device("meta") if parts.is_hollow else device
+        with buffers_on(module, bare) if parts.is_hollow else nullcontext():
+            features, beside = {"hidden": features["hidden"].to(bare)}, side.to(bare)
+            for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
+                own = {name: slot.own(weights[slot.key]) for name, slot in slots.items()}
+                alone = partial(parts.block, position, (), own, features, beside)
+                found, features = traced_sites(block, slots, alone, features)
+                sites.append(found)
+                is_residual.append(side.frames[position].entered == side.frames[position].left)
+        if parts.is_hollow:
+            features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
         with _Watch() as behind:
             parts.head(outer, features, side)
-    head_only = behind.seen - before.seen
     lies_in_space = any(len(frame.left) > 2 for frame in side.frames)
     return (
         sites,
         is_residual,
-        frozenset(name for name, value in outer.items() if id(value) in head_only),
+        _among(outer, before),
+        _among(outer, behind),
         replace(TENSOR, pool="mean") if lies_in_space else TENSOR,
     )
+
+
+def _among(weights: dict[str, Tensor], watch: _Watch) -> frozenset[str]:
+    return frozenset(name for name, value in weights.items() if id(value) in watch.seen)
 
 
 class _Watch(TorchFunctionMode):

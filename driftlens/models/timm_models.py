@@ -94,7 +94,7 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
     classifier = _without_classifier(skeleton, name)
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
-    example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2).to("meta")
+    example = preprocess([np.zeros((64, 64, 3), dtype=np.uint8)] * 2)
     with running(source):
         chain = sequential_chain(skeleton, example, blocks=request.blocks)
     return Architecture(

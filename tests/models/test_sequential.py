@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from driftlens.errors import DataError, NumericsError, SpecError
+from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, State
 from driftlens.models.frames import result
 from driftlens.models.sequential import check_deterministic, sequential_chain
@@ -447,7 +448,7 @@ def test_a_module_of_shapes_only_is_refused(generator: torch.Generator) -> None:
     with torch.device("meta"):
         module = Plain()
     with pytest.raises(SpecError, match="no weights, only shapes"):
-        sequential_chain(module).start(rows(generator, N))
+        architecture_of(module, rows(generator, N))
 
 
 @pytest.mark.parametrize(

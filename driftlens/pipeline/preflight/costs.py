@@ -18,6 +18,7 @@ from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.walk import on_device
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Pool, pooled
+from driftlens.models.interception import buffers_on
 from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
 from driftlens.pipeline.study.study import Settings
@@ -105,24 +106,28 @@ def layer_costs(
 ) -> tuple[LayerCost, ...]:
     """The cost of every layer on the raw inputs of one sample.
 
-    It comes from a forward pass of shapes alone, or of the model itself where that had to be loaded to be seen.
+    It comes from a forward pass of shapes alone through the blocks; stem and head, which may ask for values, run on
+    numbers that stand for weights and take no memory.
     """
-    stored = architecture.skeleton.state_dict()
-    place = next((value.device for value in architecture.skeleton.parameters()), torch.device("meta"))
-    weights = {
-        key: torch.empty_like(value, dtype=dtype, device=place)
-        if place.type == "meta"
-        else value.to(place, dtype if value.is_floating_point() else None)
-        for key, value in stored.items()
-    }
-    state, side = architecture.chain.start(on_device(inputs, place, dtype))
+    shapes = {key: value.shape for key, value in architecture.skeleton.state_dict().items()}
+    here = next((buffer.device for buffer in architecture.skeleton.buffers()), torch.device("cpu"))
+    bare = torch.device("meta")
+    state, side = architecture.chain.start(on_device(inputs, here, dtype))
     found = []
     for layer in architecture.chain.layers:
+        place = bare if layer.role == "block" else here
+        stored = {
+            slot.key: torch.zeros((), dtype=dtype, device=place).expand(shapes[slot.key])
+            for slot in layer.parameters.values()
+        }
         parameters = {
-            name: slot.own(weights[slot.key] if slot.rows is None else weights[slot.key][slice(*slot.rows)])
+            name: slot.own(stored[slot.key] if slot.rows is None else stored[slot.key][slice(*slot.rows)])
             for name, slot in layer.parameters.items()
         }
-        with FlopCounterMode(display=False) as counter:
+        state = {
+            name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=place) for name, leaf in state.items()
+        }
+        with FlopCounterMode(display=False) as counter, buffers_on(architecture.skeleton, place):
             state = layer.call(parameters, state, side.to(place))
         found.append(
             LayerCost(

@@ -56,6 +56,15 @@ class TaskData:
         """Whether a split draws from where the calibration samples come from: equal ids are then the same samples."""
         return self._views[split].origin == self._views["calibration"].origin
 
+    def answers(self) -> dict[str, str]:
+        """Class name -> the text that answers with it, of every class that occurs among the samples."""
+        found: dict[str, str] = {}
+        for samples in (self.test, self.diagnosis, self.calibration):
+            for position, label in enumerate(samples.labels or ()):
+                if label not in found:
+                    found[label] = samples.text(position).target
+        return found
+
     def picture(self, split: Split, sample_id: str) -> Picture:
         """One sample's image as the source holds it, before any preprocessing.
 

@@ -150,7 +150,8 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor) -> ScoreGains:
     """Gains of `head.scores` on the segments from `start` to `end`.
 
     Args:
-        head: the score map.
+        head: the score map; of one whose gain is bounded exactly nothing is sampled (of a linear map all but the last
+            are one number per direction).
         start: expert features, [n, d], float64 advised.
         end: variant features, [n, d].
     """
@@ -158,16 +159,18 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor) -> ScoreGains:
     length = torch.linalg.vector_norm(drift, dim=1)
     direction = drift / length[:, None]
     secant = torch.linalg.vector_norm(head.scores(end) - head.scores(start), dim=1) / length
+    bound = head.gain_bound(start, end)
+    certified = (
+        torch.full_like(length, torch.nan) if bound is None else torch.where(length > 0, bound, torch.nan)
+    )
+    if getattr(head, "is_bounded_exactly", False):
+        return ScoreGains(secant, secant, certified, certified)
     times = (0.0, *(node for node, _ in gauss_legendre(GAIN_NODES)), 1.0)
     points = torch.cat([start + t * drift for t in times])
     along, largest = _gains_at(head, points, direction.repeat(len(times), 1))
     # By the mean-value inequality some point of the segment reaches the secant, though perhaps no sampled one.
     directional = torch.maximum(secant, along.view(len(times), -1).amax(dim=0))
     spectral = torch.maximum(directional, largest.view(len(times), -1).amax(dim=0))
-    bound = head.gain_bound(start, end)
-    certified = (
-        torch.full_like(length, torch.nan) if bound is None else torch.where(length > 0, bound, torch.nan)
-    )
     return ScoreGains(secant, directional, spectral, certified)
 
 

@@ -8,7 +8,7 @@ they hold without.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -208,13 +208,37 @@ class ModelPool:
         """While this is open, the module that lends its forward pass computes with the model's weights."""
         if model in self._modules:
             return nullcontext()
-        source = self.source(model)
-
-        def read(key: str) -> Tensor:
-            return source.read(key).to(self.device, self.dtype)
-
         blocks = [layer.path for layer in self.chain.blocks]
-        return streamed_weights(self._skeleton, blocks, read, self.device)
+        used = set(self.chain.parameter_keys())
+        return streamed_weights(self._skeleton, blocks, self._reader(model), self.device, used)
+
+    @contextmanager
+    def loaded(self, model: str) -> Iterator[nn.Module]:
+        """The library's whole module with the weights of one model, which are all in memory meanwhile.
+
+        For what only the library does, such as generating text. What is attached to a model is not part of it.
+        """
+        if model in self._modules:
+            yield self._modules[model]
+            return
+        read, found = self._reader(model), self.source(model).headers
+        at_hand: dict[str, Tensor] = {}
+
+        def once(key: str) -> Tensor:
+            stored = next(name for name in self.chain.tied.get(key, (key,)) if name in found)
+            if stored not in at_hand:
+                at_hand[stored] = read(stored)
+            return at_hand[stored]
+
+        with (
+            buffers_on(self._skeleton, self.device),
+            replaced(self._skeleton, _weights(self._skeleton), once),
+        ):
+            yield self._skeleton
+
+    def _reader(self, model: str) -> Callable[[str], Tensor]:
+        source = self.source(model)
+        return lambda key: source.read(key).to(self.device, self.dtype)
 
     def _read(self, model: str, source: StateSource, slot: Slot) -> Tensor:
         tensor = source.read(slot.key, slot.rows)
@@ -313,7 +337,11 @@ def _before(path: str, attachment: Attachment) -> Callable[..., tuple[tuple[Any,
 
 @contextmanager
 def streamed_weights(
-    module: nn.Module, block_paths: Sequence[str], read: Callable[[str], Tensor], device: torch.device
+    module: nn.Module,
+    block_paths: Sequence[str],
+    read: Callable[[str], Tensor],
+    device: torch.device,
+    used: Collection[str] | None = None,
 ) -> Iterator[None]:
     """Inside the context, an ordinary forward of `module` runs with the weights that `read` gives.
 
@@ -325,10 +353,11 @@ def streamed_weights(
         block_paths: module paths of the blocks.
         read: full parameter name -> tensor on `device`.
         device: where buffers are put meanwhile.
+        used: the names that are read; None reads all. Others keep their place, a language-model head for instance.
     """
     blocks = {path: module.get_submodule(path) for path in block_paths}
     in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
-    outside = [name for name in _weights(module) if name not in in_blocks]
+    outside = [name for name in _weights(module) if name not in in_blocks and (used is None or name in used)]
     with ExitStack() as stack:
         if any(buffer.device != device for buffer in module.buffers()):
             stack.enter_context(buffers_on(module, device))

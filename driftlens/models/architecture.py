@@ -14,6 +14,7 @@ from driftlens.access import Access
 from driftlens.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.models.alignment import KeyLayout, Layout, Spellings
 from driftlens.models.chain import IMAGE, LayerChain, adapters
+from driftlens.models.heads import LmScores
 from driftlens.models.lora import lora_source
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.refusals import running
@@ -67,6 +68,7 @@ class Architecture:
         folder: how to save it for the original library; None when only a state dict can be saved.
         open_text: the base's weights under their own key names -> its text tower; None where there is none.
         classifier: path of the linear classifier that whole models end in and the skeleton lacks; "" where they don't.
+        lm: where the skeleton's language-model head lies; None where it has none.
     """
 
     loader: str
@@ -78,6 +80,7 @@ class Architecture:
     folder: FolderFormat | None = None
     open_text: Callable[[StateSource], TextTower] | None = field(default=None, repr=False)
     classifier: str = ""
+    lm: LmScores | None = None
 
     @property
     def adapter(self) -> str:

@@ -179,7 +179,11 @@ class Dissection:
         """
         if self.final:
             prefix = f"{self.final}."
-            own = {name.removeprefix(prefix): value for name, value in parameters.items()}
+            own = {
+                name.removeprefix(prefix): value
+                for name, value in parameters.items()
+                if name.startswith(prefix)
+            }
             module = self.module.get_submodule(self.final)
             return {"hidden": self._output(call(module, own, (state["hidden"],), {}), side.mask("hidden"))}
         args, kwargs = inputs_in(side).arguments({})

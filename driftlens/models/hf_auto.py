@@ -65,7 +65,7 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
         DriftLensError: as for `load_hf_auto`, and for any other model.
     """
     require_own_blocks(request, "hf-vit")
-    stated = _config(request)
+    stated = read_plain_config(request)
     if stated.get("model_type") not in VISION:
         raise wrong_family(stated, request.source, f"one of {', '.join(VISION)}")
     return replace(load_hf_auto(request), loader="hf-vit")
@@ -81,10 +81,10 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         IncompatibleModelsError: transformers doesn't know the model, it is quantised, or it wants remote code.
     """
     source, offline = request.source, request.access.offline
-    stated = _config(request)
+    stated = read_plain_config(request)
     config, model_class = _class_of(stated, source)
-    skeleton = weightless(partial(_built, model_class, config), source)
-    names = _file_names(skeleton)
+    skeleton = weightless(partial(built, model_class, config), source)
+    names = file_names(skeleton)
     classifier = _without_classifier(skeleton, config.num_labels)
     notice, beside = "", _beside_core(skeleton) if classifier else ()
     if beside:
@@ -105,7 +105,7 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         example = preprocess([("a word", ""), ("and a few more", "")])
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
-    layout = Spellings(_spellings(names, skeleton), _left_out(classifier, skeleton), ignored)
+    layout = Spellings(spellings(names, skeleton), _left_out(classifier, skeleton), ignored)
     with running(source):
         chain = sequential_chain(skeleton, example, blocks=request.blocks)
     modality = replace(IMAGE, pool="cls" if _has_class_token(skeleton) else "mean") if reads_images else TEXT
@@ -148,7 +148,13 @@ def _usage(
     )
 
 
-def _config(request: ArchitectureRequest) -> dict[str, Any]:
+def read_plain_config(request: ArchitectureRequest) -> dict[str, Any]:
+    """The `config.json` of a request's source.
+
+    Raises:
+        SpecError: there is none.
+        IncompatibleModelsError: its model is quantised, or wants remote code.
+    """
     config = read_config(request.source, "config.json", offline=request.access.offline)
     if config is None:
         raise missing_config(
@@ -200,14 +206,14 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     )
 
 
-def _built(model_class: Any, config: Any) -> nn.Module:
-    # Eager attention takes its softmax in float32, whatever the dtype of the model.
+def built(model_class: Any, config: Any) -> nn.Module:
+    """A model without weights of its own; eager attention would take its softmax in float32, whatever its dtype."""
     config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
     module: nn.Module = model_class(config)
     return module
 
 
-def _file_names(skeleton: Any) -> dict[str, str]:
+def file_names(skeleton: Any) -> dict[str, str]:
     """The skeleton's key -> what `save_pretrained` calls it: since transformers 5 these are not always the same."""
     state = skeleton.state_dict()
     try:
@@ -239,7 +245,7 @@ def _without_classifier(skeleton: nn.Module, num_labels: int) -> str:
     return found[-1]
 
 
-def _spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
+def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     """Names of the skeleton's keys in files: as saved now or as in memory, whole models or their core alone."""
     core = f"{skeleton.base_model_prefix}."
     wanted = list(skeleton.state_dict())

@@ -20,6 +20,19 @@ CLIP = ("clip", "clip_vision_model")
 """Model types of transformers that `hf-clip` reads."""
 VISION = ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit")
 """Model types of transformers that `hf-vit` reads."""
+DECODERS = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
+"""Model types of transformers that `hf-decoder` reads."""
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _FAMILIES = (
     ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
@@ -39,7 +52,7 @@ _FAMILIES = (
         "an encoder of transformers (a text tower, or another family's)",
         "hf-auto",
     ),
-    ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-auto"),
+    ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
     ("layer.0.attention.", "an encoder of transformers (BERT and its kin)", "hf-auto"),
     ("h.0.attn.c_attn.", "a GPT-2", "hf-auto"),
     ("stages.0.", "a convolutional network in stages", "timm"),
@@ -80,7 +93,8 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     elif kind is None and isinstance(config.get("architecture"), str):
         what, loader = f"a timm model ({config['architecture']})", "timm"
     elif kind in CONFIG_MAPPING and not num_experts(config):
-        loader = "hf-clip" if kind in CLIP else "hf-vit" if kind in VISION else "hf-auto"
+        known = {"hf-clip": CLIP, "hf-vit": VISION, "hf-decoder": DECODERS}
+        loader = next((name for name, kinds in known.items() if kind in kinds), "hf-auto")
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
     hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE

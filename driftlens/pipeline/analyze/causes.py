@@ -26,8 +26,8 @@ from driftlens.diagnostics.adjoint import (
 from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State
-from driftlens.models.chain import Pool, class_rows, pooled
-from driftlens.pipeline.study.study import Study, TaskSamples
+from driftlens.models.chain import class_rows, pooled
+from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import share_intervals
 
@@ -204,7 +204,7 @@ def adjoint_columns(
     for seen in views.values():
         steps = [_step(study, variant, view, nodes.get(view.layer.index, settings.nodes)) for view in seen]
         last = seen[-1]
-        for name, target in _targets(at_hand, samples, last, study.settings.pool).items():
+        for name, target in _targets(study, samples, last).items():
             parts = adjoint_parts(steps, {last.layer.stream: target.covector})
             ids = list(samples.ids[last.start : last.stop])
             remainder = target.change - parts.sum(dim=0)
@@ -236,11 +236,12 @@ def _step(study: Study, variant: str, view: LayerView, nodes: int) -> Step:
     )
 
 
-def _targets(at_hand: TaskSamples, samples: SampleSet, last: LayerView, pooling: Pool) -> dict[str, Target]:
+def _targets(study: Study, samples: SampleSet, last: LayerView) -> dict[str, Target]:
+    pooling = study.settings.pool
     stream = last.layer.stream
     expert, variant = last.expert_out[stream], last.merged_out[stream]
     targets = {"final_drift": drift_target(expert, variant)}
-    head = at_hand.own_heads.get(last.variant, at_hand.head)
+    head = study.head(last.task, last.variant)
     if head is None:
         return targets
     # Scores are of pooled features. Pooling is linear, so a covector behind it is pulled back exactly, from anywhere.

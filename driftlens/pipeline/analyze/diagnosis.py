@@ -160,7 +160,7 @@ def _tables(
                 found.features["expert", layer.index],
                 recorder.columns(variant, layer.index),
                 None if base is None else {"drift_l2": base[layer.index]},
-                at_hand.own_heads.get(variant, at_hand.head),
+                study.head(task, variant),
                 at_hand.head,
                 at_hand.diagnosis.labels,
             )

@@ -63,8 +63,7 @@ def _hits(
     """Samples that each variant gets right; a sample is read once for all of them."""
     assert samples.labels is not None
     is_right = study.pool.chain.modality.is_right
-    at_hand = study.tasks[task]
-    maps = {variant: at_hand.own_heads.get(variant, at_hand.head) for variant in variants}
+    maps = {variant: study.head(task, variant) for variant in variants}
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
@@ -155,7 +154,7 @@ def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, i
         drift[variant] += float(torch.linalg.vector_norm(found - expert, dim=1).sum())
         size += float(torch.linalg.vector_norm(expert, dim=1).sum())
         num_samples += len(samples)
-        head = at_hand.own_heads.get(variant, at_hand.head)
+        head = study.head(task, variant)
         if head is None or labels is None:
             continue
         there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]

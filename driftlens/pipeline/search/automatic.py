@@ -82,7 +82,7 @@ def choose_settings(
         if bare or head is None:
             return drift_scores(found, expert).cpu().numpy()
         # A candidate is the merged model with other weights, so it is read as the merged model is.
-        own = study.tasks[task].own_heads.get("merged", head)
+        own = study.head(task, "merged") or head
         return divergences(found, own, expert, head).cpu().numpy()
 
     def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:

@@ -16,11 +16,11 @@ from driftlens.data.samples import unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
-from driftlens.errors import CheckpointError, SpecError
+from driftlens.errors import CheckpointError, DataError, SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
 from driftlens.models.chain import LayerChain, ScoreMap
-from driftlens.models.heads import class_names, file_head, linear_head, stated_classes, text_head
+from driftlens.models.heads import LmHead, class_names, file_head, linear_head, stated_classes, text_head
 from driftlens.models.interception import settle
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.lora import is_lora_folder
@@ -190,6 +190,39 @@ def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
     return own | spec.heads
 
 
+def _lm_head(task: str, data: TaskData, models: OpenModels) -> LmHead:
+    """Scores of the tokens with which a task's answers begin; of the whole vocabulary where it has no classes.
+
+    Raises:
+        DataError: a class has no answer among the samples, or two classes begin alike.
+    """
+    architecture = models.architecture
+    reader = None if architecture.preprocess is None else architecture.preprocess.texts
+    assert reader is not None and architecture.lm is not None
+    source, lm = models.sources[expert_of(task)], architecture.lm
+    answers = data.answers()
+    classes = data.class_names or tuple(sorted(answers))
+    if not classes:
+        names = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
+        size = source.headers[lm.key].shape[0]
+        return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
+    missing = [name for name in classes if name not in answers]
+    if missing:
+        raise DataError(
+            f"task {task}: no sample answers {', '.join(map(repr, missing))}, so it is not known with which token "
+            "that answer begins",
+            hint="Draw more test samples (data.defaults.n_test), or name classes that occur.",
+        )
+    first = {name: reader.answer_tokens(answers[name])[0] for name in classes}
+    alike = [name for name, token in first.items() if list(first.values()).count(token) > 1]
+    if alike:
+        raise DataError(
+            f"task {task}: the answers {', '.join(map(repr, alike))} begin with the same token",
+            hint="Give label words that begin differently, or leave classes out: answers are then compared as texts.",
+        )
+    return LmHead(classes, source, lm, tuple(first.values()))
+
+
 def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
     if entry.linear != "own":
         source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
@@ -247,6 +280,10 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     preprocess = models.architecture.preprocess
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
+    if models.architecture.lm is not None:
+        heads = {
+            task: _lm_head(task, opened, models) for task, opened in data.items() if task not in heads
+        } | heads
     num_calibration = {task: len(opened.calibration) for task, opened in data.items()}
     num_diagnosis = {task: len(opened.diagnosis) for task, opened in data.items()}
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]

@@ -16,6 +16,7 @@ from driftlens.diagnostic import Diagnostic, chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import Attachments, ModelPool
 from driftlens.models.chain import Pool, ScoreMap
+from driftlens.models.heads import LmHead
 from driftlens.models.sources import TensorsSource, content_digest
 from driftlens.records.manifest import ModelInfo
 
@@ -31,8 +32,8 @@ class TaskSamples:
         diagnosis: the samples every diagnostic looks at.
         test: the samples accuracy is measured on; None when the data has no labels or no classes are known.
         head: final features -> class scores, of the expert and of all variants without one of their own; None when no
-            classes are known.
-        own_heads: by variant, where its score map is another.
+            classes are known. `Study.head` tells a variant's.
+        own_heads: by variant, where its score map is another; those of language-model heads follow from their weights.
         calibration: the samples a calibrator may look at; None where there are none but the others.
         picture: image of a diagnosis sample, by its id; None where the samples are no images.
     """
@@ -105,6 +106,16 @@ class Study:
     preprocessing: str = ""
     architecture: Mapping[str, str] = field(default_factory=dict)
     head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def head(self, task: str, variant: str) -> ScoreMap | None:
+        """The score map of a variant for a task; the expert's own for any other name."""
+        at = self.tasks[task]
+        found = at.own_heads.get(variant, at.head)
+        return (
+            found.of(self.pool.source(variant))
+            if isinstance(found, LmHead) and variant in self.pool
+            else found
+        )
 
     @property
     def has_base(self) -> bool:

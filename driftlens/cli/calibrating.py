@@ -144,10 +144,10 @@ def calibrate(
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:
     from driftlens.records.before_after import (
-        accuracy_changes,
         before_after,
         calibration_means,
         final_drift_changes,
+        score_changes,
     )
     from driftlens.variants import calibrated
 
@@ -156,7 +156,7 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
         "variant": calibrated(name),
         **vars(run.manifest.calibrations[name]),
         "before_after": before_after(run, name),
-        "accuracy_changes": accuracy_changes(run, name),
+        "accuracy_changes": score_changes(run, name),
         "drift_changes": [
             {
                 **{"task": task, "is_paired": at.is_paired},

@@ -7,24 +7,32 @@ any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from driftlens.errors import DataError
+from driftlens.metrics import ACCURACY, metric_called, title_of
 from driftlens.records.compare import drift_changes
 from driftlens.records.intervals import Interval, MeanChange
 from driftlens.records.outcomes import (
-    MEASURES,
-    AccuracyChange,
     Measure,
+    ScoreChange,
     TaskMeans,
-    accuracy_change,
     outcomes,
+    score_change,
     task_means,
 )
-from driftlens.records.reading import Sheet, estimate, is_measured, percent_interval, points, points_interval
+from driftlens.records.reading import (
+    Kind,
+    Sheet,
+    estimate,
+    is_measured,
+    percent_interval,
+    points,
+    points_interval,
+)
 from driftlens.records.run import DriftRun
 from driftlens.variants import calibrated, title
 
@@ -49,8 +57,9 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     """The numbers of a calibration's table, one row per task and model.
 
     Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
-    (half its 95 % interval), relative, cosine, each with its `_error`, accuracy, low, high, n. The expert has an
-    accuracy only; what was not measured is NaN. `attrs["notices"]` are the calibration's.
+    (half its 95 % interval), relative, cosine, each with its `_error`, metric (what the task is judged by), score, low,
+    high, n, and accuracy, the score where that is its metric. The expert has a score only; what was not measured is
+    NaN. `attrs["notices"]` are the calibration's.
 
     Raises:
         DataError: the run has no finished calibration of that name.
@@ -64,15 +73,20 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
         for measure in ("drift", "relative", "cosine"):
             found = getattr(entry, measure)
             row |= {measure: found.value, f"{measure}_error": found.high - found.value}
-        at = entry.accuracy
-        rows.append(row | {"accuracy": at.value, "low": at.low, "high": at.high, "n": at.n})
+        at = entry.score
+        row |= {
+            "accuracy": at.value if entry.metric == ACCURACY else math.nan,
+            "low": at.low,
+            "high": at.high,
+        }
+        rows.append(row | {"n": at.n, "metric": entry.metric.name, "score": at.value})
     frame = pd.DataFrame(rows)
     frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
     return frame
 
 
-def accuracy_changes(run: DriftRun, name: str) -> list[AccuracyChange]:
-    """One entry per task whose accuracy was measured before and after, or whose answers are stored.
+def score_changes(run: DriftRun, name: str) -> list[ScoreChange]:
+    """One entry per task that was scored before and after, or whose answers are stored.
 
     A run that has no merged model, or not this variant, has none.
 
@@ -83,7 +97,7 @@ def accuracy_changes(run: DriftRun, name: str) -> list[AccuracyChange]:
     after = compared_variants(run, name)[-2]
     if not {"merged", after} <= set(run.variants):
         return []
-    found = (accuracy_change(run, task, ("merged", after)) for task in run.tasks)
+    found = (score_change(run, task, ("merged", after)) for task in run.tasks)
     return [entry for entry in found if entry.n or entry.paired is not None]
 
 
@@ -112,9 +126,11 @@ def calibration_means(run: DriftRun, name: str) -> list[TaskMeans]:
     return task_means(run, variants)
 
 
-def accuracy_change_note(found: Sequence[AccuracyChange]) -> str:
+def score_change_note(found: Sequence[ScoreChange]) -> str:
     """What a reader must know about the intervals of these changes."""
     if all(entry.is_paired for entry in found if entry.n):
+        if any(metric_called(entry.metric).kind == "number" for entry in found):
+            return "Both models answered the same test samples, and intervals are paired by sample."
         return "Both models answered the same test samples; intervals count the answers that changed."
     text = (
         "Single answers are not stored for all test samples: the interval there takes the two accuracies for "
@@ -132,17 +148,18 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    found = accuracy_changes(run, name)
+    found = score_changes(run, name)
     rows = before_after(run, name)
     sheets = (
         *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
-        *(_accuracies(name, found), _answers(name, found), _moves(run, name)),
+        *(_changes(name, found), _answers(name, found), _moves(run, name)),
     )
     return [sheet for sheet in sheets if sheet.rows]
 
 
 def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Sheet:
-    kept = rows[rows["variant"] != "expert"].drop(columns=["variant", "accuracy", "low", "high", "n"])
+    scored = ["accuracy", "low", "high", "n", "metric", "score"]
+    kept = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
     return Sheet(
         f"before-after-{name}",
         f"{title(calibrated(name))}: final feature of every model on every task",
@@ -156,17 +173,32 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Sheet:
     )
 
 
+def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
+    """What scores of these metrics are called, whether all are shares, and what each is unless all are accuracies."""
+    found = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
+    says = [] if found == [ACCURACY] else [f"{at.title.capitalize()}: {at.described}" for at in found]
+    return title_of(found), all(at.kind == "share" for at in found), says
+
+
 def _scores(rows: pd.DataFrame, name: str) -> Sheet:
-    kept = rows[rows["accuracy"].notna()][["task", "model", "accuracy", "low", "high", "n"]]
+    kept = rows[rows["score"].notna()]
+    of, is_share, says = _told(kept["metric"])
+    columns = ["task", "model", *(["metric"] if says else []), "score", "low", "high", "n"]
+    kinds: dict[str, Kind] = dict.fromkeys(columns[:-4], "text")
+    kind: Kind = "share" if is_share else "number"
+    kinds |= {
+        "score" if says else "accuracy": kind,
+        "95 % low": kind,
+        "95 % high": kind,
+        "test samples": "count",
+    }
+    interval = "Wilson's interval" if is_share else "95 % intervals"
     return Sheet(
-        f"accuracies-{name}",
-        f"{title(calibrated(name))}: accuracy of every model on every task",
-        {
-            **{"task": "text", "model": "text", "accuracy": "share", "95 % low": "share"},
-            **{"95 % high": "share", "test samples": "count"},
-        },
-        kept.to_numpy(dtype=object).tolist(),
-        "On test samples, with Wilson's interval. Each expert is scored on its own task.",
+        f"{'scores' if says else 'accuracies'}-{name}",
+        f"{title(calibrated(name))}: {of} of every model on every task",
+        kinds,
+        kept[columns].to_numpy(dtype=object).tolist(),
+        " ".join([f"On test samples, with {interval}. Each expert is scored on its own task.", *says]),
     )
 
 
@@ -198,20 +230,24 @@ def _parts(found: Interval) -> tuple[float, float, float]:
     return found.value, found.low, found.high
 
 
-def _accuracies(name: str, found: Sequence[AccuracyChange]) -> Sheet:
+def _changes(name: str, found: Sequence[ScoreChange]) -> Sheet:
+    measured = [entry for entry in found if entry.n]
+    of, is_share, says = _told(entry.metric for entry in measured)
+    kind: Kind = "points" if is_share else "number"
+    kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
     return Sheet(
-        f"accuracy-change-{name}",
-        f"{title(calibrated(name))}: change of accuracy against the merged model, in points",
-        {
-            **{"task": "text", "change": "points", "95 % low": "points", "95 % high": "points"},
-            "test samples": "count",
-        },
-        [(entry.task, entry.change, entry.low, entry.high, entry.n) for entry in found if entry.n],
-        accuracy_change_note(found),
+        f"{'score' if says else 'accuracy'}-change-{name}",
+        f"{title(calibrated(name))}: change of {of} against the merged model{', in points' if is_share else ''}",
+        {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
+        [
+            (*[at.task, *([at.metric] if says else [])], *(at.change, at.low, at.high, at.n))
+            for at in measured
+        ],
+        score_change_note(found),
     )
 
 
-def _answers(name: str, found: Sequence[AccuracyChange]) -> Sheet:
+def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
     return Sheet(
         f"answers-changed-{name}",
         f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
@@ -227,7 +263,8 @@ def _answers(name: str, found: Sequence[AccuracyChange]) -> Sheet:
             for entry in found
             if entry.paired is not None
         ],
-        "Change in points of accuracy on these samples, with Tango's interval for paired answers.",
+        f"Change in points of {_told(at.metric for at in found if at.paired)[0]} on these samples, with Tango's "
+        "interval for paired answers.",
     )
 
 
@@ -254,10 +291,11 @@ def calibration_sentences(run: DriftRun, name: str) -> list[str]:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    found = [means for means in calibration_means(run, name) if means.measure in ("relative", "accuracy")]
+    means = calibration_means(run, name)
+    found = [mean for mean in means if mean.measure == "relative" or mean.about.split == "test"]
     return [
         *mean_sentences(found, len(run.tasks)),
-        *_tasks_sentence(accuracy_changes(run, name)),
+        *_tasks_sentence(score_changes(run, name)),
     ]
 
 
@@ -269,12 +307,12 @@ def mean_sentences(found: Sequence[TaskMeans], num_tasks: int) -> Iterator[str]:
         num_tasks: of the run, some of which may be in none of the means.
     """
     for entry in found:
-        measure = MEASURES[entry.measure]
+        measure = entry.about
         of = f"{len(entry.tasks)} of " if len(entry.tasks) < num_tasks else ""
         over = (
             f"Mean {measure.title} over {of}{num_tasks} tasks"
             if num_tasks > 1
-            else measure.title.capitalize()
+            else measure.title[:1].upper() + measure.title[1:]
         )
         said = "; ".join(
             f"{title(variant)} {estimate(mean, measure.kind)}" for variant, mean in entry.means.items()
@@ -283,10 +321,11 @@ def mean_sentences(found: Sequence[TaskMeans], num_tasks: int) -> Iterator[str]:
         change = change_in_words(measure, entry.means[names[0]].value, entry.change)
         pair = f" From {title(names[0])} to {title(names[-1])}: {change}." if change else ""
         yield f"{over}: {said}.{pair}"
-    samples = {
-        "test" if entry.measure == "accuracy" else "diagnosis": max(mean.n for mean in entry.means.values())
-        for entry in found
-    }
+    by_split: dict[str, list[int]] = {}
+    for entry in found:
+        by_split.setdefault(entry.about.split, []).append(max(mean.n for mean in entry.means.values()))
+    # Scores of different metrics are of different tasks.
+    samples = {split: sum(n) if split == "test" else max(n) for split, n in by_split.items()}
     counts = " and ".join(f"{n} {split} samples" for split, n in samples.items() if n)
     if counts:
         yield f"In parentheses: 95 % intervals over samples ({counts} in all); the tasks are these very ones."
@@ -311,21 +350,27 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
     return f"{claimed}{text}{f' ({ends})' if ends else ''}"
 
 
-def _tasks_sentence(found: Sequence[AccuracyChange]) -> list[str]:
-    """On which tasks accuracy certainly rises or falls: a mean would hide those that lose."""
+def _tasks_sentence(found: Sequence[ScoreChange]) -> list[str]:
+    """On which tasks a score certainly rises or falls: a mean would hide those that lose."""
     measured = [entry for entry in found if entry.n]
     if not measured:
         return ["Accuracy was not measured."]
     sides = [[at for at in measured if at.low > 0], [at for at in measured if at.high < 0]]
     rises, falls = (
-        ", ".join(
-            f"{at.task} ({points(at.change)} points, {points_interval(at.low, at.high)})" for at in side
-        )
-        for side in sides
+        ", ".join(f"{at.task} ({_change_of_task(at)})" for at in side) or "none" for side in sides
     )
     unclear = len(measured) - sum(map(len, sides))
-    text = f"Of {len(measured)} tasks, accuracy rises on {rises or 'none'} and falls on {falls or 'none'}"
+    of = _told(at.metric for at in measured)[0]
+    text = f"Of {len(measured)} tasks, {of} rises on {rises} and falls on {falls}"
     return [f"{text}; on {unclear} the 95 % interval of its change holds 0." if unclear else f"{text}."]
+
+
+def _change_of_task(found: ScoreChange) -> str:
+    metric = metric_called(found.metric)
+    if metric.kind == "share":
+        return f"{points(found.change)} points, {points_interval(found.low, found.high)}"
+    text = f"{found.change:+.4g}, {found.low:+.4g} to {found.high:+.4g}"
+    return f"{text}, lower is better" if metric.worse == "higher" else text
 
 
 _SETTINGS = {"lam": "lambda", "rho": "rho", "alpha": "alpha"}

@@ -1,4 +1,4 @@
-"""Two runs, or two variants of one run, side by side: changes of drift, cosine, flips and accuracy."""
+"""Two runs, or two variants of one run, side by side: changes of drift, cosine, flips and scores."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.files import PathLike
+from driftlens.metrics import ACCURACY, Metric
 from driftlens.records.intervals import (
     Interval,
     MeanChange,
@@ -21,6 +22,7 @@ from driftlens.records.intervals import (
     unpaired_difference,
 )
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.scores import change_of, main_metrics, results
 from driftlens.variants import expert_of, part_of
 
 _UNMEASURED = MeanChange(Interval(math.nan), Interval(math.nan), is_paired=False)
@@ -37,10 +39,11 @@ class Comparison:
         layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
             drift has a 95 % interval, `drift_ci_*` and, against the drift before, `drift_relative_ci_*`, over
             `drift_n` samples after; it is paired by sample where `drift_paired` says that both measured the same ones.
-        tasks: one row per task and pair: final drift and cosine, flips, accuracy with intervals. `accuracy_*` comes
-            from test counts, with an interval that ignores that both answered the same samples (too wide if they
-            did); `paired_*`, `gained`, `lost` and `p_value` come from samples answered by both, of which there are
-            `paired_n` in the split `paired_split`.
+        tasks: one row per task and pair: final drift and cosine, flips, the `metric` that the task is judged by and its
+            `score_*`, which stand as `accuracy_*` too where it is accuracy. A share's come from test counts, with an
+            interval that ignores that both answered the same samples (too wide if they did); `paired_*`, `gained`,
+            `lost` and `p_value` come from samples answered by both, of which there are `paired_n` in the split
+            `paired_split`. Other metrics' intervals are paired, from single results.
         mismatches: in what the runs differ that makes changes mean something else; empty unless allowed.
         notes: what a reader must know about the intervals.
     """
@@ -155,41 +158,70 @@ def drift_changes(
     return changes
 
 
-def paired_accuracy(
-    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str]
+def paired_answers(
+    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric = ACCURACY
 ) -> tuple[Paired, str] | None:
-    """The change of accuracy on the samples whose predictions both stored, and which split these are.
+    """The change of a share of right answers on the samples that both stored, and which split these are.
 
     Args:
         before: the run that answered first.
         after: the run that answered second, often the same one.
         task: the task.
         variants: the variant of each; "expert" is the task's own.
+        metric: what is asked; of accuracy predictions of labelled samples are stored, of others single results.
 
     Returns:
-        None where no sample has a label and both predictions, or the runs are not known to have the same samples. The
-        split reads "test" where the samples are exactly those of the accuracy table, "diagnosis" where they are others
-        or fewer.
+        None where the metric is no share, no sample has both answers, or the runs are not known to have the same
+        samples. The split reads "test" where the samples are exactly those of the accuracy table, "diagnosis" where
+        they are others or fewer.
 
     Raises:
         DataError: no such task or variant.
-        RunError: the output table can't be read.
+        RunError: a table can't be read.
     """
-    if not same_samples(before, after, task):
+    has_answers = metric == ACCURACY
+    if metric.kind != "share" or not same_samples(
+        before, after, task, "diagnosis" if has_answers else "test"
+    ):
         return None
-    answers = (
-        _right(before, task, variants[0])
-        .to_frame("before")
-        .join(_right(after, task, variants[1]).rename("after"), how="inner")
-    )
+    sides = zip((before, after), variants, strict=True)
+    right = [
+        _right(run, task, variant) if has_answers else results(run, task, variant, metric)["value"] == 1
+        for run, variant in sides
+    ]
+    answers = right[0].to_frame("before").join(right[1].rename("after"), how="inner")
     if answers.empty:
         return None
     tested = before.manifest.sample_ids.get("test", {}).get(task, ())
     origins = [before.manifest.sample_origins.get(split, {}).get(task) for split in ("test", "diagnosis")]
-    is_test = origins[0] == origins[1] and set(tested) == set(answers.index)
-    return mcnemar(
-        answers["before"].to_numpy(), answers["after"].to_numpy()
-    ), "test" if is_test else "diagnosis"
+    is_test = (not has_answers or origins[0] == origins[1]) and set(tested) == set(answers.index)
+    found = mcnemar(*(answers[side].to_numpy(dtype=bool) for side in ("before", "after")))
+    return found, "test" if is_test else "diagnosis"
+
+
+def scored_change(
+    before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
+) -> tuple[Interval, Interval, Interval]:
+    """A score before, after, and its change: a share's by the counts alone, another's by its single results.
+
+    Without ends where these are not stored, NaN where one side was not scored. Arguments and errors as for
+    `paired_answers`.
+    """
+    sides = list(zip((before, after), variants, strict=True))
+    start, end = (score_of(run, task, variant, metric) for run, variant in sides)
+    change = Interval(end.value - start.value)
+    if start.n and end.n and metric.kind == "share":
+        counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
+        change = Interval(change.value, *unpaired_difference(*counts))
+    elif start.n and end.n and same_samples(before, after, task, "test"):
+        rows, others = (results(run, task, variant, metric) for run, variant in sides)
+        if len(rows) and set(rows.index) == set(others.index):
+            others = others.loc[rows.index]
+            before_values, after_values, references = (
+                side.to_numpy(dtype=float) for side in (rows["value"], others["value"], rows["reference"])
+            )
+            change = change_of(metric, before_values, after_values, references)
+    return start, end, change
 
 
 def _right(run: DriftRun, task: str, variant: str) -> pd.Series[Any]:
@@ -260,7 +292,9 @@ def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str
     for side, run, variant in sides:
         row[f"flips_{side}"] = flip_share(run, task, variant)
     row["flips_change"] = row["flips_after"] - row["flips_before"]
-    return row | _accuracy_change(sides, task) | _paired_change(first, second, task, pair)
+    metric = main_metrics(first).get(task, ACCURACY)
+    row |= _score_change(first, second, task, pair, metric)
+    return row | _paired_change(first, second, task, pair, metric)
 
 
 def _ends(change: MeanChange) -> dict[str, Any]:
@@ -269,20 +303,25 @@ def _ends(change: MeanChange) -> dict[str, Any]:
     return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
 
 
-def _accuracy_change(sides: Sequence[tuple[str, DriftRun, str]], task: str) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    counts: list[int] = []
-    for side, run, variant in sides:
-        row[f"accuracy_{side}"], row[f"n_test_{side}"] = accuracy_of(run, task, variant)
-        if row[f"n_test_{side}"]:
-            counts += [round(row[f"accuracy_{side}"] * row[f"n_test_{side}"]), row[f"n_test_{side}"]]
-    low, high = unpaired_difference(*counts) if len(counts) == 4 else (math.nan, math.nan)
-    change = row["accuracy_after"] - row["accuracy_before"]
-    return row | {"accuracy_change": change, "accuracy_ci_low": low, "accuracy_ci_high": high}
+def _score_change(
+    first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str], metric: Metric
+) -> dict[str, Any]:
+    start, end, change = scored_change(first, second, task, pair, metric)
+    row = {"before": start.value, "after": end.value, "change": change.value}
+    row |= {"ci_low": change.low, "ci_high": change.high}
+    is_accuracy = metric == ACCURACY
+    return {
+        **{"metric": metric.name, "n_test_before": start.n, "n_test_after": end.n},
+        **{f"score_{name}": value for name, value in row.items()},
+        # Under this name nobody may find anything else.
+        **{f"accuracy_{name}": value if is_accuracy else math.nan for name, value in row.items()},
+    }
 
 
-def _paired_change(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str]) -> dict[str, Any]:
-    found = paired_accuracy(first, second, task, pair)
+def _paired_change(
+    first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str], metric: Metric
+) -> dict[str, Any]:
+    found = paired_answers(first, second, task, pair, metric)
     nothing = Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
     paired, split = found or (nothing, None)
     return {
@@ -323,11 +362,14 @@ def flip_share(run: DriftRun, task: str, variant: str) -> float:
     return float(np.mean(flipped)) if len(flipped) else math.nan
 
 
-def accuracy_of(run: DriftRun, task: str, variant: str) -> tuple[float, int]:
-    """Accuracy on test samples, a fraction, and how many they are; NaN and 0 without. Errors as above."""
+def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
+    """A variant's score on test samples with its interval and their number; NaN and 0 without. Errors as above."""
     rows = run.accuracy(task, variant)
-    rows = rows[(rows["metric"] == "accuracy") & rows["value"].notna() & rows["n"].notna()]
-    return (float(rows["value"].iloc[0]), int(rows["n"].iloc[0])) if len(rows) else (math.nan, 0)
+    rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
+    if rows.empty:
+        return Interval(math.nan)
+    value, low, high, n = rows[["value", "ci_low", "ci_high", "n"]].astype(float).iloc[0]
+    return Interval(value, low, high, int(n))
 
 
 def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:

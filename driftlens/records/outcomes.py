@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 import pandas as pd
 
-from driftlens.records.compare import accuracy_of, drift_changes, paired_accuracy
-from driftlens.records.intervals import (
-    Interval,
-    Paired,
-    mean_interval,
-    mean_over_tasks,
-    unpaired_difference,
-)
+from driftlens.metrics import ACCURACY, Metric, title_of
+from driftlens.records.compare import drift_changes, paired_answers, scored_change
+from driftlens.records.intervals import Interval, Paired, mean_interval, mean_over_tasks
 from driftlens.records.reading import Kind, is_measured
 from driftlens.records.run import DriftRun
+from driftlens.records.scores import main_metrics
 
 _NOTHING = Interval(math.nan)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What every variant is measured by."""
+    """What every variant is measured by, on which samples."""
 
     title: str
     kind: Kind
     worse: Literal["higher", "lower"]
+    split: Literal["diagnosis", "test"] = "diagnosis"
 
 
 MEASURES: Mapping[str, Measure] = MappingProxyType(
@@ -38,10 +35,9 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
         "drift": Measure("final drift", "number", "higher"),
         "relative": Measure("relative drift", "share", "higher"),
         "cosine": Measure("cosine to the expert", "number", "lower"),
-        "accuracy": Measure("accuracy", "share", "lower"),
     }
 )
-"""By the attribute of `Outcome` that holds it."""
+"""What is measured on every task, by the attribute of `Outcome` that holds it; scores are the task's own."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,12 @@ class Outcome:
 
     Attributes:
         task: the task.
-        variant: a variant of the run, or `expert`, which has an accuracy only.
+        variant: a variant of the run, or `expert`, which has a score only.
         drift: mean norm of the final drift, over diagnosis samples (Student's interval).
         relative: the same against the expert's feature norm, which the interval takes as known.
         cosine: mean cosine of the final feature to the expert's.
-        accuracy: on test samples (Wilson's interval).
+        score: on test samples, with the metric's interval.
+        metric: what the score is: what the task is judged by, see `main_metrics`.
     """
 
     task: str
@@ -62,23 +59,25 @@ class Outcome:
     drift: Interval
     relative: Interval
     cosine: Interval
-    accuracy: Interval
+    score: Interval
+    metric: Metric = ACCURACY
 
 
 @dataclass(frozen=True)
-class AccuracyChange:
-    """How the accuracy on one task changes; NaN where not measured.
+class ScoreChange:
+    """How the score on one task changes; NaN where not measured.
 
     Attributes:
         task: the task.
-        change: after minus before on test samples, a fraction.
+        change: after minus before on test samples, of shares a fraction.
         low: lower end of its 95 % interval.
         high: upper end of its 95 % interval.
         n: test samples behind it; 0 without.
-        is_paired: whether the interval counts samples gained and lost. Without answers sample by sample it comes from
-            the two accuracies alone, as if of different samples, and is wider than it need be.
-        paired: the change on samples whose answers are stored; None where none is.
+        is_paired: whether the interval rests on single results of the same samples. Without them a share's comes from
+            the two shares alone, as if of different samples, and is wider than it need be.
+        paired: the change of a share on samples whose answers are stored; None where none is.
         split: which samples those are, "test" or "diagnosis"; empty without.
+        metric: name of what changes.
     """
 
     task: str
@@ -89,6 +88,7 @@ class AccuracyChange:
     is_paired: bool
     paired: Paired | None
     split: str
+    metric: str = ACCURACY.name
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,18 @@ class TaskMeans:
     """A measure's mean over the tasks on which every compared variant was measured, with 95 % intervals over samples.
 
     Attributes:
-        measure: a key of `MEASURES`.
+        measure: a key of `MEASURES`; of scores the name of their metric, or "score" where it is a mean of several.
         tasks: those tasks.
         means: by variant, in the order compared.
         change: from the first of several variants to the last; NaN with one.
+        about: what it is a mean of, for a reader.
     """
 
     measure: str
     tasks: tuple[str, ...]
     means: Mapping[str, Interval]
     change: Interval
+    about: Measure
 
 
 def outcomes(run: DriftRun, variants: Sequence[str] | None = None) -> list[Outcome]:
@@ -116,8 +118,9 @@ def outcomes(run: DriftRun, variants: Sequence[str] | None = None) -> list[Outco
     """
     columns = ("drift_l2_mean", "drift_l2_std", "drift_rel", "cos_mean", "cos_std", "n")
     final = _by_key(run.layers(layer="final") if run.manifest.layers else run.layers(), columns)
-    accuracy = run.accuracy()
-    scores = _by_key(accuracy[accuracy["metric"] == "accuracy"], ("value", "ci_low", "ci_high", "n"))
+    metrics, scored = main_metrics(run), run.accuracy()
+    is_main = scored["metric"] == scored["task"].map({task: metric.name for task, metric in metrics.items()})
+    scores = _by_key(scored[is_main], ("value", "ci_low", "ci_high", "n"))
     wanted = dict.fromkeys([*run.variants, "expert"] if variants is None else variants)
     unknown = (math.nan,) * len(columns)
     found = []
@@ -135,6 +138,7 @@ def outcomes(run: DriftRun, variants: Sequence[str] | None = None) -> list[Outco
                     relative,
                     mean_interval(cosine, cosine_std, _count(n)),
                     Interval(value, low, high, _count(tests)),
+                    metrics.get(task, ACCURACY),
                 )
             )
     return found
@@ -149,8 +153,9 @@ def task_means(run: DriftRun, variants: Sequence[str]) -> list[TaskMeans]:
     """
     found = {(entry.task, entry.variant): entry for entry in outcomes(run, variants)}
     means = []
-    for measure in MEASURES if variants else ():
-        rows = {task: [getattr(found[task, name], measure) for name in variants] for task in run.tasks}
+    for name, measure, tasks in _groups(run) if variants else ():
+        of = "score" if measure.split == "test" else name
+        rows = {task: [getattr(found[task, variant], of) for variant in variants] for task in tasks}
         whole = {task: row for task, row in rows.items() if all(is_measured(entry.value) for entry in row)}
         if not whole:
             continue
@@ -158,36 +163,49 @@ def task_means(run: DriftRun, variants: Sequence[str]) -> list[TaskMeans]:
         change = _NOTHING
         if len(variants) > 1:
             ends = variants[0], variants[-1]
-            by_task = [_change(run, measure, *(found[task, name] for name in ends)) for task in whole]
+            by_task = [_change(run, of, *(found[task, name] for name in ends)) for task in whole]
             change = replace(mean_over_tasks(by_task), value=columns[-1].value - columns[0].value)
         by_variant = dict(zip(variants, columns, strict=True))
-        means.append(TaskMeans(measure, tuple(whole), by_variant, change))
+        means.append(TaskMeans(name, tuple(whole), by_variant, change, measure))
     return means
 
 
-def accuracy_change(run: DriftRun, task: str, variants: tuple[str, str]) -> AccuracyChange:
-    """How the accuracy on one task changes from one variant to another.
+def _groups(run: DriftRun) -> Iterator[tuple[str, Measure, Sequence[str]]]:
+    """What is averaged, over which tasks. Scores are with their like only: nats and shares have no common mean."""
+    for name, measure in MEASURES.items():
+        yield name, measure, run.tasks
+    metrics = main_metrics(run)
+    for group in dict.fromkeys("" if at.is_averaged else at.name for at in metrics.values()):
+        own = {task: at for task, at in metrics.items() if group == ("" if at.is_averaged else at.name)}
+        kinds, first = {at.kind for at in own.values()}, next(iter(own.values()))
+        name = first.name if len(set(own.values())) == 1 else "score"
+        # A mean with correlations in it is no share of samples, yet reads as the paper's tables do.
+        kind: Kind = "number" if kinds == {"number"} else "share"
+        yield name, Measure(title_of(own.values()), kind, first.worse, "test"), [*own]
+
+
+def score_change(run: DriftRun, task: str, variants: tuple[str, str]) -> ScoreChange:
+    """How what a task is judged by changes from one variant to another.
 
     Raises:
         DataError: no such task or variant.
         RunError: a table can't be read.
     """
-    paired, split = paired_accuracy(run, run, task, variants) or (None, "")
-    before, n_before = accuracy_of(run, task, variants[0])
-    value, n = accuracy_of(run, task, variants[1])
-    if not n_before or not n:
-        return AccuracyChange(task, math.nan, math.nan, math.nan, 0, False, paired, split)
-    if paired is not None and split == "test":
-        return AccuracyChange(task, paired.difference, paired.ci_low, paired.ci_high, n, True, paired, split)
-    low, high = unpaired_difference(round(before * n_before), n_before, round(value * n), n)
-    return AccuracyChange(task, value - before, low, high, n, False, paired, split)
+    metric = main_metrics(run).get(task, ACCURACY)
+    paired, split = paired_answers(run, run, task, variants, metric) or (None, "")
+    _, after, change = scored_change(run, run, task, variants, metric)
+    is_paired = metric.kind != "share" and is_measured(change.low)
+    if paired is not None and split == "test" and after.n:
+        is_paired, change = True, Interval(paired.difference, paired.ci_low, paired.ci_high)
+    n = after.n if is_measured(change.value) else 0
+    return ScoreChange(task, change.value, change.low, change.high, n, is_paired, paired, split, metric.name)
 
 
 def _change(run: DriftRun, measure: str, start: Outcome, end: Outcome) -> Interval:
     """The change of one measure on one task; without ends where its samples are not stored."""
     variants = (start.variant, end.variant)
-    if measure == "accuracy":
-        at = accuracy_change(run, start.task, variants)
+    if measure == "score":
+        at = score_change(run, start.task, variants)
         return Interval(at.change, at.low, at.high, at.n)
     column = "cos" if measure == "cosine" else "drift_l2"
     changes = drift_changes(run, run, start.task, variants, column=column, layer="final")

@@ -126,6 +126,13 @@ class DriftRun:
         """Rows of the accuracy table, scores with intervals. Arguments as for `layers`."""
         return self._rows(schema.ACCURACY, task=task, variant=variant)
 
+    def scores(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the table of single results: one test sample's answer, by metrics other than accuracy.
+
+        Arguments as for `layers`.
+        """
+        return self._rows(schema.SCORES, task=task, variant=variant)
+
     def calibration(self, name: str | None = None) -> pd.DataFrame:
         """Rows of the calibration log, one per calibrated site.
 

@@ -14,7 +14,7 @@ from driftlens.diagnostic import ANY, Range, Worse
 from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -150,6 +150,7 @@ LAYER = Column(
     "layer", "int", "", "Layer in forward order: 1 the stem, the last one the head.", None, (1.0, None)
 )
 SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
+METRIC = _text("metric", "What was scored, for example accuracy.")
 LABEL = _text("label", "Class that the data source gives the sample.")
 
 LAYERS = Table(
@@ -306,12 +307,37 @@ ACCURACY = Table(
     (
         TASK,
         VARIANT,
-        _text("metric", "What was scored, for example accuracy."),
-        _pure("value", "The score, as a fraction.", "lower", SHARE),
+        METRIC,
+        _pure("value", "The score; range and direction are the metric's.", None, ANY),
         _count("n", "samples", "Test samples."),
-        _pure("ci_low", "Lower end of the 95 % Wilson interval.", None, SHARE),
-        _pure("ci_high", "Upper end of the 95 % Wilson interval.", None, SHARE),
+        _pure(
+            "ci_low", "Lower end of the 95 % interval: Wilson's of shares, else by drawing again.", None, ANY
+        ),
+        _pure("ci_high", "Upper end of that interval.", None, ANY),
         Column("seed", "int", "", "Seed that drew the test samples."),
+    ),
+    "driftlens evaluate RUN",
+)
+
+SCORES = Table(
+    "scores",
+    ("task", "variant", "metric", "sample_id"),
+    (
+        TASK,
+        VARIANT,
+        METRIC,
+        SAMPLE_ID,
+        _pure(
+            "value",
+            "Of shares 1 where the answer is right, of spearman the number, of perplexity nats.",
+            None,
+            ANY,
+        ),
+        _pure(
+            "reference", "Of spearman the number wanted, of perplexity the tokens of the target.", None, ANY
+        ),
+        _text("answer", "What the variant generated or chose."),
+        _text("target", "What was wanted."),
     ),
     "driftlens evaluate RUN",
 )
@@ -375,7 +401,7 @@ RESOURCES = Table(
 
 TABLES = {
     table.name: table
-    for table in (LAYERS, SAMPLES, OUTPUTS, ADJOINT, PARAMS, ACCURACY, CALIBRATION, SWEEPS, RESOURCES)
+    for table in (LAYERS, SAMPLES, OUTPUTS, ADJOINT, PARAMS, ACCURACY, SCORES, CALIBRATION, SWEEPS, RESOURCES)
 }
 
 

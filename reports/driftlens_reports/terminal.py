@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from driftlens.metrics import ACCURACY, metric_called, title_of
 from driftlens.projection import Projection
 from driftlens.records.before_after import calibration_sentences, calibration_sheets, selection_sentences
 from driftlens.records.checks import CheckReport, self_checks
@@ -80,7 +81,7 @@ def summary(run: DriftRun) -> str:
     parts = [
         [f"{run.name} ({run.id})", *facts.stamps(run)],
         _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
-        _section("Accuracy on test samples", _accuracy_lines(run)),
+        *(_section(*part) for part in _score_sections(run)),
         _section("What happened (95 % intervals over samples)", story(run)),
         _section("Where the final drift comes from", [origin_sentence(task) for task in facts.origins(run)]),
         _section("Self-checks", [check_sentence(check) for check in self_checks(run).results]),
@@ -91,12 +92,14 @@ def summary(run: DriftRun) -> str:
 
 
 def accuracy_text(run: DriftRun) -> str:
-    """Accuracy of every variant on every task with its interval, one line per task.
+    """Scores of every variant on every task with intervals, one line per task and metric.
 
     Raises:
         RunError: the table can't be read.
     """
-    return "\n".join(_accuracy_lines(run) or [NOT_MEASURED])
+    (_, own), *attached = _score_sections(run)
+    lines = [*(own or [NOT_MEASURED]), *(line for part in attached for line in ("", *_section(*part)))]
+    return "\n".join(map(printable, lines))
 
 
 def listing_text(runs: Sequence[RunSummary]) -> str:
@@ -131,23 +134,40 @@ def _sheet_lines(sheet: Sheet) -> list[str]:
     return [sheet.title, *aligned([header, *rows], num_names=len(names)), *notes]
 
 
-def _accuracy_lines(run: DriftRun) -> list[str]:
-    found = [entry for entry in outcomes(run) if is_measured(entry.accuracy.value)]
-    there = dict.fromkeys(entry.variant for entry in found)
+def _score_sections(run: DriftRun) -> Iterator[tuple[str, list[str]]]:
+    """Own scores, a line per task and metric; below them those that another tool has measured."""
+    rows = run.accuracy()
+    rows = rows[rows["value"].notna()]
+    is_attached = rows["metric"].map(lambda name: metric_called(name).is_attached).astype(bool)
+    own = rows[~is_attached]
+    is_accuracy = own["metric"].nunique() == 0 or set(own["metric"]) == {ACCURACY.name}
+    yield f"{'Accuracy' if is_accuracy else 'Scores'} on test samples", _score_lines(own)
+    if is_attached.any():
+        yield "Scores attached from other tools", _score_lines(rows[is_attached])
+
+
+def _score_lines(rows: pd.DataFrame) -> list[str]:
+    there = dict.fromkeys(rows["variant"])
     variants = [name for name in ("base", "expert", "merged") if name in there]
     variants += [name for name in there if name not in variants]
-    by_task: dict[str, dict[str, Interval]] = {}
-    for entry in found:
-        by_task.setdefault(entry.task, {})[entry.variant] = entry.accuracy
-    rows = [
-        [
-            task,
-            *(estimate(own.get(name, Interval(math.nan)), "share") for name in variants),
-            str(max(accuracy.n for accuracy in own.values())),
-        ]
-        for task, own in by_task.items()
-    ]
-    return aligned([["task", *map(title, variants), "samples"], *rows], num_names=1) if rows else []
+    metrics = {name: metric_called(name) for name in rows["metric"].unique()}
+    says = [] if [*metrics] == [ACCURACY.name] else [f"{at.title}: {at.described}" for at in metrics.values()]
+    header = ["task", *(["metric"] if says else []), *map(title, variants), "samples"]
+    lines = []
+    for (task, name), own in rows.groupby(["task", "metric"], sort=False):
+        ends = own[["value", "ci_low", "ci_high"]].astype(float).to_numpy()
+        found = {variant: Interval(*row) for variant, row in zip(own["variant"], ends, strict=True)}
+        cells = [estimate(found.get(at, Interval(math.nan)), metrics[name].kind) for at in variants]
+        counts = own["n"].dropna()
+        lines.append(
+            [
+                str(task),
+                *([metrics[name].title] if says else []),
+                *cells,
+                str(counts.max()) if len(counts) else "",
+            ]
+        )
+    return [*aligned([header, *lines], num_names=2 if says else 1), *says] if lines else []
 
 
 def _largest_drift(run: RunSummary) -> str:
@@ -249,7 +269,8 @@ def comparison_text(found: Comparison) -> str:
     parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
     for pair, rows in found.tasks.groupby(["before", "after"], sort=False):
         parts.append([" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows)])
-    if found.tasks["accuracy_ci_low"].notna().any():
+    is_share = found.tasks["metric"].map(lambda name: metric_called(name).kind == "share")
+    if found.tasks["score_ci_low"][is_share].notna().any():
         parts.append([_INTERVAL_NOTE])
     if found.notes:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
@@ -293,7 +314,8 @@ def projections_text(found: Sequence[Projection]) -> str:
 
 def _task_lines(rows: pd.DataFrame) -> list[str]:
     features = ["L2 drift", "change", "95 % interval", "samples", "cosine", "change"]
-    header = ["task", *features, "flips", "accuracy", "change", "95 % interval", "samples"]
+    of = title_of(dict.fromkeys(map(metric_called, rows["metric"])))
+    header = ["task", *features, "flips", of, "change", "95 % interval", "samples"]
     return aligned([header, *(_task_cells(row) for row in rows.to_dict("records"))], num_names=1)
 
 
@@ -307,11 +329,19 @@ def _task_cells(row: dict[Any, Any]) -> list[str]:
         _arrow(number(row["cos_before"]), number(row["cos_after"])),
         "" if math.isnan(row["cos_change"]) else f"{row['cos_change']:+.4f}",
         _arrow(percent(row["flips_before"]), percent(row["flips_after"])),
-        _arrow(percent(row["accuracy_before"]), percent(row["accuracy_after"])),
-        points(row["accuracy_change"]),
-        points_interval(row["accuracy_ci_low"], row["accuracy_ci_high"]),
+        *_score_cells(row),
         str(row["n_test_after"]),
     ]
+
+
+def _score_cells(row: dict[Any, Any]) -> list[str]:
+    before, after, change, low, high = (
+        row[f"score_{at}"] for at in ("before", "after", "change", "ci_low", "ci_high")
+    )
+    if metric_called(row["metric"]).kind == "share":
+        return [_arrow(percent(before), percent(after)), points(change), points_interval(low, high)]
+    ends = f"{low:+.4g} to {high:+.4g}" if is_measured(low) else ""
+    return [_arrow(number(before), number(after)), f"{change:+.4g}" if is_measured(change) else "", ends]
 
 
 def _notes(rows: pd.DataFrame) -> list[str]:
@@ -334,19 +364,21 @@ def _arrow(before: str, after: str) -> str:
 
 
 def first_numbers_text(run: DriftRun, name: str) -> str:
-    """One line per task: final drift and accuracy of the merged and of the calibrated model, and nothing else.
+    """One line per task: final drift and score of the merged and of the calibrated model, and nothing else.
 
     Raises:
         RunError: a table can't be read.
     """
     variants = ("merged", calibrated(name))
     found = {(entry.task, entry.variant): entry for entry in outcomes(run, variants)}
-    rows = [["task", "L2 drift merged", name, "samples", "accuracy merged", name, "samples"]]
+    of = title_of(dict.fromkeys(found[task, variants[0]].metric for task in run.tasks))
+    rows = [["task", "L2 drift merged", name, "samples", f"{of} merged", name, "samples"]]
     for task in run.tasks:
         both = [found[task, variant] for variant in variants]
-        drifts, accuracies = [entry.drift for entry in both], [entry.accuracy for entry in both]
+        drifts, scores = [entry.drift for entry in both], [entry.score for entry in both]
         cells = [task, *(estimate(drift, "number") for drift in drifts), str(drifts[-1].n)]
-        rows.append([*cells, *(estimate(at, "share") for at in accuracies), str(accuracies[-1].n)])
+        kind = both[0].metric.kind
+        rows.append([*cells, *(estimate(at, kind) for at in scores), str(scores[-1].n)])
     return "\n".join(aligned(rows, num_names=1))
 
 

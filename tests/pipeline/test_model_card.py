@@ -14,7 +14,7 @@ import driftlens as dl
 from driftlens.merging.method import merge_methods
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.study.card import escaped, merge_card, model_card
-from driftlens.records.before_after import accuracy_changes
+from driftlens.records.before_after import score_changes
 from driftlens.records.run import DriftRun, open_run
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.pipeline.world import TASKS, World, build
@@ -139,7 +139,7 @@ def test_means_over_tasks_have_intervals_and_the_anchor_alone_is_a_row_of_its_ow
 def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_paired(
     run: DriftRun, card: str
 ) -> None:
-    for entry in accuracy_changes(run, NAME):
+    for entry in score_changes(run, NAME):
         assert entry.n == 9 and entry.split == "diagnosis" and entry.paired is not None
         cells = [
             entry.task,

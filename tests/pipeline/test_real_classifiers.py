@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.records.before_after import calibration_sentences
-from driftlens.records.outcomes import accuracy_change
+from driftlens.records.outcomes import score_change
 
 Inputs = dict[str, Tensor]
 TASKS = ("fashion_mnist", "sign_digits")
@@ -114,7 +114,7 @@ def test_trained_classifiers_are_merged_measured_and_calibrated(
     # Losses are told as losses, and what its interval does not tell from nothing as neither.
     said = next(text for text in calibration_sentences(run, "featcal") if "accuracy rises on" in text)
     for task in TASKS:
-        change = accuracy_change(run, task, ("merged", "calibrated:featcal"))
+        change = score_change(run, task, ("merged", "calibrated:featcal"))
         told = f"{task} ({100 * change.change:+.1f} points"
         rises, _, falls = said.partition("falls on")
         assert (told in rises) == (change.low > 0) and (told in falls) == (change.high < 0), (said, change)

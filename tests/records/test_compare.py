@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from driftlens.errors import DataError
-from driftlens.records.compare import compare, paired_accuracy
+from driftlens.records.compare import compare, paired_answers
 from driftlens.records.intervals import unpaired_difference
 from driftlens.records.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.records.run import DriftRun, open_run
@@ -60,7 +60,7 @@ def test_pairs_are_counted_sample_by_sample(copied: pathlib.Path) -> None:
         spoil(copied, "outputs", at, "pred", "wrong" if sample in wrong.get(variant, ()) else label)
     run = open_run(copied)
     for task in run.tasks:
-        found, split = paired_accuracy(run, run, task, variants) or pytest.fail("no pairs")
+        found, split = paired_answers(run, run, task, variants) or pytest.fail("no pairs")
         assert (found.gained, found.lost, found.n, split) == (2, 1, 9, "diagnosis")
 
 
@@ -71,12 +71,12 @@ def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: pathlib.Path)
     pq.write_table(rows.take(list(range(rows.num_rows))[::-1]), path)
     for task in full.tasks:
         pair = ("merged", "calibrated:featcal")
-        assert paired_accuracy(full, open_run(copied), task, pair) == paired_accuracy(full, full, task, pair)
+        assert paired_answers(full, open_run(copied), task, pair) == paired_answers(full, full, task, pair)
 
 
 def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path: pathlib.Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", tasks=("a",), size=Size(blocks=1, samples=12, tests=12)))
-    found = paired_accuracy(run, run, "a", ("merged", "expert"))
+    found = paired_answers(run, run, "a", ("merged", "expert"))
     assert found is not None and found[1] == "test" and found[0].n == 12
 
 
@@ -151,7 +151,7 @@ def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: pathlib.
     found = compare(full, other, **PAIR, allow_mismatch=True)  # type: ignore[arg-type]
     assert set(found.tasks["paired_n"]) == {0} and found.tasks["p_value"].isna().all()
     assert not found.tasks["drift_paired"].any() and not found.layers["drift_paired"].any()
-    assert paired_accuracy(full, open_run(other), "cars", ("merged", "merged")) is None
+    assert paired_answers(full, open_run(other), "cars", ("merged", "merged")) is None
 
 
 def test_pairs_of_runs_that_do_not_say_what_their_ids_are_of_are_not_verified(

@@ -8,7 +8,7 @@ import re
 import pytest
 from scipy import stats
 
-from driftlens.records.before_after import accuracy_change_note, accuracy_changes, final_drift_changes
+from driftlens.records.before_after import final_drift_changes, score_change_note, score_changes
 from driftlens.records.intervals import mcnemar, unpaired_difference
 from driftlens.records.reading import points
 from driftlens.records.run import DriftRun, open_run
@@ -26,7 +26,7 @@ def run_of(folder: pathlib.Path, *, tests: int = 400, has_labels: bool = True) -
 
 def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_path: pathlib.Path) -> None:
     run = run_of(tmp_path / "run")
-    for entry in accuracy_changes(run, NAME):
+    for entry in score_changes(run, NAME):
         before, after = (
             run.accuracy(entry.task, variant)["value"].iloc[0] for variant in ("merged", VARIANT)
         )
@@ -44,7 +44,7 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
 
 def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: pathlib.Path) -> None:
     run = run_of(tmp_path / "run", tests=24)  # the diagnosis samples are then the test samples
-    for entry in accuracy_changes(run, NAME):
+    for entry in score_changes(run, NAME):
         right = [
             rows["pred"] == rows["label"]
             for rows in (run.outputs(entry.task, v) for v in ("merged", VARIANT))
@@ -60,9 +60,9 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     run = run_of(tmp_path / "run")
     tables = {table.name: table for table in Report(run, "calibration").content.tables}
     found = tables[f"accuracy-change-{NAME}"]
-    entries = accuracy_changes(run, NAME)
+    entries = score_changes(run, NAME)
     assert list(found.rows) == [(e.task, e.change, e.low, e.high, e.n) for e in entries]
-    assert accuracy_change_note(entries) in found.note
+    assert score_change_note(entries) in found.note
     answers = [entry.paired for entry in entries if entry.paired is not None]
     assert [row[1:] for row in tables[f"answers-changed-{NAME}"].rows] == [
         ("diagnosis", 24, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
@@ -90,7 +90,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
 
 def test_without_labels_nothing_is_said_about_accuracy(tmp_path: pathlib.Path) -> None:
     run = run_of(tmp_path / "run", has_labels=False)
-    assert accuracy_changes(run, NAME) == [] and "change of accuracy" not in before_after_text(run, NAME)
+    assert score_changes(run, NAME) == [] and "change of accuracy" not in before_after_text(run, NAME)
     names = [table.name for table in Report(run, "calibration").content.tables]
     assert f"before-after-{NAME}" in names and f"accuracy-change-{NAME}" not in names
     assert f"answers-changed-{NAME}" not in names

@@ -11,7 +11,7 @@ from dataclasses import replace
 from driftlens.records.before_after import change_in_words, mean_sentences
 from driftlens.records.checks import CheckReport, Status, self_checks
 from driftlens.records.intervals import Interval
-from driftlens.records.outcomes import MEASURES, TaskMeans, outcomes, task_means
+from driftlens.records.outcomes import Measure, TaskMeans, outcomes, task_means
 from driftlens.records.outcomes import Outcome as VariantOutcome
 from driftlens.records.reading import Kind, estimate, is_measured
 from driftlens.records.run import DriftRun
@@ -35,7 +35,7 @@ def _compared(run: DriftRun) -> tuple[str | None, str | None, str | None]:
 
 
 def _change(found: TaskMeans, compared: Sequence[str | None]) -> Change:
-    measure = MEASURES[found.measure]
+    measure = found.about
     means = [None if name is None else _estimate(found.means[name]) for name in compared]
     before, control, after = means
     change = _estimate(found.change)
@@ -117,7 +117,8 @@ def _means_table(verdict: Verdict) -> Table:
             **{"95 % high": "number", "tasks": "count", "samples": "count"},
         },
         rows,
-        "Relative drift and accuracy are fractions. Intervals are over samples: the tasks are the ones of this run.",
+        "Relative drift and shares of right answers are fractions. Intervals are over samples: the tasks are those of "
+        "this run.",
     )
 
 
@@ -153,8 +154,7 @@ def _sentences(
 def signed(change: Change) -> str:
     """A change in words, with its interval."""
     assert change.change is not None and change.before is not None
-    measure = next(measure for measure in MEASURES.values() if measure.title == change.measure)
-    at = change.change
+    measure, at = Measure(change.measure, change.kind, change.worse), change.change
     ends = (float("nan") if end is None else end for end in (at.low, at.high))
     return change_in_words(measure, change.before.value, Interval(at.value, *ends, at.n))
 

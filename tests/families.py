@@ -57,7 +57,12 @@ HEAD = """# Families of models, and what works with each
 
 Made from the tests by `python -m tests.families`: a cell holds what at least one test shows, a dash that none does.
 Live modules are models in memory, given to `dl.analyze` and `FeatCal.fit`. Drift is compared with forward passes of the
-model's own library. Calibration names what of the blocks' weights it leaves alone. Test files are those below `tests/`.
+model's own library. Calibration names what of the blocks' weights it leaves alone. Reloading means the same features
+and the same accuracy there. Test files are those below `tests/`.
+
+A dash under files: as live modules, or built by a function of your own (`loader: python:module:function`, with
+`--trust-code`). A dash under reloading: no loader knows the library's folders, so what is saved is a state dict, which
+`load_state_dict` takes. The routes that refusals name are measured as live modules.
 
 """
 

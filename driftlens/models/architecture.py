@@ -17,7 +17,7 @@ from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.heads import LmScores
 from driftlens.models.lora import lora_source
 from driftlens.models.preprocessing import Preprocess, image_preprocess
-from driftlens.models.refusals import running
+from driftlens.models.refusals import LIVE, running
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sources import StateSource
 from driftlens.registry import Registry
@@ -272,7 +272,7 @@ def weightless(build: Callable[[], nn.Module], source: str) -> Any:
     """The module that `build` returns, parameters on meta, buffers real, in eval mode and without gradients.
 
     Raises:
-        IncompatibleModelsError: the library can't build what the configuration describes.
+        IncompatibleModelsError: the library can't build what the configuration describes, or not without weights.
     """
     from accelerate import init_empty_weights
 
@@ -284,4 +284,11 @@ def weightless(build: Callable[[], nn.Module], source: str) -> Any:
             f"the model that {source} describes can't be built: {type(error).__name__}: {error}",
             hint="Check its configuration file, and that the library is recent enough for it.",
         ) from error
+    saved = module.state_dict()
+    bare = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in saved]
+    if bare:
+        raise IncompatibleModelsError(
+            f"the model that {source} describes computes {bare[0]} of its weights, and is read without them",
+            hint=LIVE,
+        )
     return module.eval().requires_grad_(False)

@@ -25,30 +25,38 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     """Eval mode for `module` and all inside it, each put back to what it was.
 
     The fused kernel of `nn.MultiheadAttention` is off meanwhile: it knows no forward-mode derivatives. So are
-    key-value caches that a configuration switches on, as those of transformers do: every pass starts from nothing; and
-    its fused experts of a mixture, which know neither float64 nor derivatives.
+    key-value caches that a configuration switches on, as those of transformers do: every pass starts from nothing; its
+    fused experts of a mixture, which know neither float64 nor derivatives; and what a module keeps of its weights from
+    pass to pass (timm's LeViT its biases), as the next pass may have others.
     """
-    training = [part for part in module.modules() if part.training]
-    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None))}
-    before = [
-        (config, name, value)
+    parts = list(module.modules())
+    training = [part for part in parts if part.training]
+    configs = {id(config): config for part in parts if (config := getattr(part, "config", None))}
+    before: list[tuple[Any, str, Any, Any]] = [
+        (config, name, value, plain)
         for config in configs.values()
         for name, plain in _PLAIN.items()
         if (value := getattr(config, name, None)) not in (None, plain)
+    ]
+    before += [
+        (part, name, value, {})
+        for part in parts
+        for name, value in vars(part).items()
+        if name.endswith("_cache") and isinstance(value, dict)
     ]
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         for part in training:
             part.training = False
-        for config, name, _ in before:
-            setattr(config, name, _PLAIN[name])
+        for owner, name, _, plain in before:
+            setattr(owner, name, plain)
         yield
     finally:
         for part in training:
             part.training = True
-        for config, name, value in before:
-            setattr(config, name, value)
+        for owner, name, value, _ in before:
+            setattr(owner, name, value)
         torch.backends.mha.set_fastpath_enabled(fused)
 
 

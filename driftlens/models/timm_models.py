@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from driftlens.errors import IncompatibleModelsError, SpecError
@@ -84,7 +85,8 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
             )
         if "num_classes" in stated:
             options.setdefault("num_classes", stated["num_classes"])
-    skeleton = weightless(partial(timm.create_model, name, pretrained=False, **options), source)
+    build = partial(timm.create_model, name, pretrained=False, **options)
+    skeleton = weightless(lambda: _with_buffers(build()), source)
     # Older folders state pixels beside the architecture; a size that the model was built for is its input's.
     told = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
     if "input_size" not in told and (size := options.get("img_size")):
@@ -113,6 +115,20 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
         folder=_folder(stated) if stated else None,
         classifier=classifier,
     )
+
+
+def _with_buffers(skeleton: nn.Module) -> nn.Module:
+    """The same, where timm computed buffers on the device of weights that have shapes only: one module's at a time."""
+    for module in reversed(list(skeleton.modules())):  # inner ones first: what is made of theirs stands
+        fill = getattr(module, "_init_buffers", None)
+        if fill is None or not any(b is not None and b.is_meta for b in module._buffers.values()):
+            continue
+        weights = {id(part): dict(part._parameters) for part in module.modules() if part._parameters}
+        module._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+        fill()
+        for part in module.modules():
+            part._parameters.update(weights.get(id(part), {}))
+    return skeleton
 
 
 def _folder(stated: Mapping[str, Any]) -> FolderFormat:

@@ -103,6 +103,14 @@ def mixer() -> nn.Module:
     return MlpMixer(CLASSES, img_size=32, patch_size=16, embed_dim=WIDTH, num_blocks=2)
 
 
+def levit() -> nn.Module:
+    from timm.models.levit import Levit
+
+    return Levit(
+        32, num_classes=CLASSES, embed_dim=(16, 24), key_dim=8, depth=(1, 1), num_heads=2, stem_type="s8"
+    )
+
+
 def transformers(name: str, **settings: Any) -> nn.Module:
     import transformers as library
 
@@ -181,6 +189,15 @@ FAMILIES = {
         left_alone=("ScaledStdConv2d (",),
     ),
     "Mixer (timm)": Family(mixer, pixels, found="blocks", widths=(WIDTH,) * 3),
+    "LeViT (timm) by its stages": Family(
+        levit,
+        pixels,
+        blocks="stages",
+        found="stages",
+        widths=(16, 16, 24),
+        of_blocks=86,
+        left_alone=("13 BatchNorm1d", "2 Attention.attention_biases"),
+    ),
     "Swin (timm)": Family(
         partial(
             timm,

@@ -158,6 +158,25 @@ def test_code_never_comes_along(tmp_path: pathlib.Path, caplog: pytest.LogCaptur
 
 
 @torch.no_grad()
+def test_a_whole_clip_classifies_in_open_clip_as_here(tmp_path: pathlib.Path) -> None:
+    import open_clip
+
+    folder, out = open_clip_folder(tmp_path / "base"), tmp_path / "out"
+    architecture, base = load_architecture("open-clip", str(folder)), open_checkpoint(folder)
+    model = moved(architecture, base)
+    save_model(architecture, base, model, out)
+    head = text_head(architecture.text_tower(base), CLASSES, ["a photo of a {}."])
+    scores = head.scores(own_features(architecture, model, pictures()))
+    library, prepare = open_clip.create_model_from_pretrained(f"local-dir:{out}")
+    prompts = open_clip.get_tokenizer(f"local-dir:{out}")([f"a photo of a {name}." for name in CLASSES])
+    texts = library.eval().encode_text(prompts, normalize=True)
+    images = library.encode_image(torch.stack([prepare(image) for image in pictures()]), normalize=True)
+    found = library.logit_scale.exp() * images @ texts.T
+    torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.argmax(dim=1), scores.argmax(dim=1))
+
+
+@torch.no_grad()
 def test_open_clip_reads_prompts_with_the_tokenizer_in_the_folder(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

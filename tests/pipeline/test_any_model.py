@@ -15,6 +15,7 @@ import timm
 import torch
 import transformers
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import driftlens as dl
@@ -32,6 +33,7 @@ from driftlens.spec import load_spec
 from tests.cases import perturbed, with_seed
 
 TASKS = {"beasts": ("cat", "dog", "newt"), "sizes": ("big", "small")}
+MERGE = {"method": "task_arithmetic", "scaling": 0.4}
 SIZE = 16
 TINY: dict[str, Any] = {
     "hidden_size": 16,
@@ -53,9 +55,9 @@ class Family:
 
     loader: str
     build: Callable[[int], Any]
-    core: str
     blocks: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    size: int = SIZE
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 def vit(classes: int) -> nn.Module:
@@ -93,26 +95,35 @@ def convnext(classes: int) -> nn.Module:
     )
 
 
-def timm_vit(classes: int) -> nn.Module:
-    return timm.create_model(
-        "vit_tiny_patch16_224",
-        num_classes=classes,
-        img_size=SIZE,
-        patch_size=8,
-        embed_dim=24,
-        depth=2,
-        num_heads=2,
+def of_timm(name: str, *, blocks: str | None = None, size: int = 32, **args: Any) -> Family:
+    """A model of timm with its own weights' format, made small by arguments where it isn't."""
+    return Family(
+        "timm", lambda classes: timm.create_model(name, num_classes=classes, **args), blocks, size, args
     )
 
 
 FAMILIES = {
-    "ResNet": Family("hf-auto", resnet, "resnet", "resnet.encoder.stages"),
-    "ConvNeXt": Family("hf-auto", convnext, "convnext", "convnext.encoder.stages"),
-    "ViT": Family("hf-vit", vit, "vit"),
-    "DeiT": Family("hf-vit", deit, "deit"),
-    "DINOv2": Family("hf-vit", dinov2, "dinov2"),
-    "SigLIP vision": Family("hf-vit", siglip, "vision_model"),
-    "timm ViT": Family("timm", timm_vit, ""),
+    "ResNet": Family("hf-auto", resnet, "resnet.encoder.stages"),
+    "ConvNeXt": Family("hf-auto", convnext, "convnext.encoder.stages"),
+    "ViT": Family("hf-vit", vit),
+    "DeiT": Family("hf-vit", deit),
+    "DINOv2": Family("hf-vit", dinov2),
+    "SigLIP vision": Family("hf-vit", siglip),
+    "timm ViT": of_timm(
+        "vit_tiny_patch16_224", size=SIZE, img_size=SIZE, patch_size=8, embed_dim=24, depth=2, num_heads=2
+    ),
+    "timm ResNet": of_timm("test_resnet"),
+    "timm ConvNeXt": of_timm("test_convnext"),
+    "timm EfficientNet": of_timm("test_efficientnet"),
+    "timm NFNet": of_timm("test_nfnet", blocks="stages"),
+    "timm Swin": of_timm(
+        "swin_tiny_patch4_window7_224",
+        img_size=32,
+        embed_dim=8,
+        depths=(2, 2),
+        num_heads=(2, 2),
+        window_size=4,
+    ),
 }
 
 
@@ -125,26 +136,15 @@ def trained(family: Family, classes: int, seed: int) -> Any:
 def save(family: Family, model: Any, folder: pathlib.Path, names: tuple[str, ...] = ()) -> pathlib.Path:
     """As the family's library saves it."""
     if family.loader == "timm":
-        folder.mkdir()
-        save_file(model.state_dict(), folder / "model.safetensors")
-        stated = {
-            "architecture": "vit_tiny_patch16_224",
-            "num_classes": model.num_classes,
-            "pretrained_cfg": {
-                "input_size": [3, SIZE, SIZE],
-                "mean": [0.5] * 3,
-                "std": [0.5] * 3,
-                "crop_pct": 1.0,
-            },
-            "model_args": {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2},
-        }
-        (folder / "config.json").write_text(json.dumps(stated))
+        pixels = {"input_size": (3, family.size, family.size), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        model.pretrained_cfg = {**model.pretrained_cfg, **pixels, "crop_pct": 1.0}
+        save_for_hf(model, folder, model_args=dict(family.args), safe_serialization=True)
         return folder
     if names:
         model.config.id2label = dict(enumerate(names))
         model.config.label2id = {name: row for row, name in enumerate(names)}
     model.save_pretrained(folder)
-    size = {"height": SIZE, "width": SIZE}
+    size = {"height": family.size, "width": family.size}
     transformers.ViTImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
         folder
     )
@@ -168,6 +168,13 @@ class Suite:
     labels: dict[str, list[int]]
     spec: dict[str, Any]
 
+    @property
+    def classifier(self) -> str:
+        """Where the library's models have theirs."""
+        return load_architecture(
+            self.family.loader, str(self.folder / "base"), blocks=self.family.blocks
+        ).classifier
+
 
 def suite(name: str, folder: pathlib.Path) -> Suite:
     family = FAMILIES[name]
@@ -178,7 +185,9 @@ def suite(name: str, folder: pathlib.Path) -> Suite:
         experts[task] = trained(family, len(names), seed)
         named = names if seed == 1 else ()  # the other one's names come from its data
         save(family, experts[task], folder / task, named)
-        images = np.random.default_rng(seed).integers(0, 256, (24, SIZE, SIZE, 3), dtype=np.uint8)
+        images = np.random.default_rng(seed).integers(
+            0, 256, (24, family.size, family.size, 3), dtype=np.uint8
+        )
         pixels[task] = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
         found = logits(experts[task], pixels[task]).argmax(dim=1).tolist()
         labels[task] = [(label + (row % 5 == 0)) % len(names) for row, label in enumerate(found)]
@@ -197,7 +206,7 @@ def suite(name: str, folder: pathlib.Path) -> Suite:
         "version": 1,
         "architecture": {"loader": family.loader, "source": str(folder / "base")},
         "base": {"weights": str(folder / "base")},
-        "merge": {"method": "task_arithmetic", "scaling": 0.4},
+        "merge": MERGE,
         "experts": {task: {"weights": str(folder / task)} for task in TASKS},
         "data": {"defaults": {"n": 12, "n_diagnosis": 12, "batch_size": 5}, **data},
         "metrics": {"jacobian": False},
@@ -215,74 +224,61 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=marks if name == "ViT" else [*marks, pytest.mark.slow])
 
 
-@pytest.mark.shows("drift", "sites", heads="classifier of each expert")
+@pytest.mark.shows("drift", "sites", "reloads", heads="classifier of each expert")
 @pytest.mark.parametrize("name", [marked(name) for name in FAMILIES])
-def test_a_classifier_is_measured_with_its_own_heads_and_calibrated(
+def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
     name: str, tmp_path: pathlib.Path
 ) -> None:
+    """Merged and calibrated folders give their library the same features and, by each expert's classifier, accuracy."""
     made = suite(name, tmp_path / "suite")
     run = dl.analyze(made.spec, out=tmp_path / "run", progress="none")
     assert run.layers()["closure_error"].max() < 1e-4
+    dl.merge(made.spec, method="task_arithmetic", out=tmp_path / "merged", parameters={"scaling": 0.4})
+    run = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "calibrated")
     accuracy = run.accuracy().set_index(["task", "variant"])["value"]
-    merged = copy.deepcopy(made.experts)
-    weights = {
-        key: value.clone()
-        for key, value in open_state(tmp_path / "run" / "models" / "merged.safetensors").items()
-    }
-    for task in TASKS:
-        expected = [
-            logits(made.experts[task], made.pixels[task][:12]).argmax(dim=1).tolist(),
-            made.labels[task][:12],
-        ]
-        assert accuracy[task, "expert"] == pytest.approx(np.mean(np.equal(*expected)))
-        # The merged model in its own library, with the classifier of the task's expert.
-        own = merged[task].state_dict()
-        taken = load_architecture(
-            made.family.loader, str(tmp_path / "suite" / "base"), blocks=made.family.blocks
+    stored = open_state(tmp_path / "suite" / "base" / "model.safetensors")
+    for variant, place in (("merged", "merged"), ("calibrated:featcal", "calibrated")):
+        assert list(open_state(tmp_path / place / "model.safetensors")) == list(stored)
+        assert any(
+            not torch.equal(stored[key], value)
+            for key, value in open_state(tmp_path / place / "model.safetensors").items()
         )
-        source = taken.align(open_checkpoint(tmp_path / "run" / "models" / "merged.safetensors"))
-        for key in taken.chain.parameter_keys():
-            own[key].copy_(source.read(key))
-        found = logits(merged[task], made.pixels[task][:12]).argmax(dim=1).tolist()
-        assert accuracy[task, "merged"] == pytest.approx(np.mean(np.equal(found, made.labels[task][:12])))
-    assert weights
-    calibrated = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved.safetensors")
-    drift = calibrated.layers(layer="final").groupby("variant")["drift_l2_mean"].mean()
-    assert np.isfinite(drift["calibrated:featcal"])
-    assert list(open_state(tmp_path / "saved.safetensors")) == list(
-        open_state(tmp_path / "suite" / "base" / "model.safetensors")
-    )
+        for task in TASKS:
+            model, classifier = reloaded(made, tmp_path / place), made.classifier
+            found = logits(with_classifier(model, classifier, nn.Identity()), made.pixels[task][:12]).numpy()
+            ids = run.samples(task, variant, layer="final")["sample_id"]
+            order = [int(sample.rpartition("/")[2]) for sample in ids]
+            of_run = run.features(task, variant, "final")  # in float16
+            np.testing.assert_allclose(of_run, found[order], rtol=2e-3, atol=2e-3 * np.abs(found).max())
+            with_classifier(model, classifier, made.experts[task].get_submodule(classifier))
+            assert accuracy[task, variant] == pytest.approx(right(made, model, task))
+    for task in TASKS:
+        assert accuracy[task, "expert"] == pytest.approx(right(made, made.experts[task], task))
+
+
+def reloaded(made: Suite, folder: pathlib.Path) -> Any:
+    """The model in a folder as its library's users load it, with everything that it wants and nothing beside."""
+    if made.family.loader == "timm":
+        return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    model, info = type(made.experts["beasts"]).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def with_classifier(model: Any, path: str, classifier: nn.Module) -> Any:
+    model.set_submodule(path, classifier)
+    return model
+
+
+def right(made: Suite, model: Any, task: str) -> float:
+    """The share of the test samples that a model of the library gets right."""
+    found = logits(model, made.pixels[task][:12]).argmax(dim=1).tolist()
+    return float(np.mean(np.equal(found, made.labels[task][:12])))
 
 
 def open_state(file: pathlib.Path) -> dict[str, Tensor]:
     source = open_checkpoint(file)
     return {key: source.read(key) for key in source.headers}
-
-
-@pytest.mark.shows("reloads")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("ViT", marks=pytest.mark.family("ViT (transformers)")),
-        pytest.param("ResNet", marks=[pytest.mark.family("ResNet (transformers)"), pytest.mark.slow]),
-    ],
-)
-def test_a_folder_saved_for_the_original_library_gives_the_same_features(
-    name: str, tmp_path: pathlib.Path
-) -> None:
-    """Kernels, which are solved as matrices, and running statistics among them."""
-    made = suite(name, tmp_path / "suite")
-    run = dl.analyze(made.spec, out=tmp_path / "run", progress="none")
-    run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
-    reloaded = transformers.AutoModel.from_pretrained(tmp_path / "saved").eval()
-    with torch.no_grad():
-        output = reloaded(made.pixels["beasts"][:12])
-    features = output.last_hidden_state[:, 0] if name == "ViT" else output.pooler_output.flatten(1)
-    found = features.numpy()
-    stored = dl.open_run(tmp_path / "run").features("beasts", "calibrated:featcal", "final")
-    ids = dl.open_run(tmp_path / "run").samples("beasts", "merged", layer="final")["sample_id"]
-    order = [int(name.rpartition("/")[2]) for name in ids]
-    np.testing.assert_allclose(stored, found[order], rtol=0, atol=5e-3)
 
 
 @pytest.mark.slow
@@ -487,13 +483,13 @@ def bert(classes: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.family("BERT")
-@pytest.mark.shows(files="hf-auto", heads="classifier of each expert")
+@pytest.mark.shows("reloads", files="hf-auto", heads="classifier of each expert")
 def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path: pathlib.Path) -> None:
     """Padded batches through `hf-auto`: the accuracy is that of the library's own model, and padding plays no part."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(WORDS))
     tokenizer = transformers.BertTokenizerFast(vocab_file=str(vocabulary))
-    family, generator = Family("hf-auto", bert, "bert"), np.random.default_rng(0)
+    family, generator = Family("hf-auto", bert), np.random.default_rng(0)
     experts, spec_data = {}, {}
     for seed, (name, classes) in enumerate(
         {"base": 4, **{task: len(of) for task, of in TASKS.items()}}.items()
@@ -538,8 +534,19 @@ def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path:
     assert run.layers()["closure_error"].max() < 1e-4
     accuracy = run.accuracy(variant="expert").set_index("task")["value"]
     assert {task: accuracy[task] for task in TASKS} == pytest.approx(right)
-    calibrated = run.calibrate(dl.FeatCal(), name="featcal")
+    calibrated = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "out")
     assert calibrated.layers(variant="calibrated:featcal", layer="final")["drift_rel"].notna().all()
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    accuracy = calibrated.accuracy(variant="calibrated:featcal").set_index("task")["value"]
+    for task, names in TASKS.items():
+        model, info = type(experts[task]).from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(info.values()), info
+        with torch.no_grad():
+            model.eval().classifier = experts[task].classifier
+            found = [int(model(**reader(text, return_tensors="pt")).logits.argmax()) for text in texts[8:]]
+        tested = [json.loads(line) for line in (tmp_path / f"{task}-test.jsonl").read_text().splitlines()]
+        hits = [names[label] == row["target"] for label, row in zip(found, tested, strict=True)]
+        assert accuracy[task] == pytest.approx(np.mean(hits))
 
 
 def roberta(classes: int) -> Any:

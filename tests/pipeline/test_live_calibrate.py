@@ -18,6 +18,7 @@ from driftlens.errors import Cancelled, CheckpointError, DataError, DriftLensErr
 from driftlens.records.run import DriftRun
 from driftlens_reports.terminal import before_after_text
 from tests.cases import Stack, perturbed, with_seed
+from tests.families import STACK
 from tests.pipeline.calibrating import CONTROL, VARIANT, files_of, same_rows
 
 TASKS = ("a", "b")
@@ -58,6 +59,8 @@ def calibrate(run: Any, name: str, **options: Any) -> Any:
     return run.calibrate(dl.FeatCal(**SETTINGS), name=name, **options)
 
 
+@STACK
+@pytest.mark.shows("live", reloads="as a state dict")
 def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_hand(
     tmp_path: pathlib.Path,
 ) -> None:

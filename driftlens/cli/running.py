@@ -189,10 +189,27 @@ def evaluate(
     as_json: JsonFlag = False,
     job: Job,
 ) -> None:
-    """Accuracy of every variant on the test split, with Wilson intervals."""
+    """Scores of every variant on the test split, by each task's metrics, with intervals."""
     from driftlens.pipeline.analyze.job import evaluate as run_evaluation
     from driftlens_reports.terminal import accuracy_text
 
     with job.watched() as watched:
         found = run_evaluation(run, again=again, access=job.access, **watched)
+    say_json(found.accuracy()) if as_json else say(accuracy_text(found))
+
+
+@app.command()
+def attach(
+    run: RunFolder,
+    variant: Annotated[str, typer.Option(help="What was measured: a variant of the run, or expert:TASK.")],
+    results: Annotated[
+        Path, typer.Option(metavar="FILE", help="The JSON that `lm_eval --output_path` wrote.")
+    ],
+    as_json: JsonFlag = False,
+) -> None:
+    """Put results of the lm-evaluation-harness beside a variant's own scores."""
+    from driftlens.records.attaching import attach as attach_results
+    from driftlens_reports.terminal import accuracy_text
+
+    found = attach_results(run, variant, results)
     say_json(found.accuracy()) if as_json else say(accuracy_text(found))

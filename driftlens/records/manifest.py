@@ -137,6 +137,7 @@ class Manifest:
         files: by path relative to the run directory.
         rewriting: what those of the files that are just being replaced will be; until a writer has looked, they may
             be either.
+        attached: scores that another tool has measured: variant, file, its digest, tool, tasks; by variant and file.
         warnings: what may spoil the numbers.
         notices: what a reader should know.
     """
@@ -173,6 +174,7 @@ class Manifest:
     phases: Mapping[str, PhaseInfo] = field(default_factory=dict)
     files: Mapping[str, FileInfo] = field(default_factory=dict)
     rewriting: Mapping[str, FileInfo] = field(default_factory=dict)
+    attached: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     notices: Sequence[str] = ()
 

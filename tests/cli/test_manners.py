@@ -29,6 +29,7 @@ COMMANDS = (
     "merge",
     "convert",
     "evaluate",
+    "attach",
     "calibrate",
     "sweep",
     "project",

@@ -1,0 +1,96 @@
+"""Results of the lm-evaluation-harness beside a run's own: what is taken over, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+
+from driftlens.errors import DataError
+from driftlens.records.attaching import attach
+from driftlens.records.outcomes import task_means
+from driftlens.records.run import open_run
+from driftlens.records.verify import verify
+from driftlens_reports.terminal import summary
+from tests.records.full_run import Size, write_full_run
+
+NEW = {
+    "results": {
+        "arc_easy": {"alias": "arc_easy", "acc,none": 0.75, "acc_stderr,none": 0.01, "acc_norm,none": 0.99},
+        "gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"},
+        "wikitext": {"word_perplexity,none": 12.5, "word_perplexity_stderr,none": 1.0, "sample_len": 3},
+    },
+    "n-samples": {"arc_easy": {"original": 2376, "effective": 2000}},
+    "config": {"model": "hf", "model_args": "pretrained=merged"},
+    "lm_eval_version": "0.4.5",
+}
+OLD = {"results": {"arc_easy": {"acc": 0.8, "acc_stderr": 0.2}}, "versions": {"arc_easy": 0}}
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    return write_full_run(tmp_path / "run", tasks=("cars",), size=Size(blocks=1, samples=8))
+
+
+def written(folder: pathlib.Path, content: Any) -> pathlib.Path:
+    file = folder.parent / "results.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_both_forms_of_the_file_become_rows_of_their_own(folder: pathlib.Path) -> None:
+    own = open_run(folder).accuracy()
+    means = task_means(open_run(folder), ["merged"])
+    file = written(folder, NEW)
+    run = attach(folder, "merged", file)
+    rows = run.accuracy().set_index(["task", "metric"])
+    assert len(rows) == len(own) + 4
+    row = rows.loc[("arc_easy", "harness:acc")]
+    assert (row["variant"], row["value"], row["n"]) == ("merged", 0.75, 2000)
+    assert (row["ci_low"], row["ci_high"]) == pytest.approx((0.75 - 0.0196, 0.75 + 0.0196), abs=1e-5)
+    strict = rows.loc[("gsm8k", "harness:exact_match,strict-match")]
+    assert strict["value"] == 0.5 and math.isnan(strict["ci_low"])
+    assert rows.loc[("wikitext", "harness:word_perplexity"), "ci_high"] > 14
+    told = run.manifest.attached["merged results.json"]
+    assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and told["version"] == "0.4.5"
+    assert (
+        verify(folder).ok and task_means(run, ["merged"]) == means
+    )  # nothing of it is averaged with own scores
+    text = summary(run)
+    assert text.index("Accuracy on test samples") < text.index("Scores attached") < text.index("arc_easy")
+    again = attach(folder, "merged", written(folder, OLD)).accuracy("cars").shape
+    assert (
+        again == own.shape
+        and open_run(folder)
+        .accuracy()
+        .set_index(["task", "metric"])
+        .loc[("arc_easy", "harness:acc"), "ci_high"]
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "results"),
+        ({"results": {"a": 1}}, "results"),
+        ({"results": {"a": {"acc,none": "N/A"}}}, "no number"),
+    ],
+)
+def test_other_files_are_refused_and_nothing_is_written(
+    folder: pathlib.Path, content: Any, said: str
+) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        attach(folder, "merged", written(folder, content))
+    assert "lm_eval" in caught.value.hint and open_run(folder).manifest.attached == {}
+
+
+def test_an_unknown_variant_is_refused_by_name(folder: pathlib.Path) -> None:
+    with pytest.raises(DataError, match="calibrated:featcal"):
+        attach(folder, "calibrated:other", written(folder, OLD))
+    assert len(attach(folder, "expert:cars", written(folder, OLD)).accuracy())

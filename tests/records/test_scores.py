@@ -1,0 +1,105 @@
+"""Metrics other than accuracy: values against scipy, intervals against plain loops, and what readers make of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from driftlens.metrics import METRICS, metric_called
+from driftlens.records.before_after import (
+    before_after,
+    calibration_sentences,
+    calibration_sheets,
+    score_changes,
+)
+from driftlens.records.compare import compare
+from driftlens.records.intervals import RESAMPLES, mcnemar
+from driftlens.records.outcomes import task_means
+from driftlens.records.run import DriftRun
+from driftlens.records.scores import change_of, interval_of, main_metrics
+from driftlens_reports.sections.verdict import verdict_of
+from driftlens_reports.terminal import comparison_text, summary
+from tests.records.scored_run import NAME, TASKS, VARIANT, results_of, write_scored_run
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    return write_scored_run(tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_correlations_are_scipys_ties_included_and_their_intervals_those_of_a_loop() -> None:
+    drawn = np.random.default_rng(5)
+    wanted = np.round(drawn.uniform(0, 5, 40) * 2) / 2
+    found = np.round(wanted + drawn.normal(size=40))
+    at = interval_of(METRICS["spearman"], found, wanted)
+    assert at.value == pytest.approx(stats.spearmanr(found, wanted).statistic, abs=1e-12) and at.n == 40
+    counts = np.random.default_rng(0).multinomial(40, np.full(40, 1 / 40), size=RESAMPLES)
+    again = [np.repeat(np.arange(40), row) for row in counts[:400]]
+    loop = [stats.spearmanr(found[rows], wanted[rows]).statistic for rows in again]
+    assert (at.low, at.high) == pytest.approx(np.quantile(loop, (0.025, 0.975)), abs=0.03)
+    other = found[::-1].copy()
+    change = change_of(METRICS["spearman"], other, found, wanted)
+    assert change.value == pytest.approx(at.value - stats.spearmanr(other, wanted).statistic)
+    assert change.low < change.value < change.high
+    alike = interval_of(METRICS["spearman"], np.zeros(40), wanted)
+    assert alike.value == 0 and math.isnan(alike.low)
+
+
+def test_perplexity_weighs_tokens_and_a_single_sample_has_no_interval() -> None:
+    nats, tokens = np.array([2.0, 9.0, 1.0]), np.array([1.0, 4.0, 2.0])
+    at = interval_of(METRICS["perplexity"], nats, tokens)
+    assert at.value == pytest.approx(math.exp(12 / 7)) and 1 < at.low < at.value < at.high
+    assert math.isnan(interval_of(METRICS["perplexity"], nats[:1], tokens[:1]).low)
+
+
+def test_every_task_is_judged_by_its_own_metric(scored: DriftRun) -> None:
+    assert {task: metric.name for task, metric in main_metrics(scored).items()} == dict(TASKS)
+    rows = before_after(scored, NAME).set_index(["task", "variant"])
+    assert rows["accuracy"].isna().all()
+    for task, metric in TASKS.items():
+        row = scored.accuracy(task, "merged").iloc[0]
+        assert rows.loc[(task, "merged"), ["metric", "score"]].tolist() == [metric, row["value"]]
+
+
+def test_changes_are_paired_by_the_single_results(scored: DriftRun) -> None:
+    changes = {entry.task: entry for entry in score_changes(scored, NAME)}
+    for task, name in TASKS.items():
+        (before, references), (after, _) = (results_of(name, variant, 60) for variant in ("merged", VARIANT))
+        at = changes[task]
+        assert at.is_paired and at.metric == name and at.n == 60
+        if metric_called(name).kind == "share":
+            assert at.paired == mcnemar(before == 1, after == 1) and at.split == "test"
+        else:
+            found = change_of(METRICS[name], before, after, references)
+            assert (at.change, at.low, at.high) == (found.value, found.low, found.high) and at.paired is None
+    rows = compare(scored).tasks.set_index("task")
+    assert rows["metric"].to_dict() == dict(TASKS) and rows["accuracy_before"].isna().all()
+    assert rows.loc["similar", "score_ci_low"] == changes["similar"].low
+    assert math.isnan(rows.loc["similar", "paired_change"]) and rows.loc["match", "paired_split"] == "test"
+
+
+def test_only_like_metrics_are_averaged(scored: DriftRun) -> None:
+    found = {entry.measure: entry for entry in task_means(scored, ["merged", VARIANT])}
+    assert found["score"].tasks == ("match", "pick", "similar") and found["perplexity"].tasks == ("words",)
+    wanted = np.mean([scored.accuracy(task, "merged")["value"].iloc[0] for task in found["score"].tasks])
+    assert found["score"].means["merged"].value == pytest.approx(wanted)
+    assert found["perplexity"].about.worse == "higher" and found["perplexity"].change.value < 0
+    changes = {change.measure: change for change in verdict_of(scored).changes}
+    assert changes["perplexity"].worse == "higher"
+    assert changes["score (exact match, choice accuracy, Spearman correlation)"].num_tasks == 3
+
+
+def test_readers_see_names_ranges_and_directions(scored: DriftRun) -> None:
+    text = summary(scored)
+    assert "Scores on test samples" in text and "Accuracy" not in text
+    assert "Rank correlation" in text and "-1 to 1, higher is better." in text
+    assert "at least 1, lower is better." in text.lower() and "words    perplexity" in text
+    assert "perplexity" in comparison_text(compare(scored))
+    sheets = {sheet.name: sheet for sheet in calibration_sheets(scored, NAME)}
+    assert sheets[f"scores-{NAME}"].kinds["score"] == "number" and f"accuracies-{NAME}" not in sheets
+    assert [row[1] for row in sheets[f"score-change-{NAME}"].rows] == list(TASKS.values())
+    said = calibration_sentences(scored, NAME)[-1]
+    assert "words (-" in said and "lower is better" in said

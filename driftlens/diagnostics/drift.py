@@ -15,7 +15,7 @@ from torch import Tensor
 from driftlens.diagnostic import Seen, diagnostic
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.linalg.state import expert_cosine, norm, subtract
-from driftlens.models.chain import Pool, State, pooled
+from driftlens.models.chain import Pool, State
 from driftlens.records.schema import LAYERS, SAMPLES
 
 Columns = dict[str, Tensor]
@@ -40,11 +40,9 @@ def drift_columns(view: LayerView, pool: Pool) -> Columns:
         `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|.
     """
     split = decompose(view)
-    stream = view.layer.stream
-    mask = view.side.mask(stream)
 
     def pool_of(state: State) -> Tensor:
-        return pooled(state[stream], pool, mask)
+        return view.layer.vectors(state, view.side, pool)
 
     mismatch, propagation = pool_of(split.local_mismatch), pool_of(split.propagation)
     expert, merged = pool_of(view.expert_out), pool_of(view.merged_out)

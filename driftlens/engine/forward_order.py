@@ -34,7 +34,7 @@ from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError, SpecError
 from driftlens.linalg.gram import GramPool
-from driftlens.models.chain import Layer, Parameters, Pool, State, pooled
+from driftlens.models.chain import Layer, Parameters, Pool, State
 from driftlens.variants import expert_of
 
 Samples = Mapping[str, Callable[[], Iterable[Batch]]]
@@ -375,9 +375,8 @@ class _Walk:
         return {task: float(torch.cat(sizes).mean()) for task, sizes in drift.items() if sizes}
 
     def _drift(self, layer: Layer, out: State, batch: WaitingBatch) -> Tensor:
-        mask = batch.side.mask(layer.stream)
-        expert = batch.get(_EXPERT)[layer.stream]
-        difference = pooled(out[layer.stream], self.pooling, mask) - pooled(expert, self.pooling, mask)
+        merged, expert = (layer.vectors(s, batch.side, self.pooling) for s in (out, batch.get(_EXPERT)))
+        difference = merged - expert
         return torch.linalg.vector_norm(difference.double(), dim=1)
 
     def _parts_of(self, task: str) -> Iterator[tuple[int, Sequence[str]]]:

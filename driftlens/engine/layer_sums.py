@@ -142,7 +142,9 @@ class LayerSums:
         self, rule: str, site: Site, rows: SiteRows, state: State, side: SideInputs
     ) -> Tensor | None:
         weights = None if rule == UNIFORM else self._chain.token_weights[rule](state, side)
-        return row_weights(site.name, rows.inputs[site.name], weights, side.mask(self._layer.stream))
+        return row_weights(
+            site.name, rows.inputs[site.name], weights, side.mask(site.stream or self._layer.stream)
+        )
 
 
 def require_rule(chain: LayerChain, rule: str) -> None:

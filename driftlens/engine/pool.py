@@ -209,7 +209,7 @@ class ModelPool:
         if model in self._modules:
             return nullcontext()
         blocks = [layer.path for layer in self.chain.blocks]
-        used = set(self.chain.parameter_keys())
+        used = {name for key in self.chain.parameter_keys() for name in self.chain.tied.get(key, (key,))}
         return streamed_weights(self._skeleton, blocks, self._reader(model), self.device, used)
 
     @contextmanager
@@ -221,24 +221,26 @@ class ModelPool:
         if model in self._modules:
             yield self._modules[model]
             return
-        read, found = self._reader(model), self.source(model).headers
-        at_hand: dict[str, Tensor] = {}
-
-        def once(key: str) -> Tensor:
-            stored = next(name for name in self.chain.tied.get(key, (key,)) if name in found)
-            if stored not in at_hand:
-                at_hand[stored] = read(stored)
-            return at_hand[stored]
-
         with (
             buffers_on(self._skeleton, self.device),
-            replaced(self._skeleton, _weights(self._skeleton), once),
+            replaced(self._skeleton, _weights(self._skeleton), self._reader(model)),
         ):
             yield self._skeleton
 
     def _reader(self, model: str) -> Callable[[str], Tensor]:
-        source = self.source(model)
-        return lambda key: source.read(key).to(self.device, self.dtype)
+        """The weights of a model by name; what is tied, and stored under one of its names, is read once."""
+        source, once = self.source(model), dict[str, Tensor]()
+
+        def read(key: str) -> Tensor:
+            if key in source.headers and key not in self.chain.tied:
+                return source.read(key).to(self.device, self.dtype)
+            names = (key, *self.chain.tied.get(key, ()))
+            stored = next((name for name in names if name in source.headers), key)
+            if stored not in once:
+                once[stored] = source.read(stored).to(self.device, self.dtype)
+            return once[stored]
+
+        return read
 
     def _read(self, model: str, source: StateSource, slot: Slot) -> Tensor:
         tensor = source.read(slot.key, slot.rows)

@@ -58,7 +58,7 @@ def select_sites(
         chosen = [
             site
             for site in layer.sites
-            if _is_updated(site, update) and _is_meant(layer, paths[layer.index, site.name], sites)
+            if _is_updated(site, update) and _is_meant(layer, site, paths[layer.index, site.name], sites)
         ]
         if sites is None:
             chosen = [site for site in chosen if paths[layer.index, site.name] not in tied]
@@ -196,7 +196,7 @@ def _is_updated(site: Site, update: Collection[str]) -> bool:
     return "norm" in update if site.kind != "linear" else not {"linear", "bias"}.isdisjoint(update)
 
 
-def _is_meant(layer: Layer, path: str, sites: Sequence[str] | None) -> bool:
+def _is_meant(layer: Layer, site: Site, path: str, sites: Sequence[str] | None) -> bool:
     if sites is None:
-        return layer.role == "block"
+        return layer.role == "block" and not site.only_named
     return any(fnmatchcase(path, pattern) for pattern in sites)

@@ -18,7 +18,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import subtract
 from driftlens.models.architecture import architecture_of
-from driftlens.models.chain import Layer, Pool, SideInputs, State, pooled
+from driftlens.models.chain import Layer, Pool, SideInputs, State
 from driftlens.models.sources import module_source
 
 Reference = Literal["expert", "merged"]
@@ -180,8 +180,7 @@ def forward(
     for layer, states in layer_states(pool, model, batches, task=task):
         if layer.role == "head":
             for start, state, side in states:
-                found = state[layer.stream]
-                yield start, found if pooling is None else pooled(found, pooling, side.mask(layer.stream))
+                yield start, state[layer.stream] if pooling is None else layer.vectors(state, side, pooling)
 
 
 class FiniteWatch:
@@ -296,7 +295,7 @@ def capture(
     )
     how = pool or chain.modality.pool
     for layer, states in layer_states(models, "model", _numbered(inputs)):
-        vectors = [pooled(state[layer.stream], how, side.mask(layer.stream)) for _, state, side in states]
+        vectors = [layer.vectors(state, side, how) for _, state, side in states]
         yield layer, torch.cat(vectors)
 
 

@@ -269,7 +269,8 @@ class Site:
     much each token counts in moments (`uniform`, all alike, unless the adapter says otherwise). `eps` is the constant
     of a norm. `mixes_tokens` says that other tokens read this site's output at one token, as attention reads keys
     and values. `runs` is how often one pass through the layer calls the module; one that runs twice has no one input
-    to be calibrated on.
+    to be calibrated on. `stream` is the entry of the state whose tokens it reads, where that is not the layer's own.
+    `only_named` leaves it alone unless a pattern of sites names it.
     """
 
     name: str
@@ -279,6 +280,8 @@ class Site:
     eps: float | None = None
     mixes_tokens: bool = False
     runs: int = 1
+    stream: str = ""
+    only_named: bool = False
 
 
 class LayerCall(Protocol):
@@ -303,6 +306,8 @@ class Layer:
         call: the layer as a function.
         sites: calibratable modules, in the order in which they run.
         stream: the entry of the state that this layer writes; norms and cosines pool it.
+        pool: how they do, whatever is asked for; None where what is asked for counts. The tokens of an encoder have no
+            last one that says what all do, so their mean is taken before a decoder reads them.
         is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
         no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
     """
@@ -314,8 +319,13 @@ class Layer:
     call: LayerCall
     sites: tuple[Site, ...] = ()
     stream: str = "hidden"
+    pool: Pool | None = None
     is_residual: bool = False
     no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
+        """One vector per sample of the layer's own stream, see `pooled`; linear in the state."""
+        return pooled(state[self.stream], self.pool or how, side.mask(self.stream))
 
 
 @dataclass(frozen=True)

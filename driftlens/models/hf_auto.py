@@ -29,7 +29,16 @@ from driftlens.models.architecture import (
 from driftlens.models.chain import IMAGE, TEXT
 from driftlens.models.loading import TOKENIZERS, missing_config, read_config
 from driftlens.models.preprocessing import Preprocess, hf_image_preprocess
-from driftlens.models.refusals import CLIP, LIVE, VISION, num_experts, require_plain, running, wrong_family
+from driftlens.models.refusals import (
+    CLIP,
+    LIVE,
+    T5,
+    VISION,
+    num_experts,
+    require_plain,
+    running,
+    wrong_family,
+)
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.texts import hf_text_preprocess
 
@@ -177,6 +186,8 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     kind = stated.get("model_type")
     if kind in CLIP:
         raise wrong_family(stated, source, "one whose final feature is not projected")
+    if kind == T5:
+        raise wrong_family(stated, source, "one with a single stream of features")
     if num_experts(stated):  # files keep apart what the library fuses
         raise wrong_family(stated, source, "one without a mixture of experts")
     if kind not in CONFIG_MAPPING:

@@ -33,6 +33,8 @@ DECODERS = (
     "smollm3",
 )
 """Model types of transformers that `hf-decoder` reads."""
+T5 = "t5"
+"""Model type of transformers that `hf-t5` reads."""
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _FAMILIES = (
     ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
@@ -45,6 +47,7 @@ _FAMILIES = (
     ("lora_A.", "LoRA adapters", "adapters"),
     ("block_sparse_moe.", "a mixture of experts", ""),
     (".experts.", "a mixture of experts", ""),
+    ("layer.0.SelfAttention.relative_attention_bias.", "a T5", "hf-t5"),
     ("embeddings.cls_token", "a ViT, DeiT or DINOv2 of transformers", "hf-vit"),
     ("blocks.0.attn.qkv.", "a vision transformer of timm", "timm"),
     (
@@ -93,8 +96,10 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     elif kind is None and isinstance(config.get("architecture"), str):
         what, loader = f"a timm model ({config['architecture']})", "timm"
     elif kind in CONFIG_MAPPING and not num_experts(config):
-        known = {"hf-clip": CLIP, "hf-vit": VISION, "hf-decoder": DECODERS}
-        loader = next((name for name, kinds in known.items() if kind in kinds), "hf-auto")
+        known = {"hf-clip": CLIP, "hf-vit": VISION, "hf-decoder": DECODERS, "hf-t5": (T5,)}
+        # Of two streams no family but T5 is taken apart.
+        other = "" if config.get("is_encoder_decoder") else "hf-auto"
+        loader = next((name for name, kinds in known.items() if kind in kinds), other)
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
     unknown = "The transformers that is installed knows no such model type. "
     hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE

@@ -209,7 +209,7 @@ def save_model(
         RunError: `path` can't be written to, or is a folder that is not empty.
     """
     require_target(architecture, path)
-    canonical = {stored: key for key, stored in _stored_keys(architecture, base, model).items()}
+    canonical = _stored_keys(architecture, base, model)
 
     def patched(names: Mapping[str, str]) -> Patched:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
@@ -308,9 +308,9 @@ def _without_code(content: Any, file: str) -> Any:
 
 
 def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:
-    """The skeleton's key of each parameter of the chain -> the base's key."""
-    keys = architecture.chain.parameter_keys()
-    layout = architecture.layout
+    """The base's key of each of the skeleton's weights -> the skeleton's key; what is tied may lie there twice."""
+    chain, layout = architecture.chain, architecture.layout
+    keys = chain.parameter_keys()
     stored = (
         {key: key for key in base.headers}
         if layout is None
@@ -324,7 +324,14 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
                 hint="Both must be whole models of one architecture.",
                 key=missing,
             )
-    return {key: stored[key] for key in keys}
+    # What makes scores of features belongs to no layer, and is merged all the same.
+    others = [key for key in architecture.keys if key in stored and key in model.headers]
+    canonical = {stored[key]: key for key in (*others, *keys)}
+    wrapper = layout.wrapper(base.headers, base.name) if layout is not None and chain.tied else ""
+    for name, places in chain.tied.items():
+        if wrapper + name in base.headers:
+            canonical.setdefault(wrapper + name, next(place for place in places if place in model.headers))
+    return canonical
 
 
 def _library_names(architecture: Architecture, base: StateSource, folder: FolderFormat) -> dict[str, str]:

@@ -161,6 +161,10 @@ LAYERS = Table(
         VARIANT,
         LAYER,
         _text("role", "stem, block or head."),
+        _text(
+            "stream",
+            "Which features leave the layer: encoder for the encoder of an encoder-decoder, hidden for all others.",
+        ),
         _text("path", "Module path in the library's own names."),
         _count("n", "samples", "Samples behind the row."),
         _text("reference", "Whose features the local mismatch is taken on: expert or merged."),

@@ -23,8 +23,24 @@ def images(generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(n, 3, 16, 16, generator=generator, dtype=dtype)
 
 
-INPUTS: dict[str, Callable[[torch.Generator, int, torch.dtype], Any]] = {}
+def two_texts(generator: torch.Generator, n: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Questions and answers of unequal lengths, padded on the right."""
+    asked, answered = (torch.arange(1, n + 1)[:, None] > torch.arange(5) - more for more in (3, 1))
+    tokens = torch.randint(2, 40, (2, n, 5), generator=generator)
+    return {
+        "input_ids": tokens[0] * asked,
+        "attention_mask": asked.long(),
+        "decoder_input_ids": tokens[1] * answered,
+        "decoder_attention_mask": answered.long(),
+    }
+
+
+INPUTS: dict[str, Callable[[torch.Generator, int, torch.dtype], Any]] = {"hf_t5": two_texts}
 """Raw inputs of tiny models that don't take images: (generator, samples, dtype) -> inputs."""
+SCORES = {"hf_t5": {"lm_head.weight"}}
+"""Weights that make scores of final features, and belong to no layer."""
+ROUNDS = {"hf_t5"}
+"""Adapters whose library takes the mean square of its norms in float32, whatever the dtype of the model."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,12 @@ def subject(name: str) -> Subject:
     return subject_of(name, torch.float64)
 
 
+def samples(inputs: Any, chosen: slice) -> Any:
+    if isinstance(inputs, dict):
+        return {name: value[chosen] for name, value in inputs.items()}
+    return inputs[chosen]
+
+
 def hook_count(module: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
@@ -70,8 +92,13 @@ def test_every_boundary_equals_the_librarys_own(name: str, dtype: torch.dtype, t
 
 def test_the_last_boundary_is_what_the_module_returns(subject: Subject) -> None:
     with torch.no_grad():
-        returned = subject.module(subject.inputs)
-    feature = getattr(returned, "image_embeds", returned)
+        if isinstance(subject.inputs, dict):
+            returned = subject.module(**subject.inputs, output_hidden_states=True)
+            mask = subject.inputs["decoder_attention_mask"]
+            feature = returned.decoder_hidden_states[-1] * mask[..., None]
+        else:
+            returned = subject.module(subject.inputs)
+            feature = getattr(returned, "image_embeds", returned)
     torch.testing.assert_close(
         chain_states(subject.chain, subject.module, subject.inputs)[-1]["hidden"], feature, rtol=0, atol=1e-11
     )
@@ -79,18 +106,22 @@ def test_the_last_boundary_is_what_the_module_returns(subject: Subject) -> None:
 
 def test_samples_do_not_meet(subject: Subject) -> None:
     together = chain_states(subject.chain, subject.module, subject.inputs)
-    for position in range(len(subject.inputs)):
-        alone = chain_states(subject.chain, subject.module, subject.inputs[position : position + 1])
+    for position in range(3):
+        alone = chain_states(
+            subject.chain, subject.module, samples(subject.inputs, slice(position, position + 1))
+        )
         mine = [{key: leaf[position : position + 1] for key, leaf in state.items()} for state in together]
         assert largest_difference(alone, mine) < 1e-12
 
 
 def test_every_parameter_belongs_to_exactly_one_layer(subject: Subject) -> None:
     chain = subject.chain
-    assert set(chain.parameter_keys()) == {key for key, _ in subject.module.named_parameters()}
+    keys = {key for key, _ in subject.module.named_parameters()} - SCORES.get(subject.name, set())
+    assert set(chain.parameter_keys()) == keys
     slots = [slot for layer in chain.layers for slot in chain.owned(layer).values()]
     assert len(set(slots)) == len(slots)
-    for key, parameter in subject.module.named_parameters():
+    for key in keys:
+        parameter = subject.module.get_parameter(key)
         mine = [slot.rows for slot in slots if slot.key == key]
         if None in mine:
             assert mine == [None]
@@ -170,7 +201,7 @@ def test_blocks_are_found_at_their_paths(subject: Subject) -> None:
     for layer in subject.chain.blocks:
         block = subject.module.get_submodule(layer.path)
         assert {f"{layer.path}.{key}" for key, _ in block.named_parameters()} == {
-            slot.key for slot in layer.parameters.values()
+            slot.key for slot in subject.chain.owned(layer).values()
         }
 
 
@@ -185,22 +216,23 @@ def test_forward_and_reverse_derivatives_agree(subject: Subject) -> None:
         with torch.no_grad():
             after = layer.call(mine, state, side)
         if layer.role != "stem":
-            hidden = state["hidden"]
+            stream = layer.stream
+            hidden = state[stream]
 
             def call(x: Tensor) -> Tensor:
-                return layer.call(mine, {**state, "hidden": x}, side)["hidden"]  # noqa: B023 - as above
+                return layer.call(mine, {**state, stream: x}, side)[stream]  # noqa: B023 - as above
 
             along = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
-            against = torch.randn(after["hidden"].shape, generator=generator, dtype=hidden.dtype)
+            against = torch.randn(after[stream].shape, generator=generator, dtype=hidden.dtype)
             with sdpa_kernel(SDPBackend.MATH):
                 _, pushed = torch.func.jvp(call, (hidden,), (along,))
                 pulled = torch.func.vjp(call, hidden)[1](against)[0]
                 step = 1e-5 * along
                 secant = (call(hidden + step) - call(hidden - step)) / 2e-5
-            torch.testing.assert_close(
-                (against * pushed).sum(), (pulled * along).sum(), rtol=1e-10, atol=1e-10
-            )
-            torch.testing.assert_close(pushed, secant, rtol=1e-5, atol=1e-6)
+            near = 1e-6 if subject.name in ROUNDS else 1e-10
+            torch.testing.assert_close((against * pushed).sum(), (pulled * along).sum(), rtol=near, atol=near)
+            if subject.name not in ROUNDS:  # a secant of steps
+                torch.testing.assert_close(pushed, secant, rtol=1e-5, atol=1e-6)
         state = after
 
 

@@ -59,7 +59,14 @@ def bert(**settings: Any) -> nn.Module:
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=WORDS, d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0
+        vocab_size=WORDS,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        feed_forward_proj="gated-gelu",  # smooth, unlike the first version's ReLU
     )
     return transformers.T5Model(config)
 
@@ -100,7 +107,7 @@ def final_drift(given: dict[str, nn.Module], **inputs: Tensor) -> float:
     return float((outs[0] - outs[1]).norm(dim=1).mean())
 
 
-LLAMA, GPT2, BERT, T5 = map(pytest.mark.family, ("Llama", "GPT-2", "BERT", "T5"))
+LLAMA, GPT2, BERT, T5 = map(pytest.mark.family, ("Llama", "GPT-2", "BERT", "T5 (transformers)"))
 
 
 @pytest.mark.shows("live", "drift")
@@ -169,22 +176,34 @@ def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differ
 
 
 @T5
-@pytest.mark.shows("live", drift="where all models share the position bias")
-def test_t5_is_right_where_all_models_share_what_is_handed_to_the_blocks(tmp_path: pathlib.Path) -> None:
-    """A frozen position bias; of the decoder, the whole encoder."""
-    base = with_seed(t5)().eval()
-    batch = {"input_ids": words(), "decoder_input_ids": words(length=4, seed=1)}
-    for blocks, frozen in (("encoder.block", "relative"), ("decoder.block", "encoder|shared|relative")):
-        given = models(t5)
-        for module in given.values():
-            own = module.state_dict()
-            for name, value in base.state_dict().items():
-                if any(part in name for part in frozen.split("|")):
-                    own[name].copy_(value)
-        run = analyzed(given, [batch], tmp_path / blocks, blocks=blocks, pool="last")
-        found = run.layers(variant="merged")
-        assert found["closure_error"].max() < 1e-4
-        assert found["drift_l2_mean"].iloc[-1] == pytest.approx(final_drift(given, **batch), rel=1e-4)
+@pytest.mark.shows("live", "drift", "attribution", sites="all but the position bias")
+def test_t5_is_measured_and_calibrated_as_a_whole(tmp_path: pathlib.Path) -> None:
+    """Its position bias and its encoder's output, computed from each model's own weights, are part of the layers."""
+    lengths = torch.tensor([7, 3, 5, 4, 7, 6])
+    seen = (torch.arange(7) < lengths[:, None]).long()
+    batch = {
+        "input_ids": words(),
+        "attention_mask": seen,
+        "decoder_input_ids": words(length=4, seed=1),
+        "decoder_attention_mask": seen[:, :4],
+    }
+    given = models(t5)
+    run = analyzed(given, [batch], tmp_path / "run", jacobian=dl.JacobianSettings())
+    found = run.layers(variant="merged")
+    assert found["closure_error"].max() < 1e-4 and found["jacobian_error"].max() < 1e-3
+    assert list(found["stream"].unique()) == ["encoder", "hidden"]
+    assert found["final_share"].sum() + found["remainder_share"].iloc[-1] == pytest.approx(1, abs=1e-4)
+    with torch.no_grad():
+        outs = [given[name](**batch) for name in ("merged", "expert")]
+    drift = outs[0].last_hidden_state - outs[1].last_hidden_state
+    last = drift[torch.arange(6), seen[:, :4].sum(dim=1) - 1]
+    assert found["drift_l2_mean"].iloc[-1] == pytest.approx(float(last.norm(dim=1).mean()), rel=1e-4)
+    drift = (outs[0].encoder_last_hidden_state - outs[1].encoder_last_hidden_state) * seen[..., None]
+    means = drift.sum(dim=1) / lengths[:, None]
+    at_norm = found[found["path"] == "encoder.final_layer_norm"]["drift_l2_mean"].item()
+    assert at_norm == pytest.approx(float(means.norm(dim=1).mean()), rel=1e-4)
+    result = fitted(given, [batch], dl.FeatCal(lam=1e-5, rho=1, alpha=1.0, update=("linear",)))
+    assert result is not None
 
 
 class Conditioned(nn.Module):

@@ -22,7 +22,7 @@ from driftlens.diagnostic import Diagnostic, Seen
 from driftlens.engine.walk import LayerView, on_device, waiting_bytes, walk
 from driftlens.errors import NumericsError
 from driftlens.linalg.state import norm, subtract
-from driftlens.models.chain import Layer, Pool, State, pooled
+from driftlens.models.chain import Layer, Pool, State
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
 
@@ -127,8 +127,7 @@ class _Recorder:
             self._keep_features(("expert", view.layer.index), view, view.expert_out)
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
-        stream = view.layer.stream
-        vectors = pooled(state[stream], self._pool, view.side.mask(stream))
+        vectors = view.layer.vectors(state, view.side, self._pool)
         self._features[key].append(vectors.float().cpu().numpy())
 
     def columns(self, variant: str, layer: int) -> dict[str, Array]:
@@ -167,7 +166,12 @@ def _tables(
             key: Row = {"task": task, "variant": variant, "layer": layer.index}
             found.layers.append(
                 key
-                | {"role": layer.role, "path": layer.path, "n": len(at_hand.diagnosis)}
+                | {
+                    "role": layer.role,
+                    "stream": layer.stream,
+                    "path": layer.path,
+                    "n": len(at_hand.diagnosis),
+                }
                 | {"reference": "expert", "closure_error": library.error[variant, layer.index]}
                 | _measured(measured, "layers", seen)
             )
@@ -350,8 +354,7 @@ def precision_error(
 
 
 def _pooled(study: Study, view: LayerView, state: State) -> NDArray[np.float64]:
-    stream = view.layer.stream
-    vectors: torch.Tensor = pooled(state[stream], study.settings.pool, view.side.mask(stream))
+    vectors: torch.Tensor = view.layer.vectors(state, view.side, study.settings.pool)
     return vectors.double().cpu().numpy()
 
 

@@ -17,7 +17,7 @@ from driftlens.diagnostic import chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.walk import on_device
 from driftlens.models.architecture import Architecture
-from driftlens.models.chain import Pool, pooled
+from driftlens.models.chain import Pool
 from driftlens.models.interception import buffers_on
 from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
@@ -134,7 +134,7 @@ def layer_costs(
                 operations=counter.get_total_flops(),
                 parameter_bytes=sum(value.nbytes for value in parameters.values()),
                 state_bytes=sum(leaf.nbytes for leaf in state.values()),
-                width=pooled(state[layer.stream], pool).shape[-1],
+                width=layer.vectors(state, side, pool).shape[-1],
             )
         )
     return tuple(found)

@@ -237,18 +237,20 @@ def site_moments(study: Study) -> Iterator[tuple[Layer, dict[str, dict[str, Tens
     }
     for layer in pool.chain.layers:
         sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
-        readers = {(site.input, site.token_weights): site.name for site in sites}
+        readers = {(site.input, site.token_weights): site for site in sites}
         found: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
         for task in waiting:
             parameters = pool.parameters(expert_of(task), layer)
             sums: dict[str, tuple[GramSum, list[float]]] = {}
             carried, watch = [], FiniteWatch(layer, task, sets[task].ids)
             for state, side in waiting[task]:
-                rows, out = rows_and_output(layer, parameters, state, side, readers.values())
-                for (_, rule), name in readers.items():
-                    x, rules = rows.inputs[name], pool.chain.token_weights
+                names = [site.name for site in readers.values()]
+                rows, out = rows_and_output(layer, parameters, state, side, names)
+                for (_, rule), site in readers.items():
+                    name, rules = site.name, pool.chain.token_weights
+                    x = rows.inputs[name]
                     by_rule = rules[rule](state, side) if rule in rules and rule != UNIFORM else None
-                    weights = row_weights(name, x, by_rule, side.mask(layer.stream))
+                    weights = row_weights(name, x, by_rule, side.mask(site.stream or layer.stream))
                     x = x.flatten(0, -2)
                     total, counts = sums.setdefault(name, (GramSum(x.shape[-1], torch.float64, x.device), []))
                     total.add_rows(x if weights is None else x * weights.sqrt()[:, None])
@@ -259,7 +261,7 @@ def site_moments(study: Study) -> Iterator[tuple[Layer, dict[str, dict[str, Tens
             waiting[task] = carried
             means = {name: (total.full() / sum(counts)).cpu() for name, (total, counts) in sums.items()}
             for site in sites:
-                found[site.name][task] = means[readers[site.input, site.token_weights]]
+                found[site.name][task] = means[readers[site.input, site.token_weights].name]
         yield layer, found
 
 

@@ -45,10 +45,11 @@ from driftlens.models.chain import (
 )
 from driftlens.models.dissection import run, tied_weights
 from driftlens.models.frames import raw_inputs, result, without_padding
-from driftlens.models.interception import call
 from driftlens.models.heads import LmScores
-from driftlens.models.loading import TOKENIZERS, missing_config, read_config
-from driftlens.models.refusals import LIVE, T5, require_plain, wrong_family
+from driftlens.models.hf_auto import read_plain_config
+from driftlens.models.interception import call
+from driftlens.models.loading import TOKENIZERS
+from driftlens.models.refusals import LIVE, T5, wrong_family
 from driftlens.models.sites import BLOCK_ITSELF, no_sites, tapped
 from driftlens.models.texts import hf_text_preprocess
 from driftlens.models.vit import scrambled
@@ -357,12 +358,8 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
         IncompatibleModelsError: the model is no T5.
     """
     require_own_blocks(request, "hf-t5")
-    source, offline = request.source, request.access.offline
-    stated = read_config(source, "config.json", offline=offline)
-    if stated is None:
-        hint = "Give a folder of save_pretrained or a Hub id."
-        raise missing_config(source, "config.json", "a T5 of transformers", offline=offline, hint=hint)
-    require_plain(stated, source)
+    source = request.source
+    stated = read_plain_config(request)
     if stated.get("model_type") != T5:
         raise wrong_family(stated, source, "a T5 of transformers")
     skeleton, is_tied = _skeleton(stated, source)
@@ -372,7 +369,7 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
         skeleton=skeleton,
         chain=HfT5().chain(skeleton),
         layout=_layout(skeleton, is_tied),
-        preprocess=hf_text_preprocess(source, skeleton.config, offline, "encoder-decoder"),
+        preprocess=hf_text_preprocess(source, skeleton.config, request.access.offline, "encoder-decoder"),
         folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=_usage),
         # The first version scales features where it scores them by its embeddings.
         lm=LmScores(EMBEDDINGS, scale=skeleton.config.d_model**-0.5) if is_tied else LmScores(SCORES),

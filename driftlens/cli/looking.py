@@ -134,6 +134,7 @@ def environment() -> dict[str, str]:
 def _plugins() -> Iterator[str]:
     """What other installed distributions add, and what of it can't be had."""
     from driftlens.calibration.calibrator import calibrators
+    from driftlens.data.sources import data_sources
     from driftlens.diagnostic import diagnostics
     from driftlens.merging.method import merge_methods
     from driftlens.models.architecture import loaders
@@ -142,7 +143,7 @@ def _plugins() -> Iterator[str]:
     from driftlens_reports.charts.chart import charts
 
     registries: tuple[Registry[Any], ...] = (
-        *(loaders, adapters, merge_methods),
+        *(loaders, adapters, merge_methods, data_sources),
         *(calibrators, diagnostics, charts),
     )
     readers = {registry.group: registry for registry in registries}

@@ -25,17 +25,21 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
     """The images below a split's folder, sorted by class and path; ids are paths relative to that folder.
 
     As in torchvision's ImageFolder, a class is a direct sub-folder whose images may lie at any depth. Hidden
-    files and folders are skipped. Images without class folders make an unlabelled split.
+    files and folders are skipped. Images without class folders make an unlabelled split, and so does a split that the
+    entry calls so, whose images may lie at any depth.
 
     Raises:
         DataError: no such folder, no images, a class without images, or images beside class folders.
     """
     folder = Path(getattr(entry, split))
     classes, loose = _listing(folder)
+    if split in entry.unlabelled:
+        classes, loose = [], ["/".join(parts) for parts in sorted(_walk(folder))]
     if classes and loose:
         raise DataError(
             f"{folder}: holds images ({loose[0]}) beside class folders ({classes[0]})",
-            hint="Move the images into class folders, or the folders elsewhere.",
+            hint="Move the images into class folders, or the folders elsewhere; where folders are no classes, set "
+            f"`unlabelled: [{split}]`.",
         )
     if not classes and not loose:
         raise DataError(f"{folder}: no images", hint=f"Images end in {', '.join(sorted(SUFFIXES))}.")

@@ -54,7 +54,7 @@ class SplitView:
 DataSource = Callable[[Any, Split, Access], SplitView]
 """(the task's entry in the spec, split, access) -> the split's samples."""
 
-data_sources: Registry[DataSource] = Registry("data source", "driftlens.data")
+data_sources: Registry[DataSource] = Registry("data source", "driftlens.data", "driftlens.data_sources")
 
 PATHS_HINT = "Relative paths are resolved against the spec file's folder."
 BYTES_REMEDY = "Store values 0 to 255 as uint8; values in [0, 1] become (255 * x).round().astype('uint8')."

@@ -116,7 +116,7 @@ def open_task_data(
             f"{reads}",
             hint="Text tasks (kind: jsonl) need a text model; image models need a source of images.",
         )
-    class_names = _agreed_classes(task, views, head_classes)
+    class_names = _agreed_classes(task, views, head_classes, getattr(entry, "unlabelled", None) is not None)
 
     def drawn(split: Split, taken: Sequence[str] = ()) -> SampleSet:
         view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
@@ -140,7 +140,7 @@ def open_task_data(
 
 
 def _agreed_classes(
-    task: str, views: Mapping[Split, SplitView], head_classes: Sequence[str] | None
+    task: str, views: Mapping[Split, SplitView], head_classes: Sequence[str] | None, may_be_unlabelled: bool
 ) -> tuple[str, ...] | None:
     """The task's class names, after every split's own names were compared with them."""
     # The test split comes first: only there must every class appear, so its message is the fullest.
@@ -151,6 +151,11 @@ def _agreed_classes(
         return None
     for split, names in named.items():
         where = f"task {task}, {split} split {views[split].origin}"
+        if may_be_unlabelled and split != "test" and set(names).isdisjoint(agreed):
+            raise DataError(
+                f"{where}: none of its sub-folders ({_listed(names)}) is a class; classes are {_listed(agreed)}",
+                hint=f"Where sub-folders are no classes, set `unlabelled: [{split}]` in its entry.",
+            )
         require_same_classes(names, agreed, where=where, all_of_head=split == "test")
     return agreed
 

@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
+from driftlens.errors import SpecError
+from driftlens.registry import Registry
 from driftlens.spec.sections import ClassNames
 from driftlens.spec.types import (
     Count,
@@ -42,23 +54,32 @@ class DataDefaults(Part):
     batch_size: Count = 32
 
 
-class _Entry(Part):
+class Entry(Part):
+    """What an entry of any kind may set; of another distribution's kind too, see `data_kinds`."""
+
     kind: str
     n: Count | None = None
     n_diagnosis: Count | None = None
     n_test: CountOrAll | None = None
 
 
-class _Places(_Entry):
+class Places(Entry):
+    """A file or folder per split."""
+
     calibration: LocalPath
     test: LocalPath
     diagnosis: LocalPath | None = None
 
 
-class ImageFolderData(_Places):
-    """Folders with one sub-folder per class, or with images only (then there are no labels)."""
+class ImageFolderData(Places):
+    """Folders with one sub-folder per class, or with images only (then there are no labels).
+
+    Attributes:
+        unlabelled: splits whose sub-folders are no classes: images at any depth, without labels.
+    """
 
     kind: Literal["imagefolder"]
+    unlabelled: tuple[Literal["calibration", "diagnosis", "test"], ...] = ()
 
 
 class NpzArrays(Part):
@@ -69,7 +90,7 @@ class NpzArrays(Part):
     y: Text | None = None
 
 
-class NpzData(_Entry):
+class NpzData(Entry):
     """An `.npz` file with `x_train, y_train, x_test, y_test, class_names`, or with arrays named per split."""
 
     kind: Literal["npz"]
@@ -92,7 +113,7 @@ class NpzData(_Entry):
         return self
 
 
-class HfData(_Entry):
+class HfData(Entry):
     """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id."""
 
     kind: Literal["hf"]
@@ -105,7 +126,7 @@ class HfData(_Entry):
     label: Text | None = "label"
 
 
-class JsonlData(_Places):
+class JsonlData(Places):
     """Text tasks: files with one JSON object per line that holds an input and a target.
 
     Attributes:
@@ -126,7 +147,7 @@ Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_valu
 """A file of one split; beside `file`, the value that its rows have in the column `split`."""
 
 
-class TableData(_Entry):
+class TableData(Entry):
     """CSV, TSV or Parquet files of image paths and labels; one per split, or `file` with a column of splits."""
 
     kind: Literal["table"]
@@ -140,7 +161,7 @@ class TableData(_Entry):
     classes: ClassNames = None
 
 
-class WebdatasetData(_Places):
+class WebdatasetData(Places):
     """Tar files of samples: a file, a folder or a pattern per split; `image` and `label` are endings of members."""
 
     kind: Literal["webdataset"]
@@ -150,7 +171,7 @@ class WebdatasetData(_Places):
     classes: ClassNames = None
 
 
-class PythonData(_Entry):
+class PythonData(Entry):
     """A function of the user's that is called with `calibration` or `test`; runs only when trusted."""
 
     kind: Literal["python"]
@@ -160,16 +181,27 @@ class PythonData(_Entry):
 KINDS = ("imagefolder", "npz", "hf", "table", "webdataset", "jsonl", "python")
 
 
-def _has_a_kind(given: Any) -> Any:
-    if isinstance(given, Mapping) and given.get("kind") is None:
+data_kinds: Registry[type[Entry]] = Registry("kind of data", "driftlens.spec", "driftlens.data_sources")
+"""What an entry of a kind that another distribution adds may hold; asked for kinds that are none of `KINDS`."""
+
+
+def _of_its_kind(given: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    kind = given.get("kind") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping) and kind is None:
         raise problem(f"kind is missing; expected one of {', '.join(KINDS)}")
-    return given
+    if not isinstance(kind, str) or kind in KINDS:
+        return check(given)
+    try:
+        known = kind in data_kinds
+    except SpecError as error:
+        raise problem(error.message, error.hint) from None
+    return data_kinds[kind].model_validate(given, context=info.context) if known else check(given)
 
 
 TaskData = Annotated[
-    ImageFolderData | NpzData | HfData | TableData | WebdatasetData | JsonlData | PythonData,
+    SerializeAsAny[ImageFolderData | NpzData | HfData | TableData | WebdatasetData | JsonlData | PythonData],
     Field(discriminator="kind"),
-    BeforeValidator(_has_a_kind),
+    WrapValidator(_of_its_kind),
 ]
 """Where one task's samples come from."""
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from torchvision.datasets import ImageFolder
 
+from driftlens.data.task_data import open_task_data
 from driftlens.errors import DataError
-from tests.data.sources import colour, images, labels_of, opened, shades, write_images
+from driftlens.spec.data import DataDefaults
+from tests.data.sources import colour, entry_of, images, labels_of, opened, shades, write_images
 
 FILES = {
     "sedan/b.png": 1,
@@ -131,3 +133,23 @@ def test_what_is_no_folder_is_refused_with_how_paths_resolve(tmp_path: Path, nam
     with pytest.raises(DataError, match=name) as caught:
         opened(**folder_entry(tmp_path / name))
     assert "spec file's folder" in caught.value.hint
+
+
+def test_sub_folders_of_unlabelled_splits_are_no_classes(tmp_path: Path) -> None:
+    """Of calibration images alone, or of all; without being told, folders that are no classes are pointed out."""
+    write_images(
+        tmp_path, {"all/2024/may/a.png": 1, "all/b.png": 2, "test/cat/c.png": 3, "test/dog/d.png": 4}
+    )
+    entry = {"kind": "imagefolder", "calibration": str(tmp_path / "all"), "test": str(tmp_path / "test")}
+    with pytest.raises(DataError, match="beside class folders") as refusal:
+        opened("calibration", **entry)
+    assert "unlabelled: [calibration]" in refusal.value.hint
+    for splits, named in ((["calibration"], ("cat", "dog")), (["calibration", "test"], None)):
+        views = {split: images(split, **entry, unlabelled=splits) for split in ("calibration", "test")}
+        assert views["calibration"].ids == ("2024/may/a.png", "b.png")
+        assert labels_of(views["calibration"]) == [None, None] and views["calibration"].class_names is None
+        assert views["test"].class_names == named
+    (tmp_path / "all" / "b.png").unlink()
+    with pytest.raises(DataError, match=r"none of its sub-folders .*'2024'.* is a class.*'cat'") as refusal:
+        open_task_data("task", entry_of(**entry), DataDefaults(n=1, n_diagnosis=1), list, reads="image")
+    assert "unlabelled: [calibration]" in refusal.value.hint

@@ -16,6 +16,7 @@ from driftlens.models.alignment import KeyLayout, Layout, Spellings
 from driftlens.models.chain import IMAGE, LayerChain, adapters
 from driftlens.models.heads import LmScores
 from driftlens.models.lora import lora_source
+from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.refusals import LIVE, running
 from driftlens.models.sequential import sequential_chain
@@ -69,6 +70,7 @@ class Architecture:
         open_text: the base's weights under their own key names -> its text tower; None where there is none.
         classifier: path of the linear classifier that whole models end in and the skeleton lacks; "" where they don't.
         lm: where the skeleton's language-model head lies; None where it has none.
+        own_head: the head of several layers that whole models end in instead; None where they don't.
     """
 
     loader: str
@@ -81,11 +83,17 @@ class Architecture:
     open_text: Callable[[StateSource], TextTower] | None = field(default=None, repr=False)
     classifier: str = ""
     lm: LmScores | None = None
+    own_head: HeadForm | None = None
 
     @property
     def adapter(self) -> str:
         """Name of the adapter that took the skeleton apart."""
         return self.chain.architecture
+
+    @property
+    def ends_in_classes(self) -> bool:
+        """Whether whole models end in a classifier, which the skeleton lacks."""
+        return bool(self.classifier) or self.own_head is not None
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -121,12 +129,22 @@ class Architecture:
                 return aligned
         return base
 
-    def classifier_keys(self, stored: StateSource) -> tuple[str, str] | None:
-        """Keys of weight and bias of the classifier in a checkpoint under its own names; None where it holds none."""
-        weight, bias = (f"{self.classifier}.{part}" for part in ("weight", "bias"))
-        found = [key for key in stored.headers if self.classifier and f".{key}".endswith(f".{weight}")]
-        key = min(found, key=len, default=None)  # the whole model's own, if another module ends so too
-        return None if key is None else (key, key.removesuffix(weight) + bias)
+    def classifier_keys(self, stored: StateSource) -> tuple[str, ...] | None:
+        """Keys of a classifier's weights in a checkpoint under its own names; None where it holds none.
+
+        Of a linear one these are weight and bias, of another those of `own_head`, in its order.
+        """
+        linear = (f"{self.classifier}.weight",) if self.classifier else ()
+        wanted = linear if self.own_head is None else tuple(self.own_head.names.values())
+        keys = []
+        for name in wanted:
+            ends = [key for key in stored.headers if f".{key}".endswith(f".{name}")]
+            if not ends:
+                return None
+            keys.append(min(ends, key=len))  # the whole model's own, if another module ends so too
+        if self.own_head is None and keys:
+            keys.append(f"{keys[0].removesuffix('weight')}bias")
+        return tuple(keys) or None
 
     def text_tower(self, base: StateSource) -> TextTower:
         """The text tower of a base, which is given under its own key names.

@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
+from driftlens.models.computed import computed_arguments
 from driftlens.models.frames import (
     Frame,
     Inputs,
@@ -52,6 +53,7 @@ class Dissection:
         self.final = final
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
+        self.computed = computed_arguments(module)
         self._frames: list[Frame] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
         # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
@@ -72,6 +74,10 @@ class Dissection:
         block, path = self.blocks[position], self.paths[position]
         prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
         return {f"{prefix}{name}": slot_of(block, name, f"{path}.{name}") for name in own_weights(block)}
+
+    def parameters(self, position: int) -> dict[str, Slot]:
+        """What a block computes with: its own weights, and outer ones that its other arguments are computed of."""
+        return self.slots[position] | {key: Slot(key) for of in self.computed.values() for key in of.names}
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """State at boundary 0 (the floating-point inputs) and all that the layers need beside it.
@@ -124,7 +130,7 @@ class Dissection:
         }
         for path, *frames in zip(self.paths, first, *others, strict=True):
             found = [tensors_given(frame) for frame in frames]
-            for name in found[0]:
+            for name in found[0].keys() - self.computed.keys():
                 if not all(same_values(found[0][name], other.get(name)) for other in found[1:]):
                     raise IncompatibleModelsError(
                         f"block {path!r} is given {name!r} beside its features, which is computed from weights; "
@@ -163,6 +169,7 @@ class Dissection:
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         args, kwargs = frame_at(side, position).arguments(state["hidden"].clone())
+        kwargs |= {name: of.value(parameters) for name, of in self.computed.items() if name in kwargs}
         path, slots = self.paths[position], self.slots[position]
         own = {
             slots[name].key.removeprefix(f"{path}."): slots[name].stored(parameters[name]) for name in slots
@@ -235,6 +242,7 @@ class Dissection:
             (path, argument): tensor
             for path, frame in zip(self.paths, frames, strict=True)
             for argument, tensor in tensors_given(frame).items()
+            if argument not in self.computed
         }
 
     def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -28,6 +28,7 @@ from driftlens.models.architecture import (
 )
 from driftlens.models.chain import IMAGE, TEXT
 from driftlens.models.loading import TOKENIZERS, missing_config, read_config
+from driftlens.models.own_heads import HeadForm, Tokens, behind_core
 from driftlens.models.preprocessing import Preprocess, hf_image_preprocess
 from driftlens.models.refusals import (
     CLIP,
@@ -77,7 +78,7 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
     stated = read_plain_config(request)
     if stated.get("model_type") not in VISION:
         raise wrong_family(stated, request.source, f"one of {', '.join(VISION)}")
-    return replace(load_hf_auto(request), loader="hf-vit")
+    return load_transformers(request, "hf-vit")
 
 
 @loaders.register("hf-auto")
@@ -89,21 +90,41 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         CheckpointError: a file can't be fetched or read.
         IncompatibleModelsError: transformers doesn't know the model, it is quantised, or it wants remote code.
     """
+    return load_transformers(request, "hf-auto")
+
+
+def load_transformers(
+    request: ArchitectureRequest, loader: str, *, whole_heads: bool = False
+) -> Architecture:
+    """See `load_hf_auto`; for loaders of some families, under their name.
+
+    Args:
+        request: what is asked for.
+        loader: who asks.
+        whole_heads: whether all that reads the features of tokens is part of a classifier, a core's pooler included.
+    """
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request)
     config, model_class = _class_of(stated, source)
     skeleton = weightless(partial(built, model_class, config), source)
     names = file_names(skeleton)
-    classifier = _without_classifier(skeleton, config.num_labels)
-    notice, beside = "", _beside_core(skeleton) if classifier else ()
-    if beside:
-        notice = (
-            f"{source}: its classifier reads features through {beside[0].rpartition('.')[0]}, which belongs to each "
-            "task too: the final features are those before, and no expert's own classifier is used."
-        )
-        core, skeleton = f"{skeleton.base_model_prefix}.", getattr(skeleton, skeleton.base_model_prefix)
-        names = {key: names[core + key].removeprefix(core) for key in skeleton.state_dict()}
-        model_class, classifier = type(skeleton), ""
+    classifier = _classifier(skeleton, config.num_labels)
+    notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
+    beside = [key for key in _beside_core(skeleton) if not key.startswith(f"{classifier}.")]
+    if classifier and (beside or whole_heads):
+        if (parts := behind_core(skeleton, names)) is not None:
+            skeleton, own_head = parts
+        else:
+            notice = (
+                f"{source}: its classifier reads features through {beside[0].rpartition('.')[0]}, which belongs to "
+                "each task too: the final features are those before, and no expert's own classifier is used."
+            )
+            skeleton = Tokens(getattr(skeleton, core), core)
+        model_class, classifier = type(skeleton.get_submodule(core)), ""
+        if blocks is not None and not blocks.startswith(f"{core}."):
+            blocks = f"{core}.{blocks}"
+    elif classifier:
+        skeleton.set_submodule(classifier, nn.Identity())
     reads_images = skeleton.main_input_name == "pixel_values"
     preprocess: Preprocess
     if reads_images:
@@ -114,12 +135,12 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         example = preprocess([("a word", ""), ("and a few more", "")])
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
     ignored = tuple(getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ())
-    layout = Spellings(spellings(names, skeleton), _left_out(classifier, skeleton), ignored)
+    layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
     with running(source):
-        chain = sequential_chain(skeleton, example, blocks=request.blocks)
+        chain = sequential_chain(skeleton, example, blocks=blocks)
     modality = replace(IMAGE, pool="cls" if _has_class_token(skeleton) else "mean") if reads_images else TEXT
     return Architecture(
-        loader="hf-auto",
+        loader=loader,
         source=source,
         skeleton=skeleton,
         chain=replace(
@@ -133,14 +154,20 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": stated},
-            usage=partial(_usage, model_class.__name__, classifier, reads_images),
+            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images),
         ),
         classifier=classifier,
+        own_head=own_head,
     )
 
 
 def _usage(
-    model: str, classifier: str, reads_images: bool, keys: Collection[str], files: Collection[str]
+    model: str,
+    classifier: str,
+    own_head: HeadForm | None,
+    reads_images: bool,
+    keys: Collection[str],
+    files: Collection[str],
 ) -> str:
     """Python that computes what the tasks' heads read; empty where no file says how inputs are prepared."""
     needed = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
@@ -153,7 +180,10 @@ def _usage(
         sample='Image.open("image.png")' if reads_images else '"a sentence"',
         change=f'model.set_submodule("{classifier}", torch.nn.Identity())  # every task has its own\n'
         * bool(classifier),
-        output="logits" if classifier else "last_hidden_state",
+        output="logits"
+        if classifier
+        else "last_hidden_state"
+        + "[:, 0]  # what the experts' heads read" * (own_head is not None and own_head.pool == "cls"),
     )
 
 
@@ -243,8 +273,8 @@ def _beside_core(skeleton: Any) -> tuple[str, ...]:
     )
 
 
-def _without_classifier(skeleton: nn.Module, num_labels: int) -> str:
-    """Path of the last linear module that gives class scores, which is taken out; "" where there is none."""
+def _classifier(skeleton: nn.Module, num_labels: int) -> str:
+    """Path of the last linear module that gives class scores; "" where there is none."""
     found = [
         path
         for path, module in skeleton.named_modules()
@@ -252,7 +282,6 @@ def _without_classifier(skeleton: nn.Module, num_labels: int) -> str:
     ]
     if not type(skeleton).__name__.endswith("Classification") or not found:
         return ""
-    skeleton.set_submodule(found[-1], nn.Identity())
     return found[-1]
 
 
@@ -275,10 +304,11 @@ def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     return [*plain, *alone, *within]
 
 
-def _left_out(classifier: str, skeleton: Any) -> tuple[str, ...]:
+def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
     """Beginnings of what other models of the family hold beside the skeleton."""
     core = f"{skeleton.base_model_prefix}."
     parts = [f"{classifier}."] if classifier else []
+    parts += [] if own_head is None else [name.removeprefix(core) for name in own_head.names.values()]
     known = [key.removeprefix(core) for key in skeleton.state_dict()]
     parts += [part for part in _BESIDE if not any(key.startswith(part) for key in known)]
     return (*parts, *(core + part for part in parts))

@@ -35,6 +35,8 @@ DECODERS = (
 """Model types of transformers that `hf-decoder` reads."""
 T5 = "t5"
 """Model type of transformers that `hf-t5` reads."""
+ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "deberta", "deberta-v2")
+"""Model types of transformers that `hf-encoder` reads."""
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _FAMILIES = (
     ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
@@ -56,7 +58,7 @@ _FAMILIES = (
         "hf-auto",
     ),
     ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
-    ("layer.0.attention.", "an encoder of transformers (BERT and its kin)", "hf-auto"),
+    ("layer.0.attention.", "an encoder of transformers (BERT and its kin)", "hf-encoder"),
     ("h.0.attn.c_attn.", "a GPT-2", "hf-auto"),
     ("stages.0.", "a convolutional network in stages", "timm"),
 )
@@ -96,7 +98,13 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     elif kind is None and isinstance(config.get("architecture"), str):
         what, loader = f"a timm model ({config['architecture']})", "timm"
     elif kind in CONFIG_MAPPING and not num_experts(config):
-        known = {"hf-clip": CLIP, "hf-vit": VISION, "hf-decoder": DECODERS, "hf-t5": (T5,)}
+        known = {
+            "hf-clip": CLIP,
+            "hf-vit": VISION,
+            "hf-decoder": DECODERS,
+            "hf-t5": (T5,),
+            "hf-encoder": ENCODERS,
+        }
         # Of two streams no family but T5 is taken apart.
         other = "" if config.get("is_encoder_decoder") else "hf-auto"
         loader = next((name for name, kinds in known.items() if kind in kinds), other)

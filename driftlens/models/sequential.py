@@ -71,7 +71,7 @@ def sequential_chain(
             index=position + 2,
             role="block",
             path=parts.paths[position],
-            parameters=parts.slots[position],
+            parameters=parts.parameters(position),
             call=partial(parts.block, position, sites[position]),
             sites=sites[position],
             is_residual=is_residual[position],
@@ -82,7 +82,12 @@ def sequential_chain(
     outer = {name: Slot(name) for name in parts.outer_weights()}
     # The head also lists the stem's parameters, because it runs the stem again; those belong to the stem,
     # which lists them first. What the example shows nobody using belongs to the stem too.
-    stem = {name: slot for name, slot in outer.items() if name in before or name not in behind}
+    of_blocks = {key for of in parts.computed.values() for key in of.names}
+    stem = {
+        name: slot
+        for name, slot in outer.items()
+        if (name in before or name not in behind) and name not in of_blocks
+    }
     if final:  # what is behind it belongs to no layer
         stem = {name: slot for name, slot in stem.items() if name in before}
         outer = {name: slot for name, slot in outer.items() if name.startswith(f"{final}.")}
@@ -255,10 +260,10 @@ def _traced(
         with buffers_on(module, bare) if parts.is_hollow else nullcontext():
             features, beside = {"hidden": features["hidden"].to(bare)}, side.to(bare)
             for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
-                own = {name: slot.own(weights[slot.key]) for name, slot in slots.items()}
+                own = {name: slot.own(weights[slot.key]) for name, slot in parts.parameters(position).items()}
                 alone = partial(parts.block, position, (), own, features, beside)
                 found, features = traced_sites(block, slots, alone, features)
-                sites.append(found)
+                sites.append(_of_tokens(found) if parts.computed else found)
                 is_residual.append(side.frames[position].entered == side.frames[position].left)
         if parts.is_hollow:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
@@ -276,6 +281,13 @@ def _traced(
 
 def _among(weights: dict[str, Tensor], watch: _Watch) -> frozenset[str]:
     return frozenset(name for name, value in weights.items() if id(value) in watch.seen)
+
+
+def _of_tokens(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Sites without those that run on what else a block is given too: their weights serve two inputs at once."""
+    readers: dict[str, str] = {}
+    kept = [site for site in sites if site.runs == 1]
+    return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in kept)
 
 
 class _Watch(TorchFunctionMode):

@@ -219,7 +219,7 @@ def _in_words(module: nn.Module, path: str, parameter: str) -> str:
     elif isinstance(module, _ConvNd):
         why = "depthwise or grouped" if module.groups > 1 else "no plain convolution of images"
     elif site_kind(module) is not None:
-        why = "it never runs, or not on every token"
+        why = "it never runs, or not on every token and nothing else"
     elif next(module.children(), None) is not None:
         kind = f"{kind}.{parameter}"
     return f"{kind}: {why}" if why else kind

@@ -19,6 +19,7 @@ from driftlens.layers import select_layers
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, LinearHead
+from driftlens.models.own_heads import OwnHead
 from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.analyze.phases import suitable_threads
@@ -306,6 +307,12 @@ def _check_heads(
 
 
 def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
+    if isinstance(head, OwnHead):
+        checks.ok(
+            f"head of {task}",
+            f"the expert's own, of {len(head.weights)} tensors and {len(head.classes)} classes",
+        )
+        return
     what = "classifier rows" if isinstance(head, LinearHead) else "class embeddings"
     rows, columns = (head.weight if isinstance(head, LinearHead) else head.embeddings).shape
     if width is None or columns == width:

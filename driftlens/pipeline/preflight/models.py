@@ -189,6 +189,7 @@ _READERS: Mapping[str, Callable[[Architecture, pathlib.Path], Iterator[Statement
     "hf-clip": _hf,
     "hf-vit": _hf_any,
     "hf-auto": _hf_any,
+    "hf-encoder": _hf_any,
     "open-clip": _open_clip,
 }
 

@@ -24,6 +24,7 @@ from driftlens.models.heads import LmHead, class_names, file_head, linear_head, 
 from driftlens.models.interception import settle
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.lora import is_lora_folder
+from driftlens.models.own_heads import OwnHead
 from driftlens.models.pretrained import resolve_pretrained
 from driftlens.models.sources import StateSource
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
@@ -234,6 +235,14 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
             f"heads.{task}: {stored.name} holds no classifier of its own",
             hint=f"Name its key: heads.{task}.weight; or give another head.",
         )
+    own = models.architecture.own_head
+    if own is not None and not entry.weight:
+        if entry.normalize:
+            raise SpecError(
+                f"heads.{task}: the expert's own head has {len(keys)} weights; it decides what it normalizes",
+                hint="Take `normalize` out.",
+            )
+        return own.head(stored, keys, classes)
     weight, bias = keys
     if not entry.weight and bias not in stored.headers:
         bias = None
@@ -276,7 +285,6 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     """
     models = open_models(spec, access)
     pool = open_pool(spec, models, device=access.device)
-    settings = settings_of(spec, pool.chain)
     preprocess = models.architecture.preprocess
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
@@ -284,6 +292,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         heads = {
             task: _lm_head(task, opened, models) for task, opened in data.items() if task not in heads
         } | heads
+    settings = settings_of(spec, pool.chain, heads)
     num_calibration = {task: len(opened.calibration) for task, opened in data.items()}
     num_diagnosis = {task: len(opened.diagnosis) for task, opened in data.items()}
     notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
@@ -325,7 +334,7 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
     if entry is None:
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: imagefolder, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
-    if named is None and architecture is not None and architecture.classifier:
+    if named is None and architecture is not None and architecture.ends_in_classes:
         named = named_by_expert(spec, task, head or LinearHead(linear="own"))
     preprocess = None if architecture is None else architecture.preprocess
     return open_task_data(
@@ -350,12 +359,21 @@ def _task_samples(data: TaskData, head: ScoreMap | None) -> TaskSamples:
     )
 
 
-def settings_of(spec: RunSpec, chain: LayerChain) -> Settings:
-    """What a spec asks to be computed.
+def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
+    """What a spec asks to be computed; features are pooled as heads of the experts' own read them.
 
     Raises:
         LayerNotFoundError: `layers.select` matches nothing.
+        SpecError: features are to be pooled in another way than a head reads them.
     """
+    pool = spec.layers.pool
+    for task, head in (heads or {}).items():
+        if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
+            raise SpecError(
+                f"layers.pool is {pool!r}, but the classifier of {task}'s expert reads features pooled by "
+                f"{head.form.pool!r}",
+                hint=f"Take `pool` out, or give heads.{task} that reads them so.",
+            )
     metrics, jacobian = spec.metrics, None
     if metrics.jacobian is not False:
         jacobian = JacobianSettings(
@@ -365,7 +383,7 @@ def settings_of(spec: RunSpec, chain: LayerChain) -> Settings:
             seed=spec.data.defaults.seed,
         )
     return Settings(
-        pool=spec.layers.pool or chain.modality.pool,
+        pool=pool or chain.modality.pool,
         stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
         options=metrics.options,
         jacobian=jacobian,

@@ -1,0 +1,26 @@
+"""Encoders of transformers: BERT, RoBERTa, DistilBERT, DeBERTa; their heads are the experts' own, whatever they hold.
+
+All that a model for classification has behind the features of its tokens, BERT's pooler included, is its head: it is
+merged with no other, and tasks are scored with that of their expert. Final features are those of tokens; of samples
+they are taken as heads read them, the class token, or else as masked means.
+"""
+
+from __future__ import annotations
+
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, require_own_blocks
+from driftlens.models.hf_auto import read_plain_config, load_transformers
+from driftlens.models.refusals import ENCODERS, wrong_family
+
+
+@loaders.register("hf-encoder")
+def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
+    """The architecture of an encoder of texts, with or without a classifier.
+
+    Raises:
+        DriftLensError: as for `load_hf_auto`, and for any other model.
+    """
+    require_own_blocks(request, "hf-encoder")
+    stated = read_plain_config(request)
+    if stated.get("model_type") not in ENCODERS:
+        raise wrong_family(stated, request.source, f"one of {', '.join(ENCODERS)}")
+    return load_transformers(request, "hf-encoder", whole_heads=True)

@@ -1,0 +1,211 @@
+"""Classification heads of several layers, run as their library runs them: a whole model behind features of its core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from driftlens.errors import DataError, IncompatibleModelsError
+from driftlens.models.chain import Pool, pooled
+from driftlens.models.frames import find_features, result
+from driftlens.models.heads import class_names
+from driftlens.models.interception import call
+from driftlens.models.sources import StateSource
+
+_SLOPES = {"__getitem__": 1.0, "dropout": 1.0, "gelu": 1.13, "relu": 1.0, "tanh": 1.0}
+"""How much each function stretches at most; GELU does by 1.1290, at the square root of 2."""
+
+
+class Tokens(nn.Module):
+    """The core of a model under the names that the whole model gives its weights; returns the features of its tokens.
+
+    Args:
+        core: a model of transformers without head.
+        name: what whole models call it.
+    """
+
+    def __init__(self, core: Any, name: str) -> None:
+        super().__init__()
+        self.base_model_prefix, self.main_input_name = name, core.main_input_name
+        self.add_module(name, core)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Features [n, t, d], or as images have them, of what the core takes."""
+        return result(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
+
+
+class _Given(nn.Module):
+    """Stands in the place of a core: what it is given are the features, which its pooler, if it has one, reads."""
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        features: Any = find_features("core", args, kwargs)[1]
+        read = None if self.pooler is None else self.pooler(features)
+        return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=read)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnHead:
+    """A `ScoreMap` that is a model's own head, with the weights of one expert.
+
+    Attributes:
+        classes: names of the scores.
+        form: the head.
+        weights: its own, by the names that the form gives them.
+    """
+
+    classes: tuple[str, ...]
+    form: HeadForm
+    weights: Mapping[str, Tensor]
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Class scores [n, classes] of final features [n, d], on their device and in their dtype.
+
+        Raises:
+            DataError: the features are not as wide as those the head reads.
+        """
+        if features.dim() != 2 or features.shape[1] != self.form.width:
+            raise DataError(
+                f"the classifier reads {self.form.width} features, the model gives {list(features.shape[1:])}",
+                hint="Give a head that was trained on this model's final features.",
+            )
+        weights = {name: value.to(features) for name, value in self.weights.items()}
+        return self.form.run(weights, features[:, None])
+
+    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
+        """The product of what its layers stretch at most, |weight|_2 of a linear one; None where one is not known."""
+        return None if self._gain is None else self._gain.to(start).expand(len(start))
+
+    @cached_property
+    def _gain(self) -> Tensor | None:
+        weights = {name: value.double() for name, value in self.weights.items()}
+        features = torch.zeros(1, 1, self.form.width, dtype=torch.float64)
+        with torch.no_grad(), _Follow(features) as path:
+            end = self.form.run(weights, features)
+        return path.gain if end is path.at and bool(path.gain.isfinite()) else None
+
+
+@dataclass(frozen=True, eq=False)
+class HeadForm:
+    """A head of several layers, without weights.
+
+    Attributes:
+        module: the whole model, with its core's place taken by features.
+        names: by its weights' names, what a file of the whole model calls them.
+        takes: the name of what the whole model reads.
+        width: of the features that it reads.
+        pool: which one vector of a sample's tokens it reads.
+    """
+
+    module: nn.Module
+    names: Mapping[str, str]
+    takes: str
+    width: int
+    pool: Pool = "cls"
+
+    def run(self, weights: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Scores [n, classes] of features of tokens [n, t, d]; those where the mask [n, t] is 0 don't count."""
+        inputs: dict[str, Tensor] = {self.takes: tokens}
+        if self.takes == "input_ids":
+            ones = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+            inputs["attention_mask"] = ones if mask is None else mask
+        return result(call(self.module, weights, (), inputs))
+
+    def head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> OwnHead:
+        """The head with the weights that lie under `keys`, in the order of `names`.
+
+        Raises:
+            IncompatibleModelsError: they are of another head.
+            DataError: there are more or fewer scores than names, or names repeat.
+        """
+        weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
+        found = OwnHead(class_names(classes), self, weights)
+        try:
+            count = found.scores(torch.zeros(1, self.width)).shape[1]
+        except RuntimeError as error:  # shapes that don't go together
+            raise IncompatibleModelsError(
+                f"the classifier of {source.name} is another than the base's: {str(error).splitlines()[0]}",
+                hint="Experts must be of one architecture, heads included.",
+            ) from error
+        if count != len(found.classes):
+            raise DataError(
+                f"the classifier of {source.name} gives {count} scores, but there are {len(found.classes)} class names",
+                hint="Give one name per score, in their order: heads.<task>.classes.",
+            )
+        return found
+
+
+def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
+    """A model for classification cut where its core ends: the core, and its head; both keep its modules.
+
+    Args:
+        whole: weights may have shapes only.
+        names: of its weights, in files.
+
+    Returns:
+        None, with the model as it was, where the head reads anything but one vector: the first token, the last, or the
+        mean. What it reads is tried out, with random weights and a padded sample.
+    """
+    prefix = whole.base_model_prefix
+    core = getattr(whole, prefix)
+    pooler = getattr(core, "pooler", None)
+    setattr(whole, prefix, _Given(pooler))
+    try:
+        own = {key: names[key] for key in whole.state_dict()}
+        form = HeadForm(whole, own, whole.main_input_name, whole.config.hidden_size)
+        pool = _pool_of(form)
+    except Exception:  # whatever somebody's forward makes of features without the model that gave them
+        pool = None
+    if pool is None:
+        setattr(whole, prefix, core)
+        return None
+    if pooler is not None:
+        core.pooler = None
+    return Tokens(core, prefix), replace(form, pool=pool)
+
+
+def _pool_of(form: HeadForm) -> Pool | None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    weights = {name: random(*value.shape) / 10 for name, value in form.module.state_dict().items()}
+    tokens, mask = random(2, 3, form.width), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    scores = form.run(weights, tokens, mask)
+    for pool in get_args(Pool):
+        alone = pooled(tokens, pool, mask)
+        if alone.shape[1] == form.width and torch.allclose(form.run(weights, alone[:, None]), scores):
+            return pool
+    return None
+
+
+class _Follow(TorchFunctionMode):
+    """Follows a tensor through functions; `gain` bounds how much they stretch it, NaN where one is not known."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.at, self.gain = start, start.new_ones(())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if args and args[0] is self.at and isinstance(output, Tensor):
+            is_linear = func.__name__ == "linear"
+            slope = (
+                torch.linalg.matrix_norm(args[1], ord=2)
+                if is_linear
+                else _SLOPES.get(func.__name__, torch.nan)
+            )
+            self.at, self.gain = output, self.gain * slope
+        return output

@@ -115,7 +115,7 @@ class Dissection:
         }
 
     def _hollow(self, inputs: Inputs) -> list[Frame]:
-        """How the blocks are called on a batch; kept where they are given nothing but features.
+        """How the blocks are called on a batch; kept where features make features and nothing else is given.
 
         Raises:
             IncompatibleModelsError: what a block is given depends on weights.
@@ -141,7 +141,8 @@ class Dissection:
                         argument=name,
                     )
         self._is_known_shared = True
-        if not given:
+        # A batch without padding may come without the mask that another has.
+        if not given and all(isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()):
             self._frames = first
         return first
 

@@ -114,6 +114,11 @@ def load_transformers(
     if classifier and (beside or whole_heads):
         if (parts := behind_core(skeleton, names)) is not None:
             skeleton, own_head = parts
+            held = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in own_head.names.values()))
+            notice = (
+                f"Every task is scored by the head that its expert's own checkpoint holds ({held}): merging leaves "
+                "heads out, so that saved models have the base's, if any."
+            )
         else:
             notice = (
                 f"{source}: its classifier reads features through {beside[0].rpartition('.')[0]}, which belongs to "

@@ -8,7 +8,7 @@ they are taken as heads read them, the class token, or else as masked means.
 from __future__ import annotations
 
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, require_own_blocks
-from driftlens.models.hf_auto import read_plain_config, load_transformers
+from driftlens.models.hf_auto import load_transformers, read_plain_config
 from driftlens.models.refusals import ENCODERS, wrong_family
 
 

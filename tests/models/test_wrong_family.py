@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         "a mixture of experts",
         "live modules",
     ),
-    "bert": ("BertModel", SMALL, "a bert model (BertModel)", "an encoder", "hf-auto"),
+    "bert": ("BertModel", SMALL, "a bert model (BertModel)", "an encoder", "hf-encoder"),
     "gpt2": ("GPT2Model", GPT2, "a gpt2 model", "GPT-2", "hf-auto"),
     "vit": ("ViTForImageClassification", VISION, "a vit model", "a ViT", "hf-vit"),
     "dinov2": ("Dinov2Model", VISION, "a dinov2 model", "a ViT", "hf-vit"),
@@ -86,7 +86,7 @@ SENT_ON = [
     for name, hint in (
         ("Mixtral", "live modules"),
         ("CLIP", "hf-clip"),
-        ("Bert", "hf-auto"),
+        ("Bert", "hf-encoder"),
         ("ViT", "hf-vit"),
     )
     if loader != hint and (loader, name) != ("hf-auto", "ViT")

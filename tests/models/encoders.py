@@ -1,0 +1,88 @@
+"""Encoders of texts, made small by transformers itself, and saved as it saves them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.cases import perturbed, with_seed
+from tests.models.tokenizers import word_tokenizer
+
+TEXTS = ("red green ? is it blue", "yes", "question : no red", "is it green ?")
+
+
+def _settings(**more: Any) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 24,
+        "pad_token_id": 0,
+    }
+    return {"vocab_size": len(word_tokenizer("encoder")), **sizes, **more}
+
+
+_DEBERTA = {
+    "relative_attention": True,
+    "position_buckets": 4,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
+_DISTILBERT = {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 24}
+_OTHERS = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+
+ENCODERS: dict[str, Callable[[int], Any]] = {
+    "BERT": lambda classes: transformers.BertForSequenceClassification(
+        transformers.BertConfig(**_settings(num_labels=classes))
+    ),
+    "RoBERTa": lambda classes: transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**_settings(num_labels=classes))
+    ),
+    "DistilBERT": lambda classes: transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(
+            vocab_size=len(word_tokenizer("encoder")), pad_token_id=0, num_labels=classes, **_DISTILBERT
+        )
+    ),
+    "DeBERTa-v3": lambda classes: transformers.DebertaV2ForSequenceClassification(
+        transformers.DebertaV2Config(**_settings(num_labels=classes, **_DEBERTA))
+    ),
+    "ModernBERT": lambda classes: transformers.ModernBertForSequenceClassification(
+        transformers.ModernBertConfig(**_settings(num_labels=classes, classifier_pooling="mean", **_OTHERS))
+    ),
+}
+"""By family, so many classes -> a classifier; all but the last are those of the loader `hf-encoder`."""
+
+PARAMS = [pytest.param(name, marks=pytest.mark.family(name)) for name in list(ENCODERS)[:-1]]
+
+
+def encoder(name: str, classes: int = 3, seed: int = 1, scale: float = 0.2) -> Any:
+    """A model like a fine-tuned one, all its weights moved away from those that every seed begins with."""
+    return perturbed(with_seed(lambda: ENCODERS[name](classes))().eval(), seed, scale)
+
+
+def save(model: Any, folder: pathlib.Path, classes: tuple[str, ...] = ()) -> pathlib.Path:
+    """As transformers saves it, tokenizer and class names beside it."""
+    if classes:
+        model.config.id2label = dict(enumerate(classes))
+        model.config.label2id = {name: row for row, name in enumerate(classes)}
+    model.save_pretrained(folder)
+    word_tokenizer("encoder").save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """What the library's own model says of a batch; of the inputs it gets those that its forward names."""
+    known = {key: value for key, value in inputs.items() if key in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        found: Tensor = model(**known).logits
+    return found

@@ -45,6 +45,7 @@ def states(architecture: Architecture, folder: pathlib.Path, texts: tuple[str, .
 def own_head(architecture: Architecture, folder: pathlib.Path) -> OwnHead:
     stored = open_checkpoint(folder / "expert")
     keys = architecture.classifier_keys(stored)
+    assert set(architecture.align(stored).headers) == set(architecture.keys)
     assert architecture.own_head is not None and keys is not None
     return architecture.own_head.head(stored, keys, NAMES)
 

@@ -30,7 +30,7 @@ SMALL = {
 VISION = {**SMALL, "image_size": 8, "patch_size": 4}
 GPT2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
-    "llm": ("LlamaForCausalLM", SMALL, "a llama model (LlamaForCausalLM)", "a language model", "hf-auto"),
+    "llm": ("LlamaForCausalLM", SMALL, "a llama model (LlamaForCausalLM)", "a language model", "hf-decoder"),
     "mixture": (
         "MixtralForCausalLM",
         {**SMALL, "num_local_experts": 2},

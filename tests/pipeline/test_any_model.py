@@ -549,33 +549,10 @@ def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path:
         assert accuracy[task] == pytest.approx(np.mean(hits))
 
 
-def roberta(classes: int) -> Any:
-    config = transformers.RobertaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=24,
-        pad_token_id=WORDS.index("[PAD]"),
-        num_labels=classes,
-    )
-    return transformers.RobertaForSequenceClassification(config)
-
-
 def spelling_tokenizer(folder: pathlib.Path) -> Any:
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(WORDS))
     return transformers.BertTokenizerFast(vocab_file=str(vocabulary))
-
-
-def test_a_classifier_behind_layers_of_its_own_is_left_to_its_task(tmp_path: pathlib.Path) -> None:
-    with_seed(lambda: roberta(3))().save_pretrained(tmp_path)
-    spelling_tokenizer(tmp_path).save_pretrained(tmp_path)
-    found = load_architecture("hf-auto", str(tmp_path))
-    assert found.classifier == "" and "classifier.dense" in found.notices[0]
-    aligned = found.align(open_checkpoint(tmp_path))
-    assert set(aligned.headers) == set(found.keys) and not any("classifier" in key for key in found.keys)
 
 
 def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -> None:

@@ -89,7 +89,7 @@ SENT_ON = [
         ("Bert", "hf-encoder"),
         ("ViT", "hf-vit"),
     )
-    if loader != hint and (loader, name) != ("hf-auto", "ViT")
+    if loader != hint and (loader, name) not in (("hf-auto", "ViT"), ("hf-auto", "Bert"))
 ]
 
 

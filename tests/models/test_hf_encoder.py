@@ -152,7 +152,13 @@ def test_a_head_that_reads_more_than_one_vector_is_left_where_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "loader"),
-    [("electra", "hf-auto"), ("vit", "hf-vit"), ("llama", "hf-decoder"), ("clip", "hf-clip")],
+    [
+        ("electra", "hf-auto"),
+        ("vit", "hf-vit"),
+        ("llama", "hf-decoder"),
+        ("t5", "hf-t5"),
+        ("clip", "hf-clip"),
+    ],
 )
 def test_other_families_are_refused_with_the_loader_that_takes_them(
     kind: str, loader: str, tmp_path: pathlib.Path

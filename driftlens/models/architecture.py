@@ -132,7 +132,7 @@ class Architecture:
     def classifier_keys(self, stored: StateSource) -> tuple[str, ...] | None:
         """Keys of a classifier's weights in a checkpoint under its own names; None where it holds none.
 
-        Of a linear one these are weight and bias, of another those of `own_head`, in its order.
+        Of a linear one this is the weight, of another those of `own_head`, in its order.
         """
         linear = (f"{self.classifier}.weight",) if self.classifier else ()
         wanted = linear if self.own_head is None else tuple(self.own_head.names.values())
@@ -142,8 +142,6 @@ class Architecture:
             if not ends:
                 return None
             keys.append(min(ends, key=len))  # the whole model's own, if another module ends so too
-        if self.own_head is None and keys:
-            keys.append(f"{keys[0].removesuffix('weight')}bias")
         return tuple(keys) or None
 
     def text_tower(self, base: StateSource) -> TextTower:

@@ -48,7 +48,7 @@ def computed_arguments(module: nn.Module) -> dict[str, Computed]:
         if hasattr(part, "get_rel_embedding") and isinstance(
             table := getattr(part, "rel_embeddings", None), nn.Embedding
         ):
-            inside = [("rel_embeddings", table)]
+            inside: list[tuple[str, nn.Module]] = [("rel_embeddings", table)]
             if isinstance(norm := getattr(part, "LayerNorm", None), nn.LayerNorm):
                 inside.append(("LayerNorm", norm))
             names = {

@@ -229,7 +229,7 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
         source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
         return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
     stored = models.stored[expert_of(task)]
-    keys = (entry.weight, entry.bias) if entry.weight else models.architecture.classifier_keys(stored)
+    keys = (entry.weight,) if entry.weight else models.architecture.classifier_keys(stored)
     if keys is None:
         raise CheckpointError(
             f"heads.{task}: {stored.name} holds no classifier of its own",
@@ -243,10 +243,7 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
                 hint="Take `normalize` out.",
             )
         return own.head(stored, keys, classes)
-    weight, bias = keys
-    if not entry.weight and bias not in stored.headers:
-        bias = None
-    return linear_head(stored, classes, weight=weight, bias=entry.bias or bias, normalize=entry.normalize)
+    return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
 
 
 def named_by_expert(spec: RunSpec, task: str, entry: Head | None) -> tuple[str, ...] | None:

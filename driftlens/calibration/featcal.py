@@ -32,6 +32,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "update": ("linear", "bias", "norm"),
             "last_block_tokens": "cls_emphasis",
         },
+        # The paper's text for language models; norms are left alone, T5 has no biases.
+        "flan-t5": {"lam": 1e-5, "rho": 2.0, "alpha": 0.6, "update": ("linear", "bias")},
+        "llama-3b": {"lam": 1e-5, "rho": 0.5, "alpha": 0.15, "update": ("linear",)},
+        "llama-8b": {"lam": 3.0, "rho": 0.5, "alpha": 0.15, "update": ("linear",)},
     }
 )
 """Name -> parameters of `FeatCal`, of models that can be loaded; what a preset leaves out keeps its default."""

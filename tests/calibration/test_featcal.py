@@ -75,6 +75,9 @@ def test_presets_are_the_published_settings() -> None:
     assert shown == {
         "paper-clip": (0.05, 2.0, 0.3),
         "demo-clip": (0.05, 2.2, 0.25),
+        "flan-t5": (1e-5, 2.0, 0.6),
+        "llama-3b": (1e-5, 0.5, 0.15),
+        "llama-8b": (3.0, 0.5, 0.15),
     }
     for name in PRESETS:
         FeatCal(**PRESETS[name]).check()

@@ -1,0 +1,161 @@
+"""Encoders of texts from their folders to a calibrated one: own heads of the experts, saved for their library."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import driftlens as dl
+from driftlens.errors import SpecError
+from driftlens.models.loading import open_checkpoint
+from driftlens.models.own_heads import OwnHead
+from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.study.opening import open_study
+from driftlens.spec import load_spec
+from tests.models.encoders import PARAMS, encoder, logits, save
+from tests.models.tokenizers import WORDS, word_tokenizer
+
+TASKS = {"colours": ("red", "green", "blue"), "answers": ("yes", "no")}
+CALIBRATED = 12
+
+
+class Suite:
+    """Base and experts of one family on disk and in memory, and texts whose labels the experts mostly get right."""
+
+    def __init__(self, name: str, folder: pathlib.Path) -> None:
+        self.folder, self.tokenizer = folder, word_tokenizer("encoder")
+        self.base = encoder(name, 4, seed=0)
+        save(self.base, folder / "base")
+        draw = np.random.default_rng(0)
+        self.texts = [" ".join(draw.choice(WORDS, size=1 + row % 7)) for row in range(2 * CALIBRATED)]
+        self.experts, self.labels, data = {}, {}, {}
+        for seed, (task, names) in enumerate(TASKS.items(), start=1):
+            # Near the base but for the head, of which every task has its own.
+            self.experts[task] = encoder(name, len(names), seed=0)
+            near = encoder(name, 4, seed=0, scale=0.2)
+            generator = torch.Generator().manual_seed(seed)
+            state = self.experts[task].state_dict()
+            for key, value in near.state_dict().items():
+                if value.is_floating_point() and state[key].shape == value.shape:
+                    state[key].copy_(value + 0.05 * torch.randn(value.shape, generator=generator))
+            save(self.experts[task], folder / task, names)
+            self.labels[task] = [
+                names[(int(row) + (at % 4 == 0)) % len(names)]
+                for at, row in enumerate(self.predictions(self.experts[task]))
+            ]
+            self.labels[task][CALIBRATED : CALIBRATED + len(names)] = names  # every class occurs
+            for split, rows in (("train", range(CALIBRATED)), ("test", range(CALIBRATED, 2 * CALIBRATED))):
+                lines = [
+                    json.dumps({"input": self.texts[at], "target": self.labels[task][at]}) for at in rows
+                ]
+                (folder / f"{task}-{split}.jsonl").write_text("\n".join(lines))
+            data[task] = {
+                "kind": "jsonl",
+                "classes": True,
+                "calibration": str(folder / f"{task}-train.jsonl"),
+                "test": str(folder / f"{task}-test.jsonl"),
+            }
+        self.spec: dict[str, Any] = {
+            "version": 1,
+            "architecture": {"loader": "hf-encoder", "source": str(folder / "base")},
+            "base": {"weights": str(folder / "base")},
+            "merge": {"method": "task_arithmetic", "scaling": 0.4},
+            "experts": {task: {"weights": str(folder / task)} for task in TASKS},
+            "heads": {"answers": {"linear": "own"}},
+            "data": {"defaults": {"n": CALIBRATED, "n_diagnosis": CALIBRATED, "batch_size": 5}, **data},
+            "metrics": {"jacobian": {"samples": 3}},
+        }
+
+    def predictions(self, model: Any) -> np.ndarray[Any, Any]:
+        inputs = dict(self.tokenizer(self.texts, padding=True, return_tensors="pt"))
+        return logits(model, inputs).argmax(dim=1).numpy()
+
+    def accuracy(self, task: str, model: Any) -> float:
+        found = self.predictions(model)[CALIBRATED:]
+        return float(np.mean([TASKS[task][row] for row in found] == np.array(self.labels[task][CALIBRATED:])))
+
+
+@pytest.mark.shows("attribution", "reloads", sites="yes")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARAMS)
+def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: pathlib.Path) -> None:
+    suite = Suite(name, tmp_path)
+    run = dl.analyze(suite.spec, out=tmp_path / "run", progress="none")
+    rows = run.layers(variant="merged")
+    assert rows["closure_error"].max() < 1e-4 and rows["jacobian_error"].max() < 1e-3
+    shares = rows.groupby("task")[["final_share", "remainder_share"]].sum().sum(axis=1)
+    assert np.allclose(shares, 1, atol=1e-6)
+    outputs = run.outputs()
+    assert (outputs["score_drift_l2"] <= outputs["score_bound"] * (1 + 1e-6)).all()
+    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
+    merged = open_checkpoint(tmp_path / "run" / "models" / "merged.safetensors")
+    for task, expert in suite.experts.items():
+        assert accuracy[task, "expert"] == pytest.approx(suite.accuracy(task, expert))
+        whole = copy.deepcopy(expert)  # the merged model in its library, with the head of the task's expert
+        state, head = whole.state_dict(), _head(whole)
+        for key in state.keys() & merged.headers.keys() - head:
+            state[key].copy_(merged.read(key))
+        assert accuracy[task, "merged"] == pytest.approx(suite.accuracy(task, whole))
+    run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
+    notices = dl.open_run(tmp_path / "run").manifest.notices
+    assert any("head that its expert's own checkpoint holds" in text for text in notices)
+    reloaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for key in _head(suite.base):
+        assert torch.equal(reloaded.state_dict()[key], suite.base.state_dict()[key])
+    inputs = tokenizer(suite.texts[CALIBRATED:], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        known = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+        found = reloaded.base_model(**known).last_hidden_state[:, 0].numpy()
+    stored = dl.open_run(tmp_path / "run").features("colours", "calibrated:featcal", "final")
+    order = dl.open_run(tmp_path / "run").samples("colours", "merged", layer="final")["sample_id"]
+    lines = [int(str(sample).rpartition(":")[2]) for sample in order]
+    np.testing.assert_allclose(stored, found[np.array(lines) - min(lines)], rtol=0, atol=5e-3)
+    assert "classifier" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def _head(model: Any) -> set[str]:
+    """Names of all weights behind the features of tokens."""
+    core = f"{model.base_model_prefix}."
+    return {key for key in model.state_dict() if not key.startswith(core) or key.startswith(f"{core}pooler.")}
+
+
+def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_path: pathlib.Path) -> None:
+    suite = Suite("BERT", tmp_path)
+    study, models = open_study(load_spec(suite.spec))
+    assert study.settings.pool == "cls" and models.architecture.chain.modality.pool == "mean"
+    heads = [at.head for at in study.tasks.values()]
+    assert all(isinstance(head, OwnHead) for head in heads)
+    assert [head.classes for head in heads if head] == [TASKS[task] for task in study.tasks]
+    with pytest.raises(SpecError, match="reads features pooled by 'cls'"):
+        open_study(load_spec({**suite.spec, "layers": {"pool": "mean"}}))
+    found = preflight(load_spec(suite.spec))
+    assert not found.problems, found.problems
+    for task in TASKS:  # as sentence encoders are saved: a core alone, with no classifier
+        save(suite.experts[task].bert, tmp_path / task)
+    spec = {key: value for key, value in suite.spec.items() if key != "heads"}
+    study, _ = open_study(load_spec(spec))
+    assert study.settings.pool == "mean" and all(at.head is None for at in study.tasks.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["RoBERTa", "DeBERTa-v3"])
+def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: pathlib.Path) -> None:
+    suite, saved = Suite(name, tmp_path), {}
+    for size in (1, 6):  # alone, no text is padded
+        spec = copy.deepcopy(suite.spec)
+        spec["data"]["defaults"]["batch_size"] = size
+        spec |= {"metrics": {"jacobian": False}, "compute": {"dtype": "float64"}}
+        run = dl.analyze(spec, out=tmp_path / f"run-{size}", progress="none")
+        run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / f"{size}.safetensors")
+        saved[size] = open_checkpoint(tmp_path / f"{size}.safetensors")
+    for key in saved[1].headers:
+        one, other = saved[1].read(key), saved[6].read(key)
+        assert (one - other).norm() <= 1e-6 * one.norm()

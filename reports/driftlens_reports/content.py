@@ -184,7 +184,7 @@ _UNITS = {
         ("cosine", "cosine +-", "mean cosine", "cosine of task vectors", "cosine gain", "cka", "cross term"),
         "1",
     ),
-    **dict.fromkeys(("accuracy", "value", "share of final drift"), "1"),
+    **dict.fromkeys(("accuracy", "score", "value", "share of final drift"), "1"),
     **dict.fromkeys(
         ("n", "test n", "samples", "test samples", "calibration", "diagnosis", "test"), "samples"
     ),

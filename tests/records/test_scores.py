@@ -20,6 +20,11 @@ from driftlens.records.intervals import RESAMPLES, mcnemar
 from driftlens.records.outcomes import task_means
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import change_of, interval_of, main_metrics
+from driftlens_app.views.compare import readable
+from driftlens_reports.build import Report
+from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+from driftlens_reports.sections import findings
 from driftlens_reports.sections.verdict import verdict_of
 from driftlens_reports.terminal import comparison_text, summary
 from tests.records.scored_run import NAME, TASKS, VARIANT, results_of, write_scored_run
@@ -103,3 +108,21 @@ def test_readers_see_names_ranges_and_directions(scored: DriftRun) -> None:
     assert [row[1] for row in sheets[f"score-change-{NAME}"].rows] == list(TASKS.values())
     said = calibration_sentences(scored, NAME)[-1]
     assert "words (-" in said and "lower is better" in said
+
+
+def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> None:
+    bounded, other = (charts[name].render(scored, ChartOptions()) for name in ("accuracy", "perplexity"))
+    assert (
+        set(bounded.data["task"]) == {"match", "pick", "similar", "mean of tasks"} and "score" in bounded.data
+    )
+    assert set(other.data["task"]) == {"words"} and "lower is better" in other.figure.layout.yaxis.title.text
+    gains = charts["gains"].render(scored, ChartOptions())
+    assert set(gains.data["task"]) == {"match", "pick"} and "exact match" in " ".join(gains.notes)
+    found = {table.name: table for table in Report(scored, "calibration").content.tables}
+    assert {f"scores-{NAME}", f"score-change-{NAME}"} <= set(found)
+    shown = findings.accuracy_table(scored)
+    assert "lower is better" in shown.note and shown.title == "Scores on test samples"
+    rows = exhibits["accuracy"].draw([scored], ExhibitOptions()).data
+    assert "similar (Spearman correlation)" in set(rows["column"]) and "words" not in " ".join(rows["column"])
+    changes = compare(scored).tasks
+    assert readable(changes).set_index("task").loc["words", "interval"].startswith("-")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.errors import DataError
+from driftlens.metrics import metric_called, title_of
 from driftlens.records.compare import Comparison, compare
-from driftlens.records.reading import percent_interval, points_interval
+from driftlens.records.reading import is_measured, percent_interval, points_interval
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_app.pages import Page, path_of
@@ -33,10 +35,10 @@ _SAME = "this run"
 _ORDERS = {
     "run": "the run",
     "drift_change": "change of drift",
-    "accuracy_change": "change of accuracy",
+    "score_change": "change of score",
     "cos_change": "change of cosine",
 }
-_COLUMNS = {
+_COLUMNS: dict[str, Any] = {
     "drift_before": NumberColumn("L2 drift before", format="%.4g"),
     "drift_after": NumberColumn("after", format="%.4g"),
     "drift_relative": NumberColumn("change", format="%+.1f %%"),
@@ -47,13 +49,14 @@ _COLUMNS = {
     "cos_change": NumberColumn("change ", format="%+.4f"),
     "flips_before": NumberColumn("flips before", format="%.1f %%"),
     "flips_change": NumberColumn("points", format="%+.1f"),
-    "accuracy_before": NumberColumn("accuracy before", format="%.1f %%"),
-    "accuracy_change": NumberColumn("points ", format="%+.1f"),
+    "score_before": None,
+    "score_change": None,
     "interval": TextColumn(
-        "95 % interval", help="Of the change of accuracy; paired where both answered the same test samples."
+        "95 % interval", help="Of the change of score; paired where both answered the same test samples."
     ),
 }
-_SHARES = ("drift_relative", "flips_before", "flips_change", "accuracy_before", "accuracy_change")
+_SHARES = ("drift_relative", "flips_before", "flips_change")
+_SCORES = ("score_before", "score_change")
 
 
 def show() -> None:
@@ -79,8 +82,8 @@ def show() -> None:
         "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220
     )
     rows = found.tasks if order == "run" else found.tasks.sort_values(order, kind="stable")
-    alt = "Drift, cosine, flips and accuracy by task, before and after"
-    show_table(readable(rows), _COLUMNS, key="changes", alt=alt)
+    alt = "Drift, cosine, flips and score by task, before and after"
+    show_table(readable(rows), {**_COLUMNS, **_scored(rows)}, key="changes", alt=alt)
     show_data(rows, f"{names}-tasks", key="data-tasks")
 
 
@@ -151,15 +154,33 @@ def readable(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of a comparison's tasks for reading: shares in percent, the intervals in words."""
     is_paired = rows["paired_split"] == "test"
     drift = (rows[f"drift_relative_ci_{end}"] for end in ("low", "high"))
-    accuracy = (
-        rows[f"paired_ci_{end}"].where(is_paired, rows[f"accuracy_ci_{end}"]) for end in ("low", "high")
-    )
-    rows = rows.assign(
-        drift_interval=[*map(percent_interval, *drift)], interval=[*map(points_interval, *accuracy)]
-    )
+    scores = (rows[f"paired_ci_{end}"].where(is_paired, rows[f"score_ci_{end}"]) for end in ("low", "high"))
+    write = points_interval if _are_shares(rows) else _interval
+    rows = rows.assign(drift_interval=[*map(percent_interval, *drift)], interval=[*map(write, *scores)])
     shown = rows[["task", *_COLUMNS]].copy()
-    shown[list(_SHARES)] *= 100
+    shown[[*_SHARES, *(_SCORES if _are_shares(rows) else ())]] *= 100
     return shown
+
+
+def _scored(rows: pd.DataFrame) -> dict[str, Any]:
+    """The columns of scores, in percent where all are shares of right answers; one of metrics where they differ."""
+    of = title_of(dict.fromkeys(map(metric_called, rows["metric"])))
+    formats, change = (
+        (("%.1f %%", "%+.1f"), "points ") if _are_shares(rows) else (("%.4g", "%+.4g"), "change  ")
+    )
+    heads = (f"{of} before", change)
+    return {
+        name: NumberColumn(head, format=form)
+        for name, head, form in zip(_SCORES, heads, formats, strict=True)
+    }
+
+
+def _are_shares(rows: pd.DataFrame) -> bool:
+    return all(metric_called(name).kind == "share" for name in rows["metric"])
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{low:+.4g} to {high:+.4g}" if is_measured(low) else ""
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from huggingface_hub import metadata_load
 
+from driftlens.metrics import ACCURACY, metric_called
 from driftlens.models.loading import is_hub_id, library_folder
 from driftlens.records.before_after import (
     calibration_sentences,
@@ -163,7 +165,7 @@ def _license(origin: str) -> dict[str, str]:
 
 
 def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
-    """The accuracy on every task's test samples, a share of them, as the Hub lists results.
+    """The scores on every task's test samples, as the Hub lists results.
 
     None with attachments, which are not saved with the weights.
     """
@@ -171,7 +173,8 @@ def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
         return []
     spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     data = spec.get("data", {}) if isinstance(spec, Mapping) else {}
-    kind = "image-classification" if run.manifest.preprocessing else "classification"
+    kind = _TASKS.get(str(run.manifest.architecture.get("loader")))
+    kind = kind or ("image-classification" if run.manifest.preprocessing else "classification")
     rows = run.accuracy(variant=calibrated(name))
     return [
         {
@@ -180,18 +183,33 @@ def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
                 "type": _hub_id(str(data.get(row["task"], {}).get("path", ""))) or row["task"],
                 "name": row["task"],
                 "split": "test",
-                "args": {"num_samples": int(row["n"])},
+                **({} if pd.isna(row["n"]) else {"args": {"num_samples": int(row["n"])}}),
             },
             "metrics": [
                 {
-                    "type": row["metric"],
-                    "value": float(row["value"]),
-                    "args": {"confidence_interval_95": [float(row["ci_low"]), float(row["ci_high"])]},
+                    **{"type": metric.hub or metric.name, "value": float(row["value"])},
+                    **({"name": metric.title} if metric != ACCURACY else {}),
+                    **(
+                        {}
+                        if pd.isna(row["ci_low"])
+                        else {
+                            "args": {"confidence_interval_95": [float(row["ci_low"]), float(row["ci_high"])]}
+                        }
+                    ),
                 }
             ],
         }
         for row in rows.to_dict("records")
+        for metric in [metric_called(row["metric"])]
+        if not metric.is_attached
     ]
+
+
+_TASKS = {
+    **{"hf-t5": "text2text-generation", "hf-decoder": "text-generation"},
+    "hf-encoder": "text-classification",
+}
+"""What the Hub calls the tasks of models of text, by loader."""
 
 
 def _recipe(run: DriftRun, name: str) -> str:

@@ -10,8 +10,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens import variants
+from driftlens.metrics import ACCURACY
 from driftlens.records.intervals import student, unpaired_difference
 from driftlens.records.run import DriftRun
+from driftlens.records.scores import main_metrics
 from driftlens.variants import part_of
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -148,7 +150,9 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     samples = picking.rows_at(run, options, "samples", baseline=True)
     cosines = _cosine_gains(against_baseline(run, options, samples, "cos", ["task", "sample_id"]))
     scores = run.accuracy()
-    scores = scores[(scores["metric"] == "accuracy") & scores["n"].notna()]
+    # Shares of right answers, whatever they are called.
+    shares = {task: metric.name for task, metric in main_metrics(run).items() if metric.kind == "share"}
+    scores = scores[(scores["metric"] == scores["task"].map(shares)) & scores["n"].notna()]
     scored = against_baseline(run, options, scores, "value", ["task"])
     counts = scores[scores["variant"] == options.baseline].set_index("task")["n"]
     accuracies = _accuracy_gains(scored.assign(n_baseline=scored["task"].map(counts)))
@@ -250,6 +254,14 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             f"and {words.ranged(rows['test n'], 'test sample')} per task.",
             "Bars: Student's 95 % interval of the mean gain in cosine; that of the gain in accuracy is from the two "
             "counts alone (wider than it need be, as both answered the same samples).",
+            *_metric_notes(run, rows),
             *words.overlap_notes(run),
         ),
     )
+
+
+def _metric_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
+    """What counts as accuracy, where tasks are judged by another share of right answers."""
+    metrics = main_metrics(run)
+    others = dict.fromkeys(metrics[task] for task in rows["task"] if metrics[task] != ACCURACY)
+    return [f"Where a task is judged by {metric.title}, that is its accuracy." for metric in others]

@@ -13,9 +13,11 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from driftlens.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.records.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.records.reading import estimate, number, percent
 from driftlens.records.run import DriftRun
+from driftlens.records.scores import main_metrics
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
@@ -112,14 +114,24 @@ def averages_in_words(rows: pd.DataFrame, column: str, *, has_intervals: bool = 
     return words.by_variant(zip(last["variant"], texts, strict=True))
 
 
-_ACCURACIES = {"value": "accuracy", "ci_low": "low", "ci_high": "high"}
+_ENDS = {"ci_low": "low", "ci_high": "high"}
 
 
-def _accuracies(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    rows = run.accuracy()
+def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -> pd.DataFrame:
+    """What tasks are judged by, as far as it may stand on one axis, or else every metric that may not."""
+    rows, mains = run.accuracy(), main_metrics(run)
+    if is_averaged:
+        shown = {(task, metric.name) for task, metric in mains.items() if metric.is_averaged}
+    else:
+        names = {metric.name for metric in METRICS.values() if not metric.is_averaged}
+        shown = {(task, name) for task in run.tasks for name in names}
+    kept = (
+        pd.MultiIndex.from_frame(rows[["task", "metric"]]).isin(list(shown)) if shown else [False] * len(rows)
+    )
+    rows = rows.loc[kept]
     # Base first and expert last: the two ends between which merges lie.
     variants = [*picking.chosen_variants(run, options, base=True), "expert"]
-    return picking.ordered(rows[rows["metric"] == "accuracy"], picking.chosen_tasks(run, options), variants)
+    return picking.ordered(rows, picking.chosen_tasks(run, options), variants)
 
 
 @chart(
@@ -129,28 +141,80 @@ def _accuracies(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=10,
     presets=("standard", "calibration"),
     needs=("accuracy", ("value",)),
-    rows=_accuracies,
-    caption="Accuracy on the test samples of every task with 95 % Wilson intervals, from base to expert, and the mean "
-    "over tasks at the end.",
+    rows=_scores,
+    caption="Accuracy on the test samples of every task, or the other score between -1 and 1 that the task is judged "
+    "by, with 95 % intervals, from base to expert, and the mean over tasks at the end.",
     hint="Where intervals overlap widely there may be no difference. The anchor-only control is the "
     "merge that the calibration's ridge pulls towards. The mean over tasks hides the worst one.",
 )
 def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Accuracy per task and variant with its interval, and the mean over tasks."""
-    tasks = picking.chosen_tasks(run, options)
-    columns = ["task", "variant", "n", "seed", *_ACCURACIES]
-    rows = _accuracies(run, options)[columns].rename(columns=_ACCURACIES)
-    rows = with_average(rows, "accuracy", tasks, has_intervals=True)
-    title, said = "accuracy (% of test samples)", "95 % Wilson interval"
+    """Accuracy, or another bounded score, per task and variant with its interval, and the mean over tasks."""
+    rows = _scores(run, options)
+    metrics = {name: metric_called(name) for name in rows["metric"].unique()}
+    of, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
+    tasks = [str(task) for task in rows["task"].unique()]
+    named = {name: metric.title for name, metric in metrics.items()}
+    by_task = ", ".join(
+        f"{task}: {named[name]}" for task, name in rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
+    )
+    rows = rows[["task", "variant", "n", "seed", "value", *_ENDS]].rename(columns={"value": column, **_ENDS})
+    rows = with_average(rows, column, tasks, has_intervals=True)
+    is_wilson = all(metric.kind == "share" for metric in metrics.values())
+    said = "95 % Wilson interval" if is_wilson else "95 % interval"
+    title = f"{of} ({'% of test samples' if is_wilson else 'times 100'})"
     return Drawn(
-        task_figure(run, rows, "accuracy", title, interval=said, as_bars=True, dark=options.dark),
-        alt=f"Accuracy over {words.counted(len(tasks), 'task')}: "
-        f"{averages_in_words(rows, 'accuracy', has_intervals=True)}.",
+        task_figure(run, rows, column, title, interval=said, as_bars=True, dark=options.dark),
+        alt=f"{of[:1].upper()}{of[1:]} over {words.counted(len(tasks), 'task')}: "
+        f"{averages_in_words(rows, column, has_intervals=True)}.",
         data=rows,
         notes=(
             f"{words.ranged(rows['n'], 'test sample')} per task.",
-            "Whiskers: 95 % Wilson intervals; that of the mean over tasks is over samples, of these very tasks.",
+            f"Whiskers: {said}s; that of the mean over tasks is over samples, of these very tasks.",
+            *([] if column == "accuracy" else [f"Metrics: {by_task}."]),
+            *(f"{metric.title}: {metric.described}" for metric in metrics.values() if metric != ACCURACY),
         ),
+    )
+
+
+def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(_scores(run, options, is_averaged=False)):
+        return None
+    return "no task is scored by perplexity; `data.TASK.metric: [perplexity]` in the spec adds it."
+
+
+@chart(
+    "perplexity",
+    title="Perplexity by task",
+    section="accuracy",
+    rank=20,
+    needs=("accuracy", ("value",)),
+    lacks=_no_perplexity,
+    caption="Perplexity of the targets of every task's test samples with 95 % intervals, from base to expert.",
+    hint="Lower is better; 1 is certainty. Perplexities of different tasks have no common mean.",
+)
+def perplexity(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Perplexity per task and variant with its interval."""
+    rows = _scores(run, options, is_averaged=False)
+    rows = rows[["task", "variant", "n", "seed", "value", *_ENDS]].rename(
+        columns={"value": "perplexity", **_ENDS}
+    )
+    said = "95 % interval by drawing samples again"
+    spans = words.by_variant(
+        (variant, words.span(own, "perplexity", lambda row: f"{number(row['perplexity'])} ({row['task']})"))
+        for variant, own in rows.groupby("variant", sort=False)
+    )
+    return Drawn(
+        task_figure(
+            run,
+            rows,
+            "perplexity",
+            "perplexity (at least 1, lower is better)",
+            interval=said,
+            dark=options.dark,
+        ),
+        alt=f"Perplexity, lowest to highest task: {spans}.",
+        data=rows,
+        notes=(f"{words.ranged(rows['n'], 'test sample')} per task.", f"Whiskers: {said}."),
     )
 
 

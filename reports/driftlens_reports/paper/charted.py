@@ -29,7 +29,7 @@ SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}
 DECISIONS = {name: f"share {name}" for name in ("certified", "kept without certificate", "flipped")}
 SAMPLES = {"cosine": "cos", "baseline cosine": "cos of the baseline", "mean gain": "mean gain of cos"}
 GAINS = {"cosine gain": "gain of cos_mean", "accuracy gain (points)": "gain of accuracy, points"}
-ACCURACY = {"accuracy": "accuracy", "low": "ci_low", "high": "ci_high"}
+ACCURACY = {"accuracy": "accuracy", "score": "score", "low": "ci_low", "high": "ci_high"}
 
 _KEYS = ("task", "variant", "layer", "sample_id")
 
@@ -104,6 +104,8 @@ class Picture:
 def _tidy(run: DriftRun, data: pd.DataFrame, quantities: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """A chart's numbers by quantity, as a plate records them."""
     for column, quantity in quantities.items():
+        if column not in data:  # the name depends on what tasks are judged by
+            continue
         rows = data[[name for name in _KEYS if name in data]].assign(
             value=data[column].astype(float), quantity=quantity
         )

@@ -201,8 +201,8 @@ def _told(row: PublishedRow, where: str, notes: Iterable[str]) -> str:
 
 def family(run: DriftRun) -> Family:
     """Which kind of model the run is about: image classifiers, text to text, or language models."""
-    adapter = str(run.manifest.architecture.get("adapter", ""))
-    return "text" if adapter.startswith("t5") else "language" if adapter.startswith("llama") else "image"
+    known: dict[str, Family] = {"hf-t5": "text", "hf-decoder": "language"}
+    return known.get(str(run.manifest.architecture.get("loader")), "image")
 
 
 def backbone(run: DriftRun) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from driftlens.metrics import ACCURACY, Metric
 from driftlens.records.run import DriftRun
+from driftlens.records.scores import main_metrics
 from driftlens.variants import control_of, is_control, part_of, title
 from driftlens_reports.paper import published
 from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, span, table
@@ -144,7 +146,7 @@ _table_by_model(
     "Scores of text-to-text models",
     "tab:flan-t5-results",
     "FLAN-T5 on GLUE: exact match (%), for STS-B Spearman's rank correlation (times 100).",
-    "runs of FLAN-T5 models fill them, which DriftLens can't load yet.",
+    "`driftlens analyze` of T5 models (loader hf-t5) fills them.",
     kind="text",
 )
 _table_by_model(
@@ -152,7 +154,7 @@ _table_by_model(
     "Scores of language models by domain",
     "tab:mergebench-llama-results",
     "MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy.",
-    "runs of Llama models fill them, which DriftLens can't load yet.",
+    "`driftlens analyze` of decoders (loader hf-decoder) fills them.",
     kind="language",
 )
 _table_by_model(
@@ -168,9 +170,14 @@ _table_by_model(
 
 def _table_of(grids: Sequence[Grid], caption: str, used: Sequence[DriftRun], how: str) -> Table:
     """Grids with how many test samples are behind the runs' scores, or with how to get any."""
-    counts = [int(n) for run in used for n in run.accuracy()["n"].dropna()]
+    counts = [int(n) for run in used for n in _shown_scores(run)["n"].dropna()]
     note = f"Measured on {span(counts)} test samples per task; " if counts else ""
-    notes = [f"{note}95 % Wilson intervals stand in the CSV file."] if counts else []
+    is_share = all(metric.kind == "share" for run in used for metric in _metrics_of(run).values())
+    notes = [f"{note}95 % {'Wilson ' if is_share else ''}intervals stand in the CSV file."] if counts else []
+    if not is_share:
+        notes.append(
+            "Correlations stand times 100, and averages are over them and shares of right answers alike."
+        )
     return Table(grids, caption, used, notes, needed(used, how))
 
 
@@ -189,7 +196,7 @@ def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
 
 def _scored(runs: Sequence[DriftRun], kind: Family | None = None) -> list[DriftRun]:
     """The runs that have any score, of all kinds of models or one."""
-    return [run for run in runs if len(run.accuracy()) and kind in (None, published.family(run))]
+    return [run for run in runs if len(_shown_scores(run)) and kind in (None, published.family(run))]
 
 
 def _score_columns(titles: Sequence[str], options: ExhibitOptions) -> tuple[Column, ...]:
@@ -262,11 +269,15 @@ def _blocks(members: Sequence[Member], options: ExhibitOptions) -> Iterator[Bloc
 
 
 def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
-    """The column head of each task: its name, and its metric where that is not accuracy."""
-    metrics = _metrics_of(run)
+    """The column head of each task: its name, and its metric where that is not accuracy.
+
+    What has no place among percentages, such as a perplexity, has no column.
+    """
+    metrics, judged = _metrics_of(run), main_metrics(run)
     return {
-        task: task if metrics.get(task, "accuracy") == "accuracy" else f"{task} ({metrics[task]})"
+        task: f"{task} ({metrics[task].title})" if metrics.get(task, ACCURACY) != ACCURACY else task
         for task in options.tasks_of(run)
+        if task in metrics or task not in judged
     }
 
 
@@ -280,8 +291,7 @@ def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) ->
     wanted["merged"] = (merger(run), "plain")
     for variant in shown_variants(run, options):
         wanted[variant] = (f"w/ {title(variant)}", "own" if part_of(variant) == "calibrated" else "other")
-    rows = run.accuracy()
-    rows = rows[(rows["metric"] == rows["task"].map(_metrics_of(run))) & rows["value"].notna()]
+    rows = _shown_scores(run)
     lines = []
     for variant, (label, role) in wanted.items():
         scores = {row["task"]: row for row in rows[rows["variant"] == variant].to_dict("records")}
@@ -291,12 +301,15 @@ def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) ->
     return tuple(lines)
 
 
-def _metrics_of(run: DriftRun) -> Mapping[str, str]:
-    """What is shown of each scored task: accuracy, or its first metric where it has none."""
-    metrics = run.accuracy().groupby("task", sort=False)["metric"].unique()
-    return {
-        str(task): "accuracy" if "accuracy" in names else str(names[0]) for task, names in metrics.items()
-    }
+def _metrics_of(run: DriftRun) -> Mapping[str, Metric]:
+    """What each task is judged by, of tasks whose scores may be averaged."""
+    return {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
+
+
+def _shown_scores(run: DriftRun) -> pd.DataFrame:
+    """The rows of the accuracy table by these metrics."""
+    names, rows = {task: metric.name for task, metric in _metrics_of(run).items()}, run.accuracy()
+    return rows[(rows["metric"] == rows["task"].map(names)) & rows["value"].notna()]
 
 
 def _cell(row: Mapping[Any, Any]) -> Cell:

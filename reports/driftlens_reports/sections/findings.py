@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from driftlens.metrics import ACCURACY, metric_called
 from driftlens.records import before_after
 from driftlens.records.intervals import mean_over_tasks
 from driftlens.records.outcomes import outcomes
@@ -54,17 +57,25 @@ def cosine_sentences(run: DriftRun) -> Iterator[str]:
 
 
 def accuracy_table(run: DriftRun) -> Table:
-    """Accuracy of every variant on every task, with its interval."""
+    """Scores of every variant on every task, with intervals; below them those that another tool has measured."""
     names = ("task", "variant", "metric", "value", "ci_low", "ci_high", "n")
     columns = run.accuracy()[[*names]]
+    metrics = {name: metric_called(name) for name in columns["metric"].unique()}
+    is_attached = [metrics[name].is_attached for name in columns["metric"]]
+    columns = columns.iloc[np.argsort(is_attached, kind="stable")]
+    kind: Kind = "share" if all(metric.kind == "share" for metric in metrics.values()) else "number"
     kinds: dict[str, Kind] = {
         **dict.fromkeys(("task", "model", "metric"), "text"),
-        **dict.fromkeys(("value", "95 % low", "95 % high"), "share"),
+        **dict.fromkeys(("value", "95 % low", "95 % high"), kind),
         "samples": "count",
     }
     rows = [columns[name] if name != "variant" else columns[name].map(title) for name in names]
-    note = "Wilson intervals. Each expert is scored on its own task."
-    return table("accuracy", "Accuracy on test samples", kinds, [*zip(*rows, strict=True)], note)
+    others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
+    intervals = "95 % intervals" if others else "Wilson intervals"
+    notes = [f"{intervals}. Each expert is scored on its own task."]
+    notes += [f"{name}: {metric.described}" for name, metric in others.items()]
+    heading = f"{'Scores' if others else 'Accuracy'} on test samples"
+    return table("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 
 
 def calibration_sentences(run: DriftRun) -> list[str]:

@@ -19,6 +19,7 @@ from driftlens.data.sources import (
     refused,
     require_column,
 )
+from driftlens.data.text_rows import columns_asked, text_view
 from driftlens.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -43,20 +44,41 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
             f"{entry.path}: no split {name!r}; there are {', '.join(splits)}", hint=did_you_mean(name, splits)
         )
     rows, where = splits[name].with_format(None), f"{entry.path}, split {name}"
+    if not len(rows):
+        raise DataError(f"{where}: no rows", hint="Choose another split.")
+    origin = f"{entry.path}[{entry.config or ''}]:{name}"
+    if entry.holds_texts:
+        return _open_texts(entry, split, rows, where, origin)
     _check_image_column(rows, entry.image, where)
     names, class_names = _labels(rows, entry.label, where) if entry.label else (None, None)
     # Encoded, because decoding them `datasets` fetches any address and has Pillow start Ghostscript for PostScript.
     mode, encoded = rows.features[entry.image].mode, Image(decode=False)
     images = rows.select_columns([entry.image]).cast_column(entry.image, encoded)
     folders = _folders(entry)
-    if not len(rows):
-        raise DataError(f"{where}: no rows", hint="Choose another split.")
     return SplitView(
-        origin=f"{entry.path}[{entry.config or ''}]:{name}",
+        origin=origin,
         ids=tuple(str(row) for row in range(len(rows))),
         class_names=class_names,
         label=lambda position: names[position] if names else None,
         read=lambda row: _picture(images[row][entry.image], mode, folders, f"{where}, row {row}"),
+    )
+
+
+def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str) -> SplitView:
+    from datasets import ClassLabel
+
+    columns = rows.column_names
+    wanted = [column for column in (*columns_asked(entry).values(), entry.answers) if column in columns]
+    feature = rows.features.get(entry.answers)
+    return text_view(
+        entry,
+        split,
+        list(map(str, range(len(rows)))),
+        columns,
+        rows.select_columns(list(dict.fromkeys(wanted))).__getitem__,
+        where=where,
+        origin=origin,
+        names=feature.names if isinstance(feature, ClassLabel) else None,
     )
 
 

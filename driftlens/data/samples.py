@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from driftlens.data.sources import Split, SplitView
 from driftlens.errors import DataError
-from driftlens.models.texts import Text
+from driftlens.models.texts import Text, TextReader
 
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
 """The spec's key for the number of samples of each split."""
@@ -43,6 +43,31 @@ class Batch:
         return Batch(self.start, min(self.stop, self.start + count), cut(self.inputs))
 
 
+Shown = Literal["target", "expert", "none"]
+"""The answers that calibration shows a model: the data's, the expert's own, or none."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the samples of a set are as text, whatever of it the model is given.
+
+    Attributes:
+        read: position -> question and answer, as the model is asked and should say them.
+        reader: what makes token ids of them; None where nobody knows the model.
+        answer: how an answer is written; the word stands for `{target}`.
+        shown: which answers `SampleSet.load` gives the model beside the questions.
+    """
+
+    read: Callable[[int], Text]
+    reader: TextReader | None = None
+    answer: str = "{target}"
+    shown: Shown = "none"
+
+    def answered(self, word: str) -> str:
+        """How the model should say a word, such as the name of a class."""
+        return self.answer.replace("{target}", word)
+
+
 @dataclass(frozen=True)
 class SampleSet:
     """What one split of one task offers, drawn once and kept in this order.
@@ -57,7 +82,7 @@ class SampleSet:
         source: digest of the data that the samples were drawn from, where that is more than the samples themselves;
             None for samples that a caller has handed in, whose ids are mere places in what that was.
         notices: what a reader of the results must be told about the samples.
-        read_text: position -> the text of that sample, its target included; None where samples are no texts.
+        texts: what the samples are as text; None where they are none.
     """
 
     task: str
@@ -68,7 +93,7 @@ class SampleSet:
     batch_size: int = 32
     source: Callable[[], str] | None = None
     notices: tuple[str, ...] = ()
-    read_text: Callable[[int], Text] | None = None
+    texts: Texts | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -86,11 +111,27 @@ class SampleSet:
         Raises:
             DataError: the samples are no texts.
         """
-        if self.read_text is None:
+        if self.texts is None:
             raise DataError(
-                f"task {self.task}: the {self.split} samples are no texts", hint="Use `kind: jsonl`."
+                f"task {self.task}: the {self.split} samples are no texts",
+                hint="Texts come from `kind: jsonl`, `table` or `hf`.",
             )
-        return self.read_text(position)
+        return self.texts.read(position)
+
+    def answering(self, answers: Sequence[str]) -> SampleSet:
+        """The same questions of a model's with these answers, which `load` shows it; an empty one shows none.
+
+        Raises:
+            DataError: the samples are no texts.
+        """
+        given = tuple(Text(self.text(at).input, answer) for at, answer in enumerate(answers))
+        texts = replace(cast("Texts", self.texts), read=given.__getitem__, shown="target")
+        reader = cast("TextReader", texts.reader)
+
+        def load(positions: Sequence[int]) -> Any:
+            return reader([given[position] for position in positions])
+
+        return replace(self, load=load, texts=texts)
 
     def origin(self) -> str:
         """Digest of what the ids are ids of: equal ids of equal origin are the same samples, wherever the files lie."""

@@ -158,11 +158,11 @@ def named(
     return names, known or tuple(map(str, in_order)) or None
 
 
-def listed_classes(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
+def listed_classes(given: Sequence[str] | str | bool | None) -> tuple[str, ...] | None:
     """The class names that an entry lists, or that stand in its JSON file; None where it leaves them out."""
     from driftlens.models.heads import class_names
 
-    return None if given is None else class_names(given)
+    return None if given is None or isinstance(given, bool) else class_names(given)
 
 
 def names_of(samples: Any) -> Any:

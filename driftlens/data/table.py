@@ -1,11 +1,11 @@
-"""CSV, TSV and Parquet files that list images by path, with their labels."""
+"""CSV, TSV and Parquet files that list images by path, with their labels, or hold texts."""
 
 from __future__ import annotations
 
 import csv
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from driftlens.data.sources import (
     refused,
     require_column,
 )
+from driftlens.data.text_rows import columns_asked, text_view
 from driftlens.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,13 +32,17 @@ if TYPE_CHECKING:
 def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """The images that a split's rows name; ids are the paths as they stand there, relative ones to the file's folder.
 
-    Labels are text, or numbers that index `classes`; a split that serves no accuracy may lack their column.
+    Labels are text, or numbers that index `classes`; a split that serves no accuracy may lack their column. Where rows
+    are texts, ids are their numbers, counted from 0 over the whole file.
 
     Raises:
         DataError: the file can't be read, a column or an image is missing, a row is incomplete, a path occurs twice, or
             some of the images are calibration samples too.
     """
-    file, where, origin, columns = _rows(entry, split)
+    if entry.holds_texts:
+        return _open_texts(entry, split)
+    wanted = {"image": entry.image, "label": entry.label}
+    file, where, origin, _, columns = _rows(entry, split, wanted)
     paths = _paths(columns[entry.image], file.parent, where)
     labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
     names, class_names = named(labels, listed_classes(entry.classes), where)
@@ -52,18 +57,34 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     )
 
 
-def _rows(entry: TableData, split: Split) -> tuple[Path, str, str, dict[str, list[Any]]]:
-    """A split's file, what messages call its rows, where they stand, and of them the columns that are wanted."""
+def _open_texts(entry: TableData, split: Split) -> SplitView:
+    wanted = {
+        **{f"{{{name}}}": column for name, column in columns_asked(entry).items()},
+        "target": entry.answers,
+    }
+    _, where, origin, rows, columns = _rows(entry, split, wanted)
+
+    def row(position: int) -> dict[str, Any]:
+        return {name: values[position] for name, values in columns.items()}
+
+    return text_view(entry, split, list(map(str, rows)), columns, row, where=where, origin=origin)
+
+
+def _rows(
+    entry: TableData, split: Split, wanted: Mapping[str, str | None]
+) -> tuple[Path, str, str, Sequence[int], dict[str, list[Any]]]:
+    """A split's file, what messages call its rows, where they stand, their numbers, and the columns that are wanted."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
-    wanted = {"image": entry.image, "label": entry.label, "split": entry.split if entry.file else None}
+    wanted = {**wanted, "split": entry.split if entry.file else None}
     columns = _columns(file, wanted.values())
-    if split != "test" and entry.label not in columns:
-        del wanted["label"]
+    optional = {"target"} if entry.target is None else set()
+    optional |= {"label", "target"} if split != "test" else set()
+    wanted = {key: column for key, column in wanted.items() if key not in optional or column in columns}
     for key, column in wanted.items():
         if column is not None:
             require_column(column, columns, key, str(file))
-    rows: Sequence[int] = range(len(columns[entry.image]))
+    rows: Sequence[int] = range(max(map(len, columns.values()), default=0))
     if entry.file:
         splits = [str(found) for found in columns[entry.split]]
         rows = [row for row in rows if splits[row] == value]
@@ -72,12 +93,12 @@ def _rows(entry: TableData, split: Split) -> tuple[Path, str, str, dict[str, lis
         raise DataError(f"{where}: no rows{there}", hint="Every task needs samples in each split.")
     origin = f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve())
     found = {column: [columns[column][row] for row in rows] for column in wanted.values() if column}
-    return file, where, origin, found
+    return file, where, origin, rows, found
 
 
 def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
     """Refuse images that are calibration samples too, unless one list serves both: then drawing keeps them apart."""
-    file, _, calibration, columns = _rows(entry, "calibration")
+    file, _, calibration, _, columns = _rows(entry, "calibration", {"image": entry.image})
     listed = [path for path in columns[entry.image] if isinstance(path, str)]
     shared = sorted(set(places).intersection(_places(listed, file.parent)))
     if shared and calibration != origin:

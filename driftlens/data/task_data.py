@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from driftlens.access import Access
 from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
 from driftlens.data.sources import Picture, Split, SplitView, data_sources
+from driftlens.data.text_rows import as_texts
 from driftlens.errors import DataError
-from driftlens.models.texts import Text
+from driftlens.models.texts import TextReader
 
 if TYPE_CHECKING:
     from driftlens.spec.data import DataDefaults
@@ -84,6 +85,7 @@ def open_task_data(
     preprocess: Preprocess,
     *,
     reads: str | None,
+    reader: TextReader | None = None,
     head_classes: Sequence[str] | None = None,
     access: Access = Access(),
 ) -> TaskData:
@@ -95,6 +97,7 @@ def open_task_data(
         defaults: counts, seed and batch size that the entry doesn't set.
         preprocess: what turns a batch of pictures (or pairs of texts) into the model's raw inputs.
         reads: what the model takes, by the name of its modality; None where that is not known.
+        reader: what makes token ids of texts; it takes the place of `preprocess`, as tasks have rules of their own.
         head_classes: the names of the head's rows; None takes the data's own names.
         access: what may be used, and on which device.
 
@@ -103,7 +106,12 @@ def open_task_data(
             that differ from the head's.
         SpecError: the entry names Python code and `trust` is false.
     """
+    from driftlens.spec.data import TextEntry
+
     source = data_sources[entry.kind]
+    rules = (
+        entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)
+    )  # of kinds in other packages
     own: list[Split] = ["calibration", "test"]
     if getattr(entry, "diagnosis", None) is not None:
         own.append("diagnosis")
@@ -114,14 +122,19 @@ def open_task_data(
         raise DataError(
             f"task {task}: {views['test'].origin} (kind {entry.kind}) holds {holds} samples, but the model reads "
             f"{reads}",
-            hint="Text tasks (kind: jsonl) need a text model; image models need a source of images.",
+            hint="Text tasks (kind: jsonl, or `input:` in a table or hf entry) need a text model; image models need a "
+            "source of images.",
         )
     class_names = _agreed_classes(task, views, head_classes, getattr(entry, "unlabelled", None) is not None)
 
     def drawn(split: Split, taken: Sequence[str] = ()) -> SampleSet:
         view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
         positions = draw(view, count, defaults.seed, task=task, split=split, exclude_ids=taken)
-        return _sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
+        found = _sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
+        if holds != "text":
+            return found
+        rows = [view.read(at) for at in positions]
+        return as_texts(found, rows, rules, reader, preprocess)
 
     calibration = drawn("calibration")
     # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
@@ -174,20 +187,12 @@ def _sample_set(
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
-    def text(position: int) -> Text:
-        return Text(*view.read(drawn[position]))
-
     def load(positions: Sequence[int]) -> Any:
-        if view.holds != "text":
-            return preprocess([view.read(drawn[position]) for position in positions])
-        # What is measured is measured on the question alone; answers serve calibration.
-        texts = (text(position) for position in positions)
-        return preprocess([one if split == "calibration" else one._replace(target="") for one in texts])
+        return preprocess([view.read(drawn[position]) for position in positions])
 
     ids = tuple(view.ids[position] for position in drawn)
     digest = partial(data_digest, view.ids, view.read)
-    read_text = text if view.holds == "text" else None
-    return SampleSet(task, split, ids, labels, load, batch_size, source=digest, read_text=read_text)
+    return SampleSet(task, split, ids, labels, load, batch_size, source=digest)
 
 
 def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:
@@ -206,6 +211,8 @@ def _notices(
     task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet], overlap: int
 ) -> Iterator[str]:
     origin, num_calibration = views["calibration"].origin, len(sets["calibration"])
+    for samples in sets.values():
+        yield from samples.notices
     if views["diagnosis"].origin == origin:
         yield (
             f"{task}: calibration and diagnosis draw from the same samples, {origin}; "

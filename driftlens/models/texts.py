@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Form = Literal["encoder", "decoder", "encoder-decoder"]
 """What a language model is made of, which decides where an answer stands."""
 _UNLIMITED = 1 << 30
+_OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
+"""Model types whose positions are counted from behind the number of the padding token."""
 _MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
 """Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
 _BEFORE = ":"
@@ -49,6 +51,7 @@ class TextReader:
         tokenizer: the library's own.
         form: what the model is made of.
         max_length: tokens of a row at most, special ones and a decoder's answer included.
+        limit: the most that `max_length` may be.
         start: the token a decoder of its own begins with; None elsewhere.
         ends: tokens with which the model ends an answer, as its files say; that of the tokenizer is the first.
     """
@@ -56,6 +59,7 @@ class TextReader:
     tokenizer: Any
     form: Form = "encoder"
     max_length: int = _UNLIMITED
+    limit: int = _UNLIMITED
     start: int | None = None
     ends: tuple[int, ...] = ()
 
@@ -111,6 +115,59 @@ class TextReader:
         """The text of some token ids, without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def limited(self, max_length: int, key: str) -> TextReader:
+        """The same with rows of another length.
+
+        Args:
+            max_length: tokens of a row at most.
+            key: what the spec calls it.
+
+        Raises:
+            SpecError: the model can't read as many.
+        """
+        if max_length > self.limit:
+            raise SpecError(
+                f"{key} is {max_length}, but the model has positions for {self.limit} tokens only",
+                hint=f"Set it to {self.limit} or less.",
+            )
+        return replace(self, max_length=max_length)
+
+    def lengths(self, samples: Sequence[tuple[str, str]]) -> list[int]:
+        """Tokens of each sample's row, the longer one of an encoder-decoder's, before anything is cut."""
+        free = replace(self, max_length=_UNLIMITED)
+        found: list[int] = []
+        for first in range(0, len(samples), 256):
+            part = samples[first : first + 256]
+            for row, (_, target) in zip(free.questions([text for text, _ in part]), part, strict=True):
+                answer = free._answer(target)
+                found.append(len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer)))
+        return found
+
+    def chat(self, message: str) -> str:
+        """What the model reads where a user says `message` and it is its turn to answer.
+
+        Raises:
+            SpecError: the tokenizer has no chat template, or the template takes no such message.
+        """
+        name = self.tokenizer.name_or_path
+        if not self.tokenizer.chat_template:
+            raise SpecError(
+                f"chat: the tokenizer of {name} has no chat template",
+                hint="Take `chat` out and write the prompt in `prompt`, or use the tokenizer of the chat model.",
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # whatever somebody's template raises
+            raise SpecError(f"chat: the chat template of {name} can't be used: {error}") from error
+        return text
+
+    @property
+    def rule(self) -> str:
+        """What becomes of questions that are too long, in a few words."""
+        return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"
 
     @cached_property
     def digest(self) -> str:
@@ -202,7 +259,9 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         )
     if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
         tokenizer.pad_token = tokenizer.eos_token
-    length = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", _UNLIMITED))
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
+    if config.model_type in _OFFSET:
+        limit -= 1 + (config.pad_token_id or 0)
     # A model's own settings of generation know more than its configuration: they were made later.
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
@@ -216,11 +275,17 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     reader = TextReader(
         tokenizer,
         form,
-        min(length, _UNLIMITED),
+        min(tokenizer.model_max_length, limit),
+        limit,
         start if form == "encoder-decoder" else None,
         tuple(dict.fromkeys(token for token in named if token is not None)),
     )
-    settings = {"max_length": reader.max_length, "padding": "right", "packing": False}
+    settings = {
+        "max_length": reader.max_length,
+        "too_long": reader.rule,
+        "padding": "right",
+        "packing": False,
+    }
     return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
 
 

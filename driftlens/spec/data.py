@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +20,7 @@ from pydantic import (
 
 from driftlens.errors import SpecError
 from driftlens.registry import Registry
-from driftlens.spec.sections import ClassNames
+from driftlens.spec.sections import ClassNames, class_names_given
 from driftlens.spec.types import (
     Count,
     CountOrAll,
@@ -61,6 +62,122 @@ class Entry(Part):
     n: Count | None = None
     n_diagnosis: Count | None = None
     n_test: CountOrAll | None = None
+
+
+_ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
+"""What stands between two braces each, or else a field."""
+
+
+def fields_of(template: str) -> tuple[str, ...]:
+    """The names that stand in braces in a template; between two braces each they are plain text."""
+    return tuple(found[2] for found in _ASKED.finditer(template) if found[2])
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """A template with its fields replaced; other braces, and those of the values, stay as they are."""
+    return _ASKED.sub(lambda found: found[1] or values[found[2]], template)
+
+
+def _word_by_label(given: Any) -> Any:
+    if not isinstance(given, Mapping) or not given:
+        raise problem(f"expected a mapping such as {{0: negative, 1: positive}}; got {given!r}")
+    found = {
+        str(label).lower() if isinstance(label, bool) else str(label): word for label, word in given.items()
+    }
+    if odd := [word for word in found.values() if not isinstance(word, str) or not word]:
+        raise problem(
+            f"the word {odd[0]!r} is not text", 'YAML takes a bare yes or no for true or false: write "yes".'
+        )
+    return found
+
+
+def _with_field(template: str) -> str:
+    if not fields_of(template):
+        raise problem(
+            f"the prompt {template!r} asks the same of every row", "Write {COLUMN} where its text goes."
+        )
+    return template
+
+
+def _with_target(template: str) -> str:
+    if set(fields_of(template)) != {"target"}:
+        raise problem(
+            f"the answer {template!r} has other fields than {{target}}, or none", 'For example " {target}".'
+        )
+    return template
+
+
+def _flag_or_names(given: Any) -> Any:
+    return given if isinstance(given, bool) else class_names_given(given)
+
+
+Classes = Annotated[Flag | tuple[Text, ...] | LocalPath | None, BeforeValidator(_flag_or_names)]
+"""Whether labels are classes that others name, or the names of all classes, or a JSON file of them."""
+
+
+class TextEntry(Entry):
+    """How the rows of a source become questions and answers.
+
+    Attributes:
+        input: column of the text that `{input}` stands for.
+        target: column of the answers, which calibration may lack; if left out, `target` where there is one.
+        prompt: what the model is asked; the names of columns stand in braces.
+        answer: what it should say; with a space before it if left out, for decoders that are asked without `chat`.
+        classes: whether targets are the names of classes, which a head's rows meet; or the names, or a JSON file.
+        words: what the model is to say for each label; targets are classes then.
+        chat: whether questions go through the tokenizer's chat template, as a user's message.
+        max_length: tokens of a row at most; the model's own limit if left out.
+        too_long: whether longer questions are cut, or refused.
+        decoder_inputs: the answers that calibration shows the model: the data's, the expert's own greedy ones, or none.
+    """
+
+    input: Text | None = None
+    target: Text | None = None
+    prompt: Annotated[Text, AfterValidator(_with_field)] | None = None
+    answer: Annotated[Text, AfterValidator(_with_target)] | None = None
+    classes: Classes = False
+    words: Annotated[Mapping[str, str], BeforeValidator(_word_by_label)] | None = None
+    chat: Flag = False
+    max_length: Count | None = None
+    too_long: Literal["cut", "refuse"] = "cut"
+    decoder_inputs: Literal["target", "expert", "none"] | None = None
+
+    @property
+    def holds_texts(self) -> bool:
+        """Whether rows are texts: somebody has said which."""
+        return self.input is not None or self.prompt is not None
+
+    @property
+    def answers(self) -> str:
+        """The column of the answers."""
+        return self.target or "target"
+
+    @model_validator(mode="after")
+    def _texts_agree(self) -> Self:
+        fields = type(self).model_fields
+        given = [name for name in fields if getattr(self, name) != fields[name].default]
+        if not self.holds_texts:
+            own = [
+                name for name in TextEntry.model_fields if name in given and name not in Entry.model_fields
+            ]
+            own = [name for name in own if name != "classes" or self.kind != "table" or self.classes is True]
+            if own:
+                raise problem(
+                    f"{own[0]} belongs to texts, and no column of texts is named",
+                    "Add `input: COLUMN`, or a `prompt` with {COLUMN} in it.",
+                )
+            return self
+        if images := [name for name in ("image", "label") if name in given]:
+            raise problem(
+                f"{images[0]} belongs to images, and texts are asked for",
+                "Take out one of the two; the column of answers is `target`.",
+            )
+        if self.words is not None and isinstance(self.classes, str | tuple):
+            raise problem("both words and the names of classes are given", "The words are the names.")
+        asked = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
+        if self.answers in asked:
+            raise problem(f"the prompt shows the answer, {self.answers}", "Ask without it.")
+        return self
 
 
 class Places(Entry):
@@ -113,8 +230,11 @@ class NpzData(Entry):
         return self
 
 
-class HfData(Entry):
-    """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id."""
+class HfData(TextEntry):
+    """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
+
+    Rows are images, or with `input` or `prompt` texts.
+    """
 
     kind: Literal["hf"]
     path: Source
@@ -126,17 +246,11 @@ class HfData(Entry):
     label: Text | None = "label"
 
 
-class JsonlData(Places):
-    """Text tasks: files with one JSON object per line that holds an input and a target.
-
-    Attributes:
-        classes: whether targets are the names of classes, which a head's rows meet.
-    """
+class JsonlData(Places, TextEntry):
+    """Text tasks: files with one JSON object per line."""
 
     kind: Literal["jsonl"]
     input: Text = "input"
-    target: Text = "target"
-    classes: Flag = False
 
 
 def _file_or_value(value: str, info: ValidationInfo) -> str:
@@ -147,8 +261,11 @@ Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_valu
 """A file of one split; beside `file`, the value that its rows have in the column `split`."""
 
 
-class TableData(Entry):
-    """CSV, TSV or Parquet files of image paths and labels; one per split, or `file` with a column of splits."""
+class TableData(TextEntry):
+    """CSV, TSV or Parquet files of image paths and labels, or with `input` or `prompt` of texts.
+
+    One per split, or `file` with a column of splits.
+    """
 
     kind: Literal["table"]
     file: LocalPath | None = None
@@ -158,7 +275,7 @@ class TableData(Entry):
     diagnosis: Rows | None = None
     image: Text = "path"
     label: Text | None = "label"
-    classes: ClassNames = None
+    classes: Classes = None
 
 
 class WebdatasetData(Places):

@@ -230,7 +230,8 @@ class Compute(Part):
     feature_budget: Bytes = 2 * 2**30
 
 
-def _class_names(given: Any) -> Any:
+def class_names_given(given: Any) -> Any:
+    """A list of class names or the path of a file, as a spec gives them; others are refused."""
     if given is None or (isinstance(given, str | PathLike) and given):
         return given
     if not isinstance(given, list | tuple) or not given:
@@ -246,7 +247,7 @@ def _class_names(given: Any) -> Any:
     return given
 
 
-ClassNames = Annotated[tuple[Text, ...] | LocalPath | None, BeforeValidator(_class_names)]
+ClassNames = Annotated[tuple[Text, ...] | LocalPath | None, BeforeValidator(class_names_given)]
 """Class names in the order of the rows, or a JSON file of them; None leaves naming to the data source."""
 
 

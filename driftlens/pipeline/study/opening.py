@@ -340,6 +340,7 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
         spec.data.defaults,
         preprocess or list,
         reads=None if architecture is None else architecture.chain.modality.name,
+        reader=None if preprocess is None else preprocess.texts,
         head_classes=named,
         access=access,
     )

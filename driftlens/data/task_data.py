@@ -58,13 +58,18 @@ class TaskData:
         return self._views[split].origin == self._views["calibration"].origin
 
     def answers(self) -> dict[str, str]:
-        """Class name -> the text that answers with it, of every class that occurs among the samples."""
-        found: dict[str, str] = {}
-        for samples in (self.test, self.diagnosis, self.calibration):
-            for position, label in enumerate(samples.labels or ()):
-                if label not in found:
-                    found[label] = samples.text(position).target
-        return found
+        """Class name -> the text that answers with it, of all classes, or else of those that occur; of texts alone."""
+        found = {
+            label
+            for samples in (self.test, self.diagnosis, self.calibration)
+            for label in samples.labels or ()
+        }
+        texts = self.test.texts
+        return (
+            {}
+            if texts is None
+            else {name: texts.answered(name) for name in self.class_names or sorted(found)}
+        )
 
     def picture(self, split: Split, sample_id: str) -> Picture:
         """One sample's image as the source holds it, before any preprocessing.

@@ -281,10 +281,11 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         tuple(dict.fromkeys(token for token in named if token is not None)),
     )
     settings = {
+        "tokenizer": reader.digest,
         "max_length": reader.max_length,
         "too_long": reader.rule,
         "padding": "right",
-        "packing": False,
+        "packing": "none",
     }
     return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
 

@@ -124,8 +124,9 @@ class Manifest:
         unfinished: variants whose rows are still being written or removed; readers don't show them.
         calibrations: by name; the variant is `calibrated:NAME`.
         layers: of the chain, in forward order.
-        architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads).
-        preprocessing: which code turned images into pixels.
+        architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads); of
+            language models the tokenizer's digest and how rows are cut.
+        preprocessing: which code made inputs of images or texts.
         models: by variant; experts as `expert:TASK`.
         merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty where it was
             given, and in older runs.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from driftlens.models.texts import Text, TextReader
+from driftlens.errors import SpecError
+from driftlens.models.texts import Text, TextReader, hf_text_preprocess
 from tests.models.tokenizers import word_tokenizer
 
 
@@ -94,3 +97,28 @@ def test_a_digest_tells_tokenizers_apart_by_what_decides_on_ids() -> None:
     assert TextReader(same).digest == plain
     assert TextReader(word_tokenizer(words=("is", "it"))).digest != plain
     assert TextReader(word_tokenizer(eos_token="<s>")).digest != plain
+
+
+def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer("encoder-decoder", model_max_length=9, padding_side="left")
+    config = transformers.T5Config(vocab_size=len(tokenizer), decoder_start_token_id=None)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match="no tokenizer that fits"):
+        hf_text_preprocess(str(tmp_path), config, True, "encoder-decoder")
+    tokenizer.save_pretrained(tmp_path)
+    config.decoder_start_token_id = None
+    with pytest.raises(SpecError, match="with which token its decoder begins"):
+        hf_text_preprocess(str(tmp_path), config, True, "encoder-decoder")
+    transformers.GenerationConfig(decoder_start_token_id=0, eos_token_id=[3, 7]).save_pretrained(tmp_path)
+    found = hf_text_preprocess(str(tmp_path), config, True, "encoder-decoder")
+    reader = found.texts
+    assert reader is not None
+    assert (reader.start, reader.ends, reader.max_length) == (0, (3, 7), 9)
+    assert found.settings["tokenizer"] == reader.digest == TextReader(tokenizer).digest
+    assert found.settings["packing"] == "none"
+    with pytest.raises(SpecError, match="fits its 5 tokens"):
+        hf_text_preprocess(str(tmp_path), transformers.T5Config(vocab_size=5), True, "encoder-decoder")
+    # Positions of RoBERTa begin behind the number of its padding token.
+    roberta = transformers.RobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=8, pad_token_id=1)
+    reader = hf_text_preprocess(str(tmp_path), roberta, True, "encoder").texts
+    assert reader is not None and (reader.max_length, reader.limit) == (6, 6)

@@ -195,33 +195,25 @@ def _lm_head(task: str, data: TaskData, models: OpenModels) -> LmHead:
     """Scores of the tokens with which a task's answers begin; of the whole vocabulary where it has no classes.
 
     Raises:
-        DataError: a class has no answer among the samples, or two classes begin alike.
+        DataError: two classes begin alike.
     """
     architecture = models.architecture
     reader = None if architecture.preprocess is None else architecture.preprocess.texts
     assert reader is not None and architecture.lm is not None
     source, lm = models.sources[expert_of(task)], architecture.lm
     answers = data.answers()
-    classes = data.class_names or tuple(sorted(answers))
-    if not classes:
+    if not answers:
         names = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
         size = source.headers[lm.key].shape[0]
         return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
-    missing = [name for name in classes if name not in answers]
-    if missing:
-        raise DataError(
-            f"task {task}: no sample answers {', '.join(map(repr, missing))}, so it is not known with which token "
-            "that answer begins",
-            hint="Draw more test samples (data.defaults.n_test), or name classes that occur.",
-        )
-    first = {name: reader.answer_tokens(answers[name])[0] for name in classes}
+    first = {name: reader.answer_tokens(answer)[0] for name, answer in answers.items()}
     alike = [name for name, token in first.items() if list(first.values()).count(token) > 1]
     if alike:
         raise DataError(
             f"task {task}: the answers {', '.join(map(repr, alike))} begin with the same token",
             hint="Give label words that begin differently, or leave classes out: answers are then compared as texts.",
         )
-    return LmHead(classes, source, lm, tuple(first.values()))
+    return LmHead(tuple(first), source, lm, tuple(first.values()))
 
 
 def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
@@ -314,7 +306,11 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         seed=spec.data.defaults.seed,
         notices=tuple(dict.fromkeys(notices)),
         provenance=models.origins,
-        architecture={"loader": models.architecture.loader, "source": models.architecture.source},
+        architecture={
+            "loader": models.architecture.loader,
+            "source": models.architecture.source,
+            **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
+        },
         preprocessing="" if preprocess is None else preprocess.backend,
     )
     return study, models

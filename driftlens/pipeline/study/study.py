@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class Study:
         seed: with which the samples were drawn.
         notices: what the user should know, in sentences.
         provenance: of every model: where it came from.
-        preprocessing: which code turned images into pixels.
+        preprocessing: which code made inputs of images or texts.
         architecture: what the manifest says of it beyond the chain's own settings.
         head_marks: by task a few numbers by which a head that was handed in is known again.
     """
@@ -104,7 +104,7 @@ class Study:
     notices: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     preprocessing: str = ""
-    architecture: Mapping[str, str] = field(default_factory=dict)
+    architecture: Mapping[str, Any] = field(default_factory=dict)
     head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:

@@ -24,7 +24,7 @@ def setup_sentences(run: DriftRun) -> Iterator[str]:
     yield f"Run {run.id}, begun {manifest.created}, finished {manifest.finished or _UNKNOWN}."
     yield f"Spec digest {manifest.spec_digest or _UNKNOWN}; tables of schema {manifest.schema_version}."
     architecture = ", ".join(f"{name} {value}" for name, value in manifest.architecture.items())
-    yield f"Architecture: {architecture or _UNKNOWN}. Pixels by: {manifest.preprocessing or _UNKNOWN}."
+    yield f"Architecture: {architecture or _UNKNOWN}. Inputs by: {manifest.preprocessing or _UNKNOWN}."
     seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
     asked = "were" if manifest.deterministic else "were not"
     yield (

@@ -14,12 +14,12 @@ import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.metrics import ACCURACY, metric_called, title_of
-from driftlens.records.compare import drift_changes
 from driftlens.records.intervals import Interval, MeanChange
 from driftlens.records.outcomes import (
     Measure,
     ScoreChange,
     TaskMeans,
+    final_change,
     outcomes,
     score_change,
     task_means,
@@ -111,8 +111,8 @@ def final_drift_changes(run: DriftRun, name: str) -> dict[str, MeanChange]:
     after = compared_variants(run, name)[-2]
     if not {"merged", after} <= set(run.variants) or not run.manifest.layers:
         return {}
-    found = {task: drift_changes(run, run, task, ("merged", after), layer="final") for task in run.tasks}
-    return {task: change for task, by_layer in found.items() for change in by_layer.values()}
+    found = {task: final_change(run, task, ("merged", after), "drift_l2") for task in run.tasks}
+    return {task: change for task, change in found.items() if change is not None}
 
 
 def calibration_means(run: DriftRun, name: str) -> list[TaskMeans]:

@@ -12,9 +12,9 @@ import pandas as pd
 
 from driftlens.metrics import ACCURACY, Metric, title_of
 from driftlens.records.compare import drift_changes, paired_answers, scored_change
-from driftlens.records.intervals import Interval, Paired, mean_interval, mean_over_tasks
+from driftlens.records.intervals import Interval, MeanChange, Paired, mean_interval, mean_over_tasks
 from driftlens.records.reading import Kind, is_measured
-from driftlens.records.run import DriftRun
+from driftlens.records.run import DriftRun, remembered
 from driftlens.records.scores import main_metrics
 
 _NOTHING = Interval(math.nan)
@@ -184,6 +184,7 @@ def _groups(run: DriftRun) -> Iterator[tuple[str, Measure, Sequence[str]]]:
         yield name, Measure(title_of(own.values()), kind, first.worse, "test"), [*own]
 
 
+@remembered
 def score_change(run: DriftRun, task: str, variants: tuple[str, str]) -> ScoreChange:
     """How what a task is judged by changes from one variant to another.
 
@@ -201,17 +202,26 @@ def score_change(run: DriftRun, task: str, variants: tuple[str, str]) -> ScoreCh
     return ScoreChange(task, change.value, change.low, change.high, n, is_paired, paired, split, metric.name)
 
 
+@remembered
+def final_change(run: DriftRun, task: str, variants: tuple[str, str], column: str) -> MeanChange | None:
+    """How the mean of a column of the sample table changes at the final layer on one task; None where not stored.
+
+    Raises:
+        DataError: no such task or variant.
+        RunError: the sample table can't be read.
+    """
+    return next(iter(drift_changes(run, run, task, variants, column=column, layer="final").values()), None)
+
+
 def _change(run: DriftRun, measure: str, start: Outcome, end: Outcome) -> Interval:
     """The change of one measure on one task; without ends where its samples are not stored."""
     variants = (start.variant, end.variant)
     if measure == "score":
         at = score_change(run, start.task, variants)
         return Interval(at.change, at.low, at.high, at.n)
-    column = "cos" if measure == "cosine" else "drift_l2"
-    changes = drift_changes(run, run, start.task, variants, column=column, layer="final")
-    if not changes:
+    change = final_change(run, start.task, variants, "cos" if measure == "cosine" else "drift_l2")
+    if change is None:
         return Interval(getattr(end, measure).value - getattr(start, measure).value)
-    (change,) = changes.values()
     if measure != "relative":
         return change.difference
     # The expert's norm, by which drift is divided, is taken as known.

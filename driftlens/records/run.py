@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import pathlib
 import zipfile
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,26 @@ from driftlens.variants import calibrated
 
 if TYPE_CHECKING:
     from driftlens.projection import Projection
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concatenate[DriftRun, P], T]:
+    """The function, its answers kept with the run they are of, as an opened run doesn't change.
+
+    Its arguments must be hashable; nobody may modify its answers.
+    """
+
+    @functools.wraps(work)
+    def answer(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (work, args, *kwargs.items())
+        if key not in run._answers:
+            run._answers[key] = work(run, *args, **kwargs)
+        found: T = run._answers[key]
+        return found
+
+    return answer
 
 
 def open_run(path: PathLike) -> DriftRun:
@@ -48,6 +69,7 @@ class DriftRun:
         self.manifest = manifest
         self._frames: dict[str, pd.DataFrame] = {}
         self._places: dict[str, Mapping[Any, Any]] = {}
+        self._answers: dict[Hashable, Any] = {}
 
     @classmethod
     def at(cls, path: PathLike) -> Self:
@@ -282,26 +304,25 @@ class DriftRun:
 
     def _rows(self, table: schema.Table, **wanted: Any) -> pd.DataFrame:
         frame = self._frame(table)
-        both = wanted.get("task"), wanted.get("variant")
-        if None not in both and len(frame):
-            for column in ("task", "variant"):
-                self._check(column, wanted.pop(column))
+        wanted = {column: value for column, value in wanted.items() if value is not None}
+        places = np.arange(len(frame))
+        if {"task", "variant"} <= set(wanted) and len(frame):
+            both = wanted.pop("task"), wanted.pop("variant")
+            for column, value in zip(("task", "variant"), both, strict=True):
+                self._check(column, value)
             # Comparing text in every row, for every task and variant anew, would take most of a report's time.
             if table.name not in self._places:
                 self._places[table.name] = frame.groupby(["task", "variant"], sort=False).indices
-            frame = frame.take(self._places[table.name].get(both, []))
-        keep = np.full(len(frame), True)
+            places = self._places[table.name].get(both, places[:0])
         for column, value in wanted.items():
-            if value is None:
-                continue
             if column == "layer":
                 value = self.layer_index(value)
             elif column == "name":
                 self._check("calibration", value, [*self.manifest.calibrations, *frame["name"]])
             else:
                 self._check(column, value)
-            keep &= (frame[column] == value).to_numpy(dtype=bool)
-        return frame[keep].reset_index(drop=True)
+            places = places[(frame[column].take(places) == value).to_numpy(dtype=bool)]
+        return (frame.take(places) if len(places) < len(frame) else frame).reset_index(drop=True)
 
     def _frame(self, table: schema.Table) -> pd.DataFrame:
         if table.name not in self._frames:

@@ -32,6 +32,7 @@ _NULLABLE = {_FILE_TYPES[kind]: _FRAME_TYPES[kind] for kind in ("str", "int", "b
 _VERSION_KEY = b"driftlens.schema_version"
 _ADDED = b"driftlens.added"
 """Marks columns that a diagnostic added beyond the schema: a reader without that diagnostic knows them by the file."""
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 DAMAGED = "`driftlens verify` on the run lists every file that is damaged."
 
 
@@ -287,3 +288,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def csv_text(data: pd.DataFrame) -> str:
+    """The rows as CSV with every digit; text that a spreadsheet would take for a formula is marked as text."""
+    shown = data.copy()
+    for name in shown.columns:
+        if not pd.api.types.is_numeric_dtype(shown[name]):
+            shown[name] = shown[name].map(
+                lambda cell: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
+            )
+    return shown.to_csv(index=False, lineterminator="\n")

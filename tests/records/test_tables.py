@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from driftlens.errors import RunError, SchemaTooNewError
 from driftlens.records.schema import ACCURACY, LAYERS, RESOURCES, TABLES, Column, Table
-from driftlens.records.tables import append_rows, conform, empty, read_table
+from driftlens.records.tables import append_rows, conform, csv_text, empty, read_table
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "str": st.text(max_size=6),
@@ -173,3 +173,10 @@ def test_a_folder_whose_name_looks_like_a_partition_adds_no_column(tmp_path: pat
     path = tmp_path / "phase=walk" / "r.parquet"
     append_rows(path, RESOURCES, pd.DataFrame({"phase": ["load"]}))
     assert read_table(path, RESOURCES)["phase"].tolist() == ["load"]
+
+
+def test_text_that_a_spreadsheet_would_run_is_marked_as_text() -> None:
+    text = csv_text(
+        pd.DataFrame({"row": ["=cmd()", "+1", "-x", "@a", "plain"], "value": [-1.5, 0.1, 2, 3, 4]})
+    )
+    assert text.splitlines() == ["row,value", "'=cmd(),-1.5", "'+1,0.1", "'-x,2.0", "'@a,3.0", "plain,4.0"]

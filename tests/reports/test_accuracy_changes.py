@@ -8,6 +8,7 @@ import re
 import pytest
 from scipy import stats
 
+from driftlens.records import outcomes
 from driftlens.records.before_after import final_drift_changes, score_change_note, score_changes
 from driftlens.records.intervals import mcnemar, unpaired_difference
 from driftlens.records.reading import points
@@ -86,6 +87,22 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     assert all(at.is_paired for at in changes.values()) and set(changes) == set(run.tasks)
     for at in changes.values():
         assert f"{100 * at.relative.value:+.1f} %" in before_after_text(run, NAME)
+
+
+def test_a_report_works_every_change_out_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    for name in ("drift_changes", "paired_answers"):
+
+        def counted(*given: object, work: object = getattr(outcomes, name), **more: object) -> object:
+            asked.append((work, *given[2:], *more.items()))
+            return work(*given, **more)  # type: ignore[operator]
+
+        monkeypatch.setattr(outcomes, name, counted)
+    run = run_of(tmp_path / "run")
+    Report(run).content  # noqa: B018 -- asks for everything
+    assert len(asked) == len(set(asked)) == 3 * len(run.tasks)  # drift, cosine, answers
 
 
 def test_without_labels_nothing_is_said_about_accuracy(tmp_path: pathlib.Path) -> None:

@@ -5,6 +5,8 @@ First the parts that such charts share, then the charts of the layer table that 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,13 +148,13 @@ def band(rows: pd.DataFrame, low: str, high: str, style: Look, *, opacity: float
     """
     x: list[float | None] = []
     y: list[float | None] = []
-    is_gap = rows[[low, high]].isna().any(axis=1)
-    for _, run in rows[~is_gap].groupby(is_gap.cumsum()[~is_gap]):
-        layers = run["layer"].astype(float).tolist()
+    values = rows[["layer", low, high]].astype(float).to_numpy().tolist()
+    for is_gap, run in itertools.groupby(values, lambda row: any(map(math.isnan, row))):
+        if is_gap:
+            continue
+        layers, lows, highs = map(list, zip(*run, strict=True))
         if len(layers) == 1:
-            layers = [layers[0] - _LONE, layers[0] + _LONE]
-            run = pd.concat([run, run])
-        lows, highs = run[low].astype(float).tolist(), run[high].astype(float).tolist()
+            layers, lows, highs = [layers[0] - _LONE, layers[0] + _LONE], lows * 2, highs * 2
         x += [*layers, *reversed(layers), None]
         y += [*lows, *reversed(highs), None]
     return go.Scatter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -67,11 +68,10 @@ def interval_texts(
     write: Callable[[float], str] = percent,
 ) -> list[str]:
     """A line of hover text with both ends for each row; empty where they are not measured."""
-    ends = rows.reindex(columns=[low, high]).astype(float)
-    texts = ends.map(write).agg(" to ".join, axis=1) if len(ends) else ends[low]
+    ends = rows.reindex(columns=[low, high]).astype(float).to_numpy().tolist()
     return [
-        "" if is_unknown else f"<br>{literal(f'{said}: {text}')}"
-        for text, is_unknown in zip(texts, ends.isna().any(axis=1), strict=True)
+        "" if math.isnan(start + end) else f"<br>{literal(f'{said}: {write(start)} to {write(end)}')}"
+        for start, end in ends
     ]
 
 

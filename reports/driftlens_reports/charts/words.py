@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
 
 
+@functools.lru_cache(maxsize=4096)  # the same few names stand behind every point
 def literal(text: str) -> str:
     """`text` as plotly shows it character by character: no markup, no formula, no hover placeholder.
 

@@ -19,7 +19,6 @@ from driftlens.records.reading import written
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import ReportContent, Table
-from driftlens_reports.paper.static import draw_static
 from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, encode, sheet
 from driftlens_reports.sections.verdict import signed
 
@@ -210,6 +209,8 @@ def picture(chart: go.Figure) -> bytes:
 
 
 def _static(chart: go.Figure) -> Figure:
+    from driftlens_reports.paper.static import draw_static  # with matplotlib, which an interactive page lacks
+
     with sheet(PAGE):
         return draw_static(chart, PAGE_WIDTH)
 

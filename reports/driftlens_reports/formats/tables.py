@@ -10,8 +10,8 @@ import pandas as pd
 
 from driftlens.records import layout, schema
 from driftlens.records.run import DriftRun
+from driftlens.records.tables import csv_text
 from driftlens_reports.content import VERSION, ReportContent
-from driftlens_reports.paper.export import csv_text
 
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
 """Tables of the run with a row per sample: only in a report with raw data."""

@@ -17,6 +17,7 @@ from driftlens.errors import SpecError
 from driftlens.files import PathLike, atomic_path
 from driftlens.records.manifest import versions
 from driftlens.records.run import DriftRun
+from driftlens.records.tables import csv_text
 from driftlens_reports.paper.exhibit import Exhibit, Exhibited, ExhibitOptions, Gap, Kind, exhibits
 from driftlens_reports.paper.published import source
 from driftlens_reports.paper.style import WIDTHS, encode, venue_of
@@ -32,7 +33,6 @@ SIBLINGS = ("csv", "json", "txt")
 FORMATS = tuple(name for names in (*DRAWN.values(), SIBLINGS) for name in names)
 """Every format that can be asked for."""
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-learn", "umap-learn")
 
 
@@ -213,17 +213,6 @@ def check_kind(name: str, kind: Kind) -> str:
             hint=f"Ask for it with --{exhibits[name].kind} {name}.",
         )
     return name
-
-
-def csv_text(data: pd.DataFrame) -> str:
-    """The numbers as CSV with every digit; text that a spreadsheet would take for a formula is marked as text."""
-    shown = data.copy()
-    for name in shown.columns:
-        if not pd.api.types.is_numeric_dtype(shown[name]):
-            shown[name] = shown[name].map(
-                lambda cell: f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
-            )
-    return shown.to_csv(index=False, lineterminator="\n")
 
 
 def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:

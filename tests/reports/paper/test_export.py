@@ -16,7 +16,7 @@ from driftlens.cli import main
 from driftlens.errors import DataError, SpecError
 from driftlens.records.run import DriftRun
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
-from driftlens_reports.paper.export import FORMATS, csv_text, draw, export
+from driftlens_reports.paper.export import FORMATS, draw, export
 from tests.reports.paper.table_runs import table_run
 
 
@@ -73,13 +73,6 @@ def test_the_csv_holds_the_numbers_with_every_digit(run: DriftRun, tmp_path: pat
     export([run], tmp_path, names=["accuracy"])
     read = pd.read_csv(tmp_path / "accuracy.csv")
     assert read["value"].tolist() == draw("accuracy", [run], ExhibitOptions()).data["value"].tolist()
-
-
-def test_text_that_a_spreadsheet_would_run_is_marked_as_text() -> None:
-    text = csv_text(
-        pd.DataFrame({"row": ["=cmd()", "+1", "-x", "@a", "plain"], "value": [-1.5, 0.1, 2, 3, 4]})
-    )
-    assert text.splitlines() == ["row,value", "'=cmd(),-1.5", "'+1,0.1", "'-x,2.0", "'@a,3.0", "plain,4.0"]
 
 
 def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tmp_path: pathlib.Path) -> None:

@@ -9,9 +9,10 @@ import pandas as pd
 
 from driftlens.metrics import METRICS, Metric, metric_called
 from driftlens.records.intervals import RESAMPLES, Array, Interval, wilson
-from driftlens.records.run import DriftRun
+from driftlens.records.run import DriftRun, remembered
 
 
+@remembered
 def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
     """What each scored task is judged by: accuracy where it was measured, else the first metric of the list.
 

@@ -245,6 +245,18 @@ def token_batch(generator: torch.Generator, n: int = 4, t: int = 5, *, targets: 
     return inputs
 
 
+def two_texts(generator: torch.Generator, n: int) -> dict[str, Tensor]:
+    """Questions and answers of unequal lengths, padded on the right."""
+    asked, answered = (torch.arange(1, n + 1)[:, None] > torch.arange(5) - more for more in (3, 1))
+    tokens = torch.randint(2, 40, (2, n, 5), generator=generator)
+    return {
+        "input_ids": tokens[0] * asked,
+        "attention_mask": asked.long(),
+        "decoder_input_ids": tokens[1] * answered,
+        "decoder_attention_mask": answered.long(),
+    }
+
+
 class TinyStack(nn.Module):
     """Patches and a class token through three pre-norm blocks; the feature is the normed class token.
 

@@ -306,8 +306,8 @@ class Layer:
         call: the layer as a function.
         sites: calibratable modules, in the order in which they run.
         stream: the entry of the state that this layer writes; norms and cosines pool it.
-        pool: how they do, whatever is asked for; None where what is asked for counts. The tokens of an encoder have no
-            last one that says what all do, so their mean is taken before a decoder reads them.
+        pool: how they do, whatever is asked for but `all`; None where what is asked for counts. Of an encoder's tokens
+            before a decoder, none is the one that scores are made of, so their mean is taken.
         is_residual: whether the layer is h + g(h), so that its input and output drift can be subtracted.
         no_sites: parameters that belong to no site -> their module, and what that is, `kind: why`; for messages.
     """
@@ -325,7 +325,8 @@ class Layer:
 
     def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
         """One vector per sample of the layer's own stream, see `pooled`; linear in the state."""
-        return pooled(state[self.stream], self.pool or how, side.mask(self.stream))
+        own = how if how == "all" else self.pool or how
+        return pooled(state[self.stream], own, side.mask(self.stream))
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap
+from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap, adapters
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sites import registered_sites, tapped
 from tests.cases import CASES, Case, rows, with_seed
+from tests.reference import t5
 from tests.reference.calibration import PlainBlock, TokenWeights
 from tests.reference.drift import STEPS
-from tests.tiny import Decoder, EncoderDecoder, causal, decoder_chain, encoder_decoder_chain
+from tests.tiny import Decoder, EncoderDecoder, causal, decoder_chain, encoder_decoder_chain, two_texts
 
 Inputs = Any
 
@@ -189,7 +191,37 @@ def run_encoder_decoder(
     return encoded, block(hidden[None], allowed, encoded[None], visible)[0]
 
 
+class ExactNorm(T5LayerNorm):
+    """The library takes the mean square in float32, whatever the dtype; here that would be all there is to see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.variance_epsilon)
+
+
+def exact_t5() -> nn.Module:
+    model = adapters["hf_t5"].tiny()
+    for module in model.modules():
+        if isinstance(module, T5LayerNorm):
+            module.__class__ = ExactNorm
+    return model
+
+
+def enter_t5(model: nn.Module, inputs: Inputs, sample: int) -> t5.State:
+    """Tokens of one sample alone: where the batch pads it, the reference has none."""
+    ids = (inputs[f"{stack}input_ids"][sample] for stack in ("", "decoder_"))
+    masks = (inputs[f"{stack}attention_mask"][sample].bool() for stack in ("", "decoder_"))
+    encoded, hidden = (model.shared.weight[row[mask]] for row, mask in zip(ids, masks, strict=True))
+    return encoded, hidden
+
+
 WORLDS: dict[str, World] = {
+    "t5": World(
+        Case(exact_t5, adapters["hf_t5"].chain, two_texts),
+        t5.blocks,
+        enter_t5,
+        lambda block, state, inputs, sample: block(state),
+        t5.names(),
+    ),
     "open_clip_vit": World(
         CASES["open_clip_vit"], open_clip_blocks, first_step("open_clip_vit"), of_one_tensor, OPEN_CLIP_NAMES
     ),

@@ -16,26 +16,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.sequential import NAME, sequential_chain
 from tests.models.clip import chain_states, largest_difference, parameters
-from tests.tiny import tiny_stack
+from tests.tiny import tiny_stack, two_texts
 
 
 def images(generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(n, 3, 16, 16, generator=generator, dtype=dtype)
 
 
-def two_texts(generator: torch.Generator, n: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Questions and answers of unequal lengths, padded on the right."""
-    asked, answered = (torch.arange(1, n + 1)[:, None] > torch.arange(5) - more for more in (3, 1))
-    tokens = torch.randint(2, 40, (2, n, 5), generator=generator)
-    return {
-        "input_ids": tokens[0] * asked,
-        "attention_mask": asked.long(),
-        "decoder_input_ids": tokens[1] * answered,
-        "decoder_attention_mask": answered.long(),
-    }
-
-
-INPUTS: dict[str, Callable[[torch.Generator, int, torch.dtype], Any]] = {"hf_t5": two_texts}
+INPUTS: dict[str, Callable[[torch.Generator, int, torch.dtype], Any]] = {
+    "hf_t5": lambda generator, n, dtype: two_texts(generator, n)
+}
 """Raw inputs of tiny models that don't take images: (generator, samples, dtype) -> inputs."""
 SCORES = {"hf_t5": {"lm_head.weight"}}
 """Weights that make scores of final features, and belong to no layer."""

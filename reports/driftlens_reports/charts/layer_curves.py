@@ -57,6 +57,7 @@ class Curves:
         self, rows: pd.DataFrame, style: Look, *, legend: bool, opacity: float
     ) -> Iterator[go.Scatter]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
+        rows = panels.parted(rows)
         if self.band:
             yield band(rows, *self.band, style, opacity=opacity)
         changes: dict[str, Any] = {}
@@ -88,7 +89,7 @@ def draw_curves(
         placed |= {"columns": len(kinds), "height": 150}
     grid = panels.panel_grid(
         **{**placed, **settings},
-        x_title=panels.layer_title(run),
+        x_title=panels.layer_title(run) + ("; dotted: encoder | decoder" if panels.borders(rows) else ""),
         y_titles=[kind.title for kind in kinds],
         legend=[words.shown(variant) for variant in names],
         dark=dark,
@@ -101,6 +102,8 @@ def draw_curves(
             traces = kind.traces(part, style, legend=variant not in in_legend, opacity=opacity)
             grid.add(tasks.index(task) * len(kinds) + at, *traces)
             in_legend.add(variant)
+    for border in panels.borders(rows):
+        grid.add_line("x", border)
     for at, kind in enumerate(kinds):
         if kind.line is not None:
             grid.add_line("y", kind.line, column=at if len(kinds) > 1 else None)

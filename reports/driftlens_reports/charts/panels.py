@@ -83,6 +83,33 @@ def layer_places(rows: pd.DataFrame) -> list[str]:
     ]
 
 
+def parted(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a layer table with a row of no values where one stream of features ends, so that its curve ends too."""
+    if "stream" not in rows:
+        return rows
+    parts: list[pd.DataFrame] = []
+    for _, part in rows.groupby(_number_of_stream(rows)):
+        parts += [
+            part,
+            part.tail(1).assign(**dict.fromkeys(part.select_dtypes("float").columns, float("nan"))),
+        ]
+    return pd.concat(parts[:-1])
+
+
+def borders(rows: pd.DataFrame) -> list[float]:
+    """Where on an axis of layers one stream of features ends and the next begins: an encoder's and a decoder's."""
+    if "stream" not in rows:
+        return []
+    layers = rows.drop_duplicates("layer").sort_values("layer")
+    firsts = layers.groupby(_number_of_stream(layers))["layer"].min()
+    return [first - 0.5 for first in firsts.tolist()[1:]]
+
+
+def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
+    streams = rows["stream"].fillna("").astype(str)
+    return streams.ne(streams.shift()).cumsum()
+
+
 def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
     """Settings of an axis of values, logarithmic if the options say so; a linear one begins at `zero`.
 

@@ -14,7 +14,7 @@ from driftlens.records.reading import error, number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
-from driftlens_reports.charts.layer_curves import band, curve
+from driftlens_reports.charts.layer_curves import Curves, band, curve, draw_curves
 from driftlens_reports.charts.theme import Look
 from tests.reports.charts.recording import NUMBER, data_values, drawn_values, finite
 
@@ -218,3 +218,19 @@ def test_only_signed_projections_are_stacked(full: DriftRun) -> None:
     for name in [*BY_CURVE, *BY_PANEL]:
         layout = charts[name].draw(full).figure.layout
         assert layout.barmode in (None, "group") or name == "contributions"
+
+
+def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> None:
+    """Their features are pooled from other tokens, so a line from one to the other would mean nothing."""
+    rows = full.layers(variant="merged", task=full.tasks[0]).reset_index(drop=True)
+    last = rows["layer"].max()
+    streams = rows["layer"].le(last - 2).map({True: "encoder", False: "hidden"})
+    kind = Curves("drift_l2_mean", "drift")
+    [trace] = draw_curves(full, rows.assign(stream=streams), kind, dark=False).data
+    assert [place for place, value in zip(trace.x, trace.y, strict=True) if value is None] == [last - 2]
+    assert finite(trace.y) == rows["drift_l2_mean"].tolist()
+    figure = draw_curves(full, rows.assign(stream=streams), kind, dark=False)
+    assert [shape.x0 for shape in figure.layout.shapes] == [last - 1.5]
+    for streams in (rows["layer"].map(lambda _: "hidden"), rows["layer"].map(lambda _: None)):
+        figure = draw_curves(full, rows.assign(stream=streams), kind, dark=False)
+        assert len(figure.data[0].x) == len(rows) and not figure.layout.shapes

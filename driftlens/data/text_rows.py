@@ -129,10 +129,11 @@ def as_texts(
     texts = Texts(rows.__getitem__, reader, answer, shown)
     rows = [Text(row.input, texts.answered(row.target) if row.target else "") for row in rows]
     given = [row if shown == "target" else Text(row.input) for row in rows]
+    own = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
     return replace(
         samples,
         load=lambda positions: (reader or preprocess)([given[position] for position in positions]),
-        notices=samples.notices + (() if reader is None else _too_long(samples, given, entry, reader)),
+        notices=samples.notices + own + (() if reader is None else _too_long(samples, given, entry, reader)),
         texts=replace(texts, read=rows.__getitem__),
     )
 

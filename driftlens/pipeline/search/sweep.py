@@ -24,7 +24,7 @@ from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, 
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.pipeline.search.trials import Trials, Tried, part_of, with_settings
-from driftlens.pipeline.study.opening import open_data
+from driftlens.pipeline.study.opening import open_data, with_own_answers
 from driftlens.pipeline.study.reopening import redrawn, require_same_models, require_same_samples
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
@@ -334,7 +334,9 @@ def _samples_by_seed(
     for seed in seeds[1:]:
         drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in first}
-        found[seed] = {task: data.calibration for task, data in sources.items()}
+        found[seed] = {
+            task: with_own_answers(data.calibration, opened.study.pool) for task, data in sources.items()
+        }
     for task, data in sources.items():
         seen = {name for samples in found.values() for name in samples[task].ids}
         at = tasks[task]

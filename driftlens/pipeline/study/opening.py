@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from driftlens.access import Access, resolve_device
 from driftlens.calibration.calibrator import calibrators, over_preset
-from driftlens.data.samples import unequal_counts
+from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
@@ -20,6 +20,7 @@ from driftlens.errors import CheckpointError, DataError, SpecError
 from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
 from driftlens.models.chain import LayerChain, ScoreMap
+from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead, class_names, file_head, linear_head, stated_classes, text_head
 from driftlens.models.interception import settle
 from driftlens.models.loading import open_checkpoint
@@ -68,6 +69,9 @@ class OpenModels:
             return self.base
         return self.sources[min(name for name in self.sources if task_of(name) is not None)]
 
+
+NEW_TOKENS = 64
+"""Tokens of an expert's own answer at most, where calibration shows it."""
 
 Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
 """(name in the pool, opens the model) -> the model, or None where it is to be left out."""
@@ -301,7 +305,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         name=spec.name,
         pool=pool,
         variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
-        tasks={task: _task_samples(opened, heads.get(task)) for task, opened in data.items()},
+        tasks={task: _task_samples(opened, heads.get(task), pool) for task, opened in data.items()},
         settings=settings,
         seed=spec.data.defaults.seed,
         notices=tuple(dict.fromkeys(notices)),
@@ -342,13 +346,35 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
     )
 
 
-def _task_samples(data: TaskData, head: ScoreMap | None) -> TaskSamples:
+def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
+    """The same samples; where their task wants it, they show the answers of its own expert.
+
+    These are greedy, generated when the samples are first read, and the same every time. The expert is whole in memory
+    meanwhile.
+    """
+    texts = samples.texts
+    if texts is None or texts.reader is None or texts.shown != "expert":
+        return samples
+    reader, count = texts.reader, len(samples)
+    space = " " if texts.answer.startswith(" ") else ""
+
+    @functools.cache
+    def shown() -> SampleSet:
+        questions = [texts.read(at).input for at in range(count)]
+        with pool.loaded(expert_of(samples.task)) as module:
+            found = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.batch_size)
+        return samples.answering([space + answer if answer else "" for answer in found])
+
+    return replace(samples, load=lambda positions: shown().load(positions))
+
+
+def _task_samples(data: TaskData, head: ScoreMap | None, pool: ModelPool) -> TaskSamples:
     test = data.test
     return TaskSamples(
         diagnosis=data.diagnosis,
         test=test if test.labels is not None else None,
         head=head,
-        calibration=data.calibration,
+        calibration=with_own_answers(data.calibration, pool),
         picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
     )
 

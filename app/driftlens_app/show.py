@@ -23,6 +23,7 @@ from streamlit.column_config import NumberColumn, TextColumn
 from driftlens.errors import DriftLensError
 from driftlens.records.reading import Sheet, printable
 from driftlens.records.run import DriftRun
+from driftlens.records.tables import csv_text
 from driftlens_app.runs import key_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.theme import lay_out
@@ -206,7 +207,7 @@ def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show dat
         st.dataframe(rows, hide_index=True, key=key, alt=f"Table of {len(rows)} rows")
         st.download_button(
             f"Download {len(rows):,} rows as CSV",
-            data=lambda: _csv(rows),
+            data=lambda: csv_text(rows).encode(),
             file_name=f"{name}.csv",
             mime="text/csv",
             key=f"{key}-csv",
@@ -221,17 +222,6 @@ def _drawn(name: str, run: DriftRun, options: ChartOptions, selecting: bool) -> 
     drawn = charts[name].draw(run, options)
     drawn_once(drawn.figure, selecting=selecting)
     return drawn
-
-
-def _csv(rows: pd.DataFrame) -> bytes:
-    """CSV that a spreadsheet shows but does not execute: text that looks like a formula is quoted as text."""
-    texts = rows.select_dtypes(include=["object", "string"]).columns
-    safe = rows.assign(**{column: rows[column].map(_harmless) for column in texts})
-    return safe.to_csv(index=False).encode()
-
-
-def _harmless(cell: object) -> object:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def drawn_once(figure: Any, *, selecting: bool = False) -> Any:

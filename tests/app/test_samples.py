@@ -19,9 +19,10 @@ from driftlens.records.run import open_run
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.samples import decisions, pictures
 from driftlens_app.views.features import _selected, sample_rows
-from driftlens_app.views.output import flipped, measured_decisions
+from driftlens_app.views.output import flipped
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import sample_curves
+from driftlens_reports.charts.picking import scored_samples
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run
@@ -149,7 +150,7 @@ def test_a_story_promises_shares_only_of_samples_that_have_them(
 
 def test_flipped_decisions_are_those_that_differ_from_the_experts(root: Path) -> None:
     run = open_run(root / "full")
-    found = flipped(measured_decisions(run, ChartOptions(variants=("merged",))))
+    found = flipped(scored_samples(run, ChartOptions(variants=("merged",)), "flipped"))
     rows = run.outputs(variant="merged")
     wanted = rows[rows["pred"] != rows["expert_pred"]]
     assert len(wanted) and sorted(zip(found["task"], found["sample_id"], strict=True)) == sorted(

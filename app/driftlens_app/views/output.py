@@ -6,14 +6,13 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
-from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.pages import Page
 from driftlens_app.samples import show_samples
 from driftlens_app.selection import Selection, selection
 from driftlens_app.show import note, show_parts
-from driftlens_reports.charts.chart import SECTIONS, ChartOptions
-from driftlens_reports.charts.picking import chosen_variants
+from driftlens_reports.charts.chart import SECTIONS
+from driftlens_reports.charts.picking import scored_samples
 
 PAGE = Page(
     "Output",
@@ -50,7 +49,7 @@ def _flips(chosen: Selection) -> None:
         "Flipped decisions", anchor=False, help="The most certain decisions of the expert come first."
     )
     options = chosen.options()
-    decided = measured_decisions(chosen.run, options)
+    decided = scored_samples(chosen.run, options, "flipped")
     rows = flipped(decided)
     if rows.empty:
         if decided.empty:
@@ -72,14 +71,6 @@ def _flips(chosen: Selection) -> None:
     shown = rows[rows["task"] == task].drop(columns="task")
     about = f"Flipped decisions of {task}"
     show_samples(chosen.run, task, shown, _COLUMNS, options, key="flips-table", alt=about)
-
-
-def measured_decisions(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Rows of the output table of the chosen tasks and variants that say whether a decision flipped."""
-    rows = run.outputs()
-    tasks = run.tasks if options.tasks is None else options.tasks
-    rows = rows[rows["task"].isin(list(tasks)) & rows["variant"].isin(chosen_variants(run, options))]
-    return rows[rows["flipped"].notna()]
 
 
 def flipped(decided: pd.DataFrame) -> pd.DataFrame:

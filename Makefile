@@ -40,7 +40,7 @@ demo:            ## the whole tool on the embedded suite
 
 gallery:         ## demo run, then pictures and a light report under reports/gallery
 	driftlens demo --force
-	$(PYTHON) -m driftlens_reports.gallery driftlens-demo reports/gallery
+	$(PYTHON) -m tests.reports.gallery driftlens-demo reports/gallery
 
 screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
 	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots

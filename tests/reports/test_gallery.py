@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 
 from driftlens.records.run import open_run
-from driftlens_reports.gallery import FIGURES, write_gallery
 from tests.records.full_run import write_full_run
+from tests.reports.gallery import FIGURES, write_gallery
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The gallery of a run: a few figures as small pictures, and a light report.
 
-python -m driftlens_reports.gallery RUN OUT
+python -m tests.reports.gallery RUN OUT
 """
 
 from __future__ import annotations

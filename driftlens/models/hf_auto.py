@@ -114,15 +114,11 @@ def load_transformers(
     if classifier and (beside or whole_heads):
         if (parts := behind_core(skeleton, names)) is not None:
             skeleton, own_head = parts
-            held = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in own_head.names.values()))
-            notice = (
-                f"Every task is scored by the head that its expert's own checkpoint holds ({held}): merging leaves "
-                "heads out, so that saved models have the base's, if any."
-            )
         else:
+            read = (beside or [classifier])[0].rpartition(".")[0]
             notice = (
-                f"{source}: its classifier reads features through {beside[0].rpartition('.')[0]}, which belongs to "
-                "each task too: the final features are those before, and no expert's own classifier is used."
+                f"{source}: its classifier reads features through {read}, which belongs to each task too: the final "
+                "features are those before, and no expert's own classifier is used."
             )
             skeleton = Tokens(getattr(skeleton, core), core)
         model_class, classifier = type(skeleton.get_submodule(core)), ""

@@ -105,7 +105,7 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: pat
         assert accuracy[task, "merged"] == pytest.approx(suite.accuracy(task, whole))
     run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
     notices = dl.open_run(tmp_path / "run").manifest.notices
-    assert any("head that its expert's own checkpoint holds" in text for text in notices)
+    assert any("is the task's own" in text and "classifier" in text for text in notices)
     reloaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     for key in _head(suite.base):
@@ -143,6 +143,7 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
     spec = {key: value for key, value in suite.spec.items() if key != "heads"}
     study, _ = open_study(load_spec(spec))
     assert study.settings.pool == "mean" and all(at.head is None for at in study.tasks.values())
+    assert not any("task's own" in text for text in study.notices)
 
 
 @pytest.mark.slow

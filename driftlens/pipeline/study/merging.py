@@ -27,7 +27,14 @@ from driftlens.models.saving import require_target, save_model
 from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.pipeline.study.card import merge_card
 from driftlens.pipeline.study.companions import companions
-from driftlens.pipeline.study.opening import OpenModels, dtype_notices, open_models, open_pool, open_study
+from driftlens.pipeline.study.opening import (
+    OpenModels,
+    dtype_notices,
+    head_notices,
+    open_models,
+    open_pool,
+    open_study,
+)
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.spec import RunSpec
@@ -292,7 +299,7 @@ def save_merge(
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
     def card(usage: str) -> str:
-        notices = [*known.notices, *dtype_notices(models)]
+        notices = [*known.notices, *head_notices(models), *dtype_notices(models)]
         notices += [finding.text for finding in companions(models)]
         described = {"loader": known.loader, "source": known.source}
         return merge_card(record, described, models.origins, notices, usage)

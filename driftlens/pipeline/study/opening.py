@@ -298,7 +298,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         and entry.classes is None
         and named_by_expert(spec, task, entry) is None
     ]
-    notices += dtype_notices(models)
+    notices += [*head_notices(models), *dtype_notices(models)]
     notices += unequal_counts(num_calibration, "calibration")
     notices += unequal_counts(num_diagnosis, "diagnosis")
     study = Study(
@@ -423,6 +423,23 @@ def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
         return None
     given = over_preset(section.method, section.preset, section.parameters)
     return resolve(calibrators[section.method], given, f"calibration: {section.method}")
+
+
+def head_notices(models: OpenModels) -> list[str]:
+    """That experts bring heads of several layers, which no merged model holds, if they do."""
+    form = models.architecture.own_head
+    bring = [
+        name
+        for name, stored in models.stored.items()
+        if task_of(name) is not None and models.architecture.classifier_keys(stored) is not None
+    ]
+    if form is None or not bring:
+        return []
+    held = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
+    text = (
+        f"{', '.join(bring)}: all that reads the features of tokens ({held}) is the task's own; saved models"
+    )
+    return [f"{text} hold that of the base, if it has one, and the experts' checkpoints hold theirs"]
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

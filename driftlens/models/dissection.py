@@ -61,6 +61,7 @@ class Dissection:
         self.channels_last = [not convolves] * (len(self.blocks) + 1)
         self._has_seen_readers = False
         self._is_known_shared = False
+        self._forms: dict[str, Any] = {}
 
     def outer_weights(self) -> dict[str, Tensor]:
         """Names and values of the weights outside the blocks."""
@@ -148,7 +149,7 @@ class Dissection:
 
     def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
         blocks = dict(zip(self.paths, self.blocks, strict=True))
-        with hollow(self.module, blocks, outer):
+        with hollow(self.module, blocks, outer, self._forms):
             return self._observed(self.module, inputs, past=self.blocks[-1]).frames
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:

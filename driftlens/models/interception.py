@@ -142,37 +142,47 @@ def replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tens
 
 
 @contextlib.contextmanager
-def hollow(module: nn.Module, blocks: Mapping[str, nn.Module], outer: Mapping[str, Tensor]) -> Iterator[None]:
+def hollow(
+    module: nn.Module, blocks: Mapping[str, nn.Module], outer: Mapping[str, Tensor], forms: dict[str, Any]
+) -> Iterator[None]:
     """While this is open, a module that has shapes only runs on real inputs, with `outer` outside its blocks.
 
     Every block returns zeros in the shape of its features, dressed as its own: what blocks are given beside features
-    is what they would be given, wherever no weight takes part in it.
+    is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their shape is
+    remembered in `forms`; they are not asked again.
     """
     with contextlib.ExitStack() as restored:
         restored.enter_context(replaced(module, list(outer), outer.__getitem__))
         for path, block in blocks.items():
             restored.callback(_restore_forward, block, block.__dict__.get("forward"))
-            block.__dict__["forward"] = partial(_shell, path, block)
+            block.__dict__["forward"] = partial(_shell, path, block, forms)
         yield
 
 
-def _shell(path: str, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _shell(path: str, block: nn.Module, forms: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     features = find_features(path, args, kwargs)[1]
+    if path in forms:
+        return forms[path](features.new_zeros(features.shape))
 
     def bare(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) else value
 
     with buffers_on(block, torch.device("meta")):
         output = type(block).forward(block, *mapped(args, bare), **mapped(kwargs, bare))
-    hidden = features.new_zeros(features_of(path, output).shape)
-    if isinstance(output, Tensor):
-        return hidden
-    if any(isinstance(value, Tensor) for value in output[1:]):
+    if not isinstance(output, Tensor) and any(isinstance(value, Tensor) for value in output[1:]):
         raise SpecError(
             f"block {path!r} returns tensors beside its features, which depend on its weights",
             hint="Give the model loaded, as a live module.",
         )
-    return type(output)([hidden, *output[1:]])
+    form = partial(_dressed, None if isinstance(output, Tensor) else output)
+    shape = features_of(path, output).shape
+    if shape == features.shape:
+        forms[path] = form
+    return form(features.new_zeros(shape))
+
+
+def _dressed(like: Any, hidden: Tensor) -> Any:
+    return hidden if like is None else type(like)([hidden, *like[1:]])
 
 
 @contextlib.contextmanager

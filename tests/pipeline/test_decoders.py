@@ -1,0 +1,114 @@
+"""Language models from files to a saved folder: drift, answers by each model's own head, calibration, reloading."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import driftlens as dl
+from tests.cases import perturbed, with_seed
+from tests.models.test_hf_decoder import CONFIGS
+from tests.models.tokenizers import WORDS, word_tokenizer
+
+LLAMA = pytest.mark.family("Llama")
+GEMMA = pytest.mark.family("Gemma 3")
+TASKS = {"a": (" yes", " no"), "b": (" red", " green", " blue")}
+
+
+def spec_of(config: Any, folder: pathlib.Path) -> dict[str, Any]:
+    """A base, two experts near it, and questions whose answers are words of the vocabulary."""
+    base = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2)
+    models = {"base": base, **{task: perturbed(base, seed, 0.1) for seed, task in enumerate(TASKS, 1)}}
+    for model in models.values():  # their drift is not calibrated
+        model.get_input_embeddings().weight.data = base.get_input_embeddings().weight.data
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        word_tokenizer().save_pretrained(folder / name)
+    for first, (task, answers) in enumerate(TASKS.items()):
+        # Words of its own: what both tasks ask alike, no one weight can answer as both experts do.
+        words = WORDS[5 * first : 5 * first + 5]
+        questions = [" ".join(some) for some in itertools.permutations(words, 3)]
+        rows = [{"input": text, "target": answers[at % len(answers)]} for at, text in enumerate(questions)]
+        for split, part in (("train", rows[::2]), ("test", rows[1::2])):
+            lines = "".join(json.dumps(row) + "\n" for row in part)
+            (folder / f"{task}-{split}.jsonl").write_text(lines)
+    data = {
+        task: {
+            "kind": "jsonl",
+            "calibration": str(folder / f"{task}-train.jsonl"),
+            "test": str(folder / f"{task}-test.jsonl"),
+            "classes": True,
+        }
+        for task in TASKS
+    }
+    return {
+        "version": 1,
+        "name": "decoders",
+        "architecture": {"loader": "hf-decoder", "source": str(folder / "base")},
+        "base": {"weights": str(folder / "base")},
+        "experts": {task: {"weights": str(folder / task)} for task in TASKS},
+        "merge": {"method": "task_arithmetic", "scaling": 0.3},
+        "data": {"defaults": {"n": 30, "n_diagnosis": 24, "batch_size": 8}, **data},
+    }
+
+
+@pytest.mark.shows(
+    "drift", "attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA)]
+)
+def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: pathlib.Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(json.dumps(spec_of(CONFIGS[name], tmp_path)))
+    run = dl.analyze(spec, out=tmp_path / "run")
+    for task in TASKS:
+        final = run.layers(task, "merged").iloc[-1]
+        assert final["closure_error"] < 1e-4 and final["jacobian_error"] < 1e-3
+    accuracy = run.accuracy().set_index(["task", "variant"])["value"]
+    outputs = run.outputs("b", "merged")
+    assert set(outputs["label"]) == set(TASKS["b"])
+    assert outputs["score_map_mismatch"].gt(0).all() != CONFIGS[name].tie_word_embeddings
+    assert (outputs["score_drift_l2"] <= outputs["score_bound"] * (1 + 1e-6)).all()
+    # Right answers, counted with the library alone: the likeliest of the label words at the end of each question.
+    tokenizer = word_tokenizer()
+    rows = [json.loads(line) for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
+    answers = [tokenizer(f":{word}", add_special_tokens=False)["input_ids"][-1] for word in TASKS["b"]]
+    expert = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+
+    def share(model: Any) -> float:
+        with torch.no_grad():
+            scores = [
+                model(**tokenizer(row["input"], return_tensors="pt")).logits[0, -1, answers] for row in rows
+            ]
+        said = [TASKS["b"][int(score.argmax())] for score in scores]
+        return float(np.mean([word == row["target"] for word, row in zip(said, rows, strict=True)]))
+
+    assert accuracy["b", "expert"] == pytest.approx(share(expert))
+    run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
+    finals = {
+        variant: np.mean([run.layers(task, variant).iloc[-1]["drift_rel"] for task in TASKS])
+        for variant in ("merged", "calibrated:small")
+    }
+    assert finals["calibrated:small"] < 0.95 * finals["merged"]
+    after = run.accuracy().set_index(["task", "variant"])["value"]
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert after["b", "calibrated:small"] == pytest.approx(share(saved))
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == len(tokenizer)
+    # Two heads, merged as any tensor is.
+    heads = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        .get_output_embeddings()
+        .weight.detach()
+        for name in ("base", *TASKS)
+    ]
+    merged = heads[0] + 0.3 * sum(head - heads[0] for head in heads[1:])
+    torch.testing.assert_close(saved.get_output_embeddings().weight.detach(), merged, rtol=1e-5, atol=1e-6)

@@ -30,7 +30,7 @@ Form = Literal["encoder", "decoder", "encoder-decoder"]
 _UNLIMITED = 1 << 30
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 """Model types whose positions are counted from behind the number of the padding token."""
-_MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
+MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
 """Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
 _BEFORE = ":"
 """Stands for the question where an answer is tokenised: some tokenizers begin a text otherwise than they go on."""
@@ -174,7 +174,7 @@ class TextReader:
         """Digest of all that decides which ids a text has: vocabulary, merges, normalisation, special tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         stated = {} if backend is None else json.loads(backend.to_str())
-        parts: list[Any] = [plain_part(stated[part]) for part in _MEANING if part in stated]
+        parts: list[Any] = [plain_part(stated[part]) for part in MEANING if part in stated]
         parts = parts or sorted(self.tokenizer.get_vocab().items())
         special = sorted(
             (name, str(token))

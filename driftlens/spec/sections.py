@@ -52,6 +52,16 @@ def _loader_name(loader: str) -> str:
     )
 
 
+class Vocab(Part):
+    """What becomes of language models whose vocabularies have other numbers of rows.
+
+    Attributes:
+        rows: `base`: rows beyond the base's are left out, and missing ones are the base's.
+    """
+
+    rows: Literal["base"]
+
+
 class Architecture(Part):
     """Which code builds the network.
 
@@ -61,11 +71,13 @@ class Architecture(Part):
         source: Hub id, folder, open_clip model name or model_config.json.
         blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), for loaders that read any
             model and may find several lists.
+        vocab: how language models with other vocabularies than the base's are aligned; null refuses them.
     """
 
     loader: Annotated[str, AfterValidator(_loader_name)]
     source: Source | None = None
     blocks: Text | None = None
+    vocab: Vocab | None = None
 
     @model_validator(mode="after")
     def _libraries_need_a_source(self) -> Architecture:

@@ -19,8 +19,7 @@ from driftlens.models.refusals import running
 from driftlens.models.sources import StateSource
 from driftlens.models.vit import activation_name
 from driftlens.pipeline.preflight.outcome import Preflight
-from driftlens.pipeline.study.companions import model_folder
-from driftlens.pipeline.study.opening import OpenModels, dtype_notices, open_models, origins_of
+from driftlens.pipeline.study.opening import OpenModels, dtype_notices, model_folder, open_models, origins_of
 from driftlens.pipeline.study.suspicion import label
 from driftlens.spec import RunSpec
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from driftlens.models.alignment import KeyLayout, beside_tower
 from driftlens.models.lora import is_lora_folder, named_base
 from driftlens.models.refusals import foreign_code
 from driftlens.models.sources import StateSource
-from driftlens.pipeline.study.opening import OpenModels
+from driftlens.models.vocabularies import changed_files, changed_special_tokens, json_object
+from driftlens.pipeline.study.opening import OpenModels, model_folder
 from driftlens.pipeline.study.suspicion import Finding, is_equal, label
 
 MOST_READ = 1 << 16
 """Entries read of each tensor of a text tower: fine-tuning changes nearly all of them."""
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")
-_MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
-"""Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
 
 
 def companions(models: OpenModels) -> list[Finding]:
@@ -40,16 +36,8 @@ def companions(models: OpenModels) -> list[Finding]:
     return found
 
 
-def model_folder(origin: str, source: StateSource) -> Path | None:
-    """The folder of a model's own configuration; of a file alone none, as others beside it may be another model's."""
-    if Path(origin).expanduser().is_file():
-        return None
-    stored = Path(source.name)
-    return stored if stored.is_dir() else stored.parent
-
-
 def _code(name: str, folder: Path | None) -> Iterator[Finding]:
-    if code := foreign_code(_json(folder, "config.json"), needed=False):
+    if code := foreign_code(json_object(folder, "config.json"), needed=False):
         text = f"the {label(name)} brings code of its own ({code}), which is not run: the library's own model is used"
         yield Finding("notice", label(name), text, "Check that they compute the same.")
 
@@ -94,7 +82,7 @@ def _adapter(
         base,
         base_folder,
         models.architecture.source,
-        _json(base_folder, "config.json").get("_name_or_path"),
+        json_object(base_folder, "config.json").get("_name_or_path"),
     ]
     names = {part for place in places for part in _names(str(place or ""))}
     told = ""
@@ -122,14 +110,11 @@ def _names(place: str) -> set[str]:
 
 
 def _tokenizer(base: Path, name: str, folder: Path | None) -> Iterator[Finding]:
-    if folder is None:
-        return
-    files = [file for file in _TOKENIZER_FILES if (base / file).is_file() and (folder / file).is_file()]
-    changed = [file for file in files if not _same_content(base, folder, file)]
-    ours, theirs = (_special_tokens(_json(place, "tokenizer_config.json")) for place in (base, folder))
-    changed += [
-        f"{key} {theirs[key]!r} for {ours[key]!r}" for key in ours if theirs.get(key, ours[key]) != ours[key]
-    ]
+    changed = (
+        []
+        if folder is None
+        else [*changed_files(base, folder), *changed_special_tokens(base, folder).values()]
+    )
     if changed:
         yield Finding(
             "notice",
@@ -137,40 +122,3 @@ def _tokenizer(base: Path, name: str, folder: Path | None) -> Iterator[Finding]:
             f"the tokenizer of the {label(name)} differs from the base's: {', '.join(changed)}",
             "Everything is read with the base's; where ids mean other words, features are those of other words.",
         )
-
-
-def _same_content(base: Path, folder: Path, file: str) -> bool:
-    first, second = base / file, folder / file
-    if first.read_bytes() == second.read_bytes():
-        return True
-    if first.suffix != ".json":
-        return (
-            first.read_text(encoding="utf-8").splitlines() == second.read_text(encoding="utf-8").splitlines()
-        )
-    ours, theirs = _json(base, file), _json(folder, file)
-    if file != "tokenizer.json":
-        return ours == theirs
-    return all(_plain(ours.get(part)) == _plain(theirs.get(part)) for part in _MEANING)
-
-
-def _plain(part: Any) -> Any:
-    """A part of a tokenizer.json, with merges as older versions wrote them."""
-    if isinstance(part, dict) and isinstance(part.get("merges"), list):
-        merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in part["merges"]]
-        return {**part, "merges": merges}
-    return part
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
-
-
-def _json(folder: Path | None, file: str) -> dict[str, Any]:
-    """The object in a file; nothing where it is missing or damaged, which others say."""
-    try:
-        value = {} if folder is None else json.loads((folder / file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -23,11 +23,12 @@ from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead, class_names, file_head, linear_head, stated_classes, text_head
 from driftlens.models.interception import settle
-from driftlens.models.loading import open_checkpoint
+from driftlens.models.loading import library_folder, open_checkpoint
 from driftlens.models.lora import is_lora_folder
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.pretrained import resolve_pretrained
 from driftlens.models.sources import StateSource
+from driftlens.models.vocabularies import require_same_tokenizer, vocabulary_keys, with_rows
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve
 from driftlens.spec import RunSpec
@@ -47,6 +48,7 @@ class OpenModels:
         sources: the same under the skeleton's key names.
         origins: where each came from, as the spec gives it.
         form: what a saved model looks like where that is neither the base nor an expert.
+        notices: what was done so that they fit together.
     """
 
     architecture: Architecture
@@ -54,6 +56,7 @@ class OpenModels:
     sources: Mapping[str, StateSource]
     origins: Mapping[str, str]
     form: StateSource | None = None
+    notices: tuple[str, ...] = ()
 
     @property
     def base(self) -> StateSource | None:
@@ -90,12 +93,17 @@ def open_models(
 
     Raises:
         CheckpointError: a file is missing, damaged or unsafe to read.
-        IncompatibleModelsError: a checkpoint is of another architecture.
-        SpecError: the loader is not there yet.
+        IncompatibleModelsError: a checkpoint is of another architecture, or another tokenizer or vocabulary.
+        SpecError: the loader is not there yet, or vocabularies are to be aligned that the models don't have.
     """
     known, origins = architecture or open_architecture(spec, access), origins_of(spec)
     stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
+    notices: list[str] = []
+    reads_texts = known.preprocess is not None and known.preprocess.texts is not None
+    rows, align = vocabulary_keys(known.skeleton) if reads_texts else {}, spec.architecture.vocab is not None
+    if align and not rows:
+        raise SpecError("architecture.vocab: the model reads no texts by a vocabulary", hint="Take it out.")
     for name, place in origins.items():
 
         def opened(name: str = name, place: str = place) -> StateSource:
@@ -104,12 +112,29 @@ def open_models(
             if base is not None and is_lora_folder(pathlib.Path(file)):
                 base = known.lora_base(base, file)
             stored[name] = open_checkpoint(file, base=base, offline=access.offline)
-            return known.align(stored[name], fallback=sources.get("base"))
+            aligned = known.align(stored[name], fallback=sources.get("base"))
+            if not reads_texts:
+                return aligned
+            folder, home = model_folder(place, stored[name]), library_folder(known.source)
+            if folder is not None and home is not None:
+                require_same_tokenizer(home, folder)
+            fitted, told = with_rows(aligned, rows, sources.get("base"), align=align)
+            notices.extend(filter(None, [told]))
+            return fitted
 
         if (source := attempt(name, opened)) is not None:
             sources[name] = source
     sound = {name: stored[name] for name in sources}
-    return OpenModels(known, sound, sources, {name: origins[name] for name in sources})
+    places = {name: origins[name] for name in sources}
+    return OpenModels(known, sound, sources, places, notices=tuple(notices))
+
+
+def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
+    """The folder of a model's own configuration; of a file alone none, as others beside it may be another model's."""
+    if pathlib.Path(origin).expanduser().is_file():
+        return None
+    stored = pathlib.Path(source.name)
+    return stored if stored.is_dir() else stored.parent
 
 
 def open_architecture(spec: RunSpec, access: Access) -> Architecture:
@@ -288,7 +313,11 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     settings = settings_of(spec, pool.chain, heads)
     num_calibration = {task: len(opened.calibration) for task, opened in data.items()}
     num_diagnosis = {task: len(opened.diagnosis) for task, opened in data.items()}
-    notices = [*models.architecture.notices, *(n for opened in data.values() for n in opened.notices)]
+    notices = [
+        *models.architecture.notices,
+        *models.notices,
+        *(n for opened in data.values() for n in opened.notices),
+    ]
     notices += [
         f"{task}: nobody but the data names the classes of the expert's classifier, so its rows are taken in the "
         "data's order; `heads.TASK.classes` gives another"

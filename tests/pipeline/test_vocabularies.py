@@ -1,0 +1,128 @@
+"""Experts with other tokenizers are refused by what differs; with other numbers of rows, unless they are aligned."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from driftlens.access import Access
+from driftlens.errors import IncompatibleModelsError
+from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
+from driftlens.spec import load_spec
+from tests.models.test_generation import llama, t5
+from tests.models.tokenizers import word_tokenizer
+
+
+@pytest.fixture(
+    params=[(llama, "decoder", "hf-decoder"), (t5, "encoder-decoder", "hf-t5")], ids=["llama", "t5"]
+)
+def spec(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A base and two experts with their tokenizers; nothing else of the spec is opened."""
+    make, form, loader = request.param
+    tokenizer = word_tokenizer(form)
+    for seed, name in enumerate(("base", "cars", "dtd")):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            make(len(tokenizer)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    entry = {"kind": "jsonl", "calibration": "none", "test": "none"}
+    return {
+        "version": 1,
+        "architecture": {"loader": loader, "source": str(tmp_path / "base")},
+        "base": {"weights": str(tmp_path / "base")},
+        "merge": {"method": "average"},
+        "experts": {task: {"weights": str(tmp_path / task)} for task in ("cars", "dtd")},
+        "data": {"cars": entry, "dtd": entry},
+    }
+
+
+def opened(spec: dict[str, Any]) -> OpenModels:
+    return open_models(load_spec(spec), Access(device="cpu"))
+
+
+def resized(folder: pathlib.Path, more: int) -> None:
+    import transformers
+
+    kind = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, kind).from_pretrained(folder)
+    model.resize_token_embeddings(model.config.vocab_size + more)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("more", [3, -2])
+def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[str, Any], more: int) -> None:
+    models = opened(spec)
+    rows = models.architecture.skeleton.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    base, own = (
+        {key: source.read(key).clone() for key in source.headers}
+        for source in (models.sources["base"], models.sources["expert:cars"])
+    )
+    resized(pathlib.Path(spec["experts"]["cars"]["weights"]), more)
+    with pytest.raises(
+        IncompatibleModelsError, match=f"cars.*: its vocabulary has {rows + more} rows, the base's {rows}"
+    ):
+        opened(spec)
+    aligned = copy.deepcopy(spec)
+    aligned["architecture"]["vocab"] = {"rows": "base"}
+    found = opened(aligned)
+    open_pool(load_spec(aligned), found, device="cpu")  # which compares all shapes
+    [told] = found.notices
+    assert ("3 of its rows are left out" if more > 0 else "those missing are the base's") in told
+    kept, source = min(rows, rows + more), found.sources["expert:cars"]
+    for key, value in own.items():
+        wanted = torch.cat((value[:kept], base[key][kept:])) if len(value) == rows else value
+        assert source.headers[key].shape == value.shape
+        assert torch.equal(source.read(key), wanted)
+        if len(value) == rows:
+            assert torch.equal(source.read(key, (kept - 1, rows)), wanted[kept - 1 :])
+            assert torch.equal(source.read(key, (0, 2)), wanted[:2])
+
+
+def edited(
+    change: Callable[[dict[str, Any]], Any], file: str = "tokenizer.json"
+) -> Callable[[pathlib.Path], None]:
+    def edit(folder: pathlib.Path) -> None:
+        stated = json.loads((folder / file).read_text())
+        change(stated)
+        (folder / file).write_text(json.dumps(stated))
+
+    return edit
+
+
+def swap(stated: dict[str, Any]) -> None:
+    vocabulary = stated["model"]["vocab"]
+    vocabulary["red"], vocabulary["green"] = vocabulary["green"], vocabulary["red"]
+
+
+def more_tokens(stated: dict[str, Any]) -> None:
+    stated["added_tokens"].append({**stated["added_tokens"][0], "id": 99, "content": "<more>"})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (edited(swap), "model in tokenizer.json"),
+        (edited(lambda s: s.update(normalizer={"type": "Lowercase"})), "normalizer in tokenizer.json"),
+        (edited(lambda s: s["added_tokens"][0].update(content="<x>")), "added_tokens in tokenizer.json"),
+        (edited(more_tokens), ""),
+        (edited(lambda s: s.update(padding_side="left", pad_token="</s>"), "tokenizer_config.json"), ""),
+    ],
+)
+def test_another_tokenizer_is_refused_by_what_decides_on_ids(
+    spec: dict[str, Any], change: Callable[[pathlib.Path], None], told: str
+) -> None:
+    change(pathlib.Path(spec["experts"]["dtd"]["weights"]))
+    if not told:
+        assert set(opened(spec).sources) == {"base", "expert:cars", "expert:dtd"}
+        return
+    with pytest.raises(IncompatibleModelsError, match=rf"dtd: its tokenizer .*\({told}\)"):
+        opened(spec)
+    found = preflight(load_spec(spec), access=Access(device="cpu")).problems
+    assert any("its tokenizer gives texts other ids" in problem.text for problem in found)

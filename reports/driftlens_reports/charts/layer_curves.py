@@ -57,7 +57,6 @@ class Curves:
         self, rows: pd.DataFrame, style: Look, *, legend: bool, opacity: float
     ) -> Iterator[go.Scatter]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
-        rows = panels.parted(rows)
         if self.band:
             yield band(rows, *self.band, style, opacity=opacity)
         changes: dict[str, Any] = {}
@@ -98,6 +97,7 @@ def draw_curves(
     in_legend: set[str] = set()
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
         style = theme.look(variants or run.variants, variant, dark=dark)
+        part = panels.parted(part)
         for at, kind in enumerate(kinds):
             traces = kind.traces(part, style, legend=variant not in in_legend, opacity=opacity)
             grid.add(tasks.index(task) * len(kinds) + at, *traces)

@@ -85,7 +85,7 @@ def layer_places(rows: pd.DataFrame) -> list[str]:
 
 def parted(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of a layer table with a row of no values where one stream of features ends, so that its curve ends too."""
-    if "stream" not in rows:
+    if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return rows
     parts: list[pd.DataFrame] = []
     for _, part in rows.groupby(_number_of_stream(rows)):

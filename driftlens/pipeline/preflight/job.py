@@ -373,12 +373,19 @@ def _score(row: Mapping[str, object]) -> str:
 
 
 def check_ties(chain: LayerChain, checks: Preflight) -> None:
-    """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other."""
+    """Say which weights stand in two places: whoever calibrates or swaps one of them changes the other.
+
+    What no calibration solves for is left out, such as a table of positions that all blocks read.
+    """
+    sites = {(layer.index, site.name) for layer in chain.layers for site in layer.sites}
     places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
+    solved = set[tuple[str, tuple[int, int] | None]]()
     for layer in chain.layers:
         for name, slot in layer.parameters.items():
             places[slot.key, slot.rows].append(f"{name} of layer {layer.index}")
-    tied = {key: found for (key, _), found in places.items() if len(found) > 1}
+            if (layer.index, name.rpartition(".")[0]) in sites:
+                solved.add((slot.key, slot.rows))
+    tied = {slot[0]: found for slot, found in places.items() if len(found) > 1 and slot in solved}
     for key, found in tied.items():
         checks.notice(
             "ties", f"{key} is {' and '.join(found)}", "To calibrate one of them changes the others too."

@@ -88,11 +88,7 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 def score_changes(run: DriftRun, name: str) -> list[ScoreChange]:
     """One entry per task that was scored before and after, or whose answers are stored.
 
-    A run that has no merged model, or not this variant, has none.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
+    A run that has no merged model, or not this variant, has none. Errors as for `before_after`.
     """
     after = compared_variants(run, name)[-2]
     if not {"merged", after} <= set(run.variants):
@@ -104,9 +100,7 @@ def score_changes(run: DriftRun, name: str) -> list[ScoreChange]:
 def final_drift_changes(run: DriftRun, name: str) -> dict[str, MeanChange]:
     """How a calibration changes the mean final drift of each task, paired by sample; none without a merged model.
 
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
+    Errors as for `before_after`.
     """
     after = compared_variants(run, name)[-2]
     if not {"merged", after} <= set(run.variants) or not run.manifest.layers:
@@ -118,9 +112,7 @@ def final_drift_changes(run: DriftRun, name: str) -> dict[str, MeanChange]:
 def calibration_means(run: DriftRun, name: str) -> list[TaskMeans]:
     """Means over tasks: merged, the anchor alone, calibrated, and the change from the first to the last.
 
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
+    Errors as for `before_after`.
     """
     variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
     return task_means(run, variants)
@@ -144,9 +136,7 @@ def score_change_note(found: Sequence[ScoreChange]) -> str:
 def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
     """The tables of a calibration, wherever it is told of; those without rows are left out.
 
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
+    Errors as for `before_after`.
     """
     found = score_changes(run, name)
     rows = before_after(run, name)
@@ -285,12 +275,7 @@ def _moves(run: DriftRun, name: str) -> Sheet:
 
 
 def calibration_sentences(run: DriftRun, name: str) -> list[str]:
-    """What a calibration changes: means over tasks, and on which tasks.
-
-    Raises:
-        DataError: the run has no finished calibration of that name.
-        RunError: a table can't be read.
-    """
+    """What a calibration changes: means over tasks, and on which tasks. Errors as for `before_after`."""
     means = calibration_means(run, name)
     found = [mean for mean in means if mean.measure == "relative" or mean.about.split == "test"]
     return [

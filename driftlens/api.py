@@ -370,6 +370,8 @@ def sweep(
     param: Mapping[str, Sequence[float]],
     resume: bool = False,
     replace: bool = False,
+    modules: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
     progress: Mode = "auto",
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
@@ -384,6 +386,8 @@ def sweep(
         param: lam, rho, alpha or n -> the values to visit.
         resume: leave out points that are there.
         replace: take earlier sweeps of the same factors out first.
+        modules: live modules and what belongs to them, as for `Run.calibrate`.
+        data: samples to calibrate on, as for `Run.calibrate`; a sweep of live modules needs them.
         progress: how progress is shown on stderr.
         on_progress: called with every `ProgressEvent`, besides.
         cancel: a token whose `cancel()` stops the work at the next batch.
@@ -397,7 +401,10 @@ def sweep(
     from driftlens.pipeline.search.sweep import sweep as run_sweep
 
     access = _access(options)
+    live = _live_study(run, modules, data, access)
     with _shown(progress, on_progress) as sink:
-        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access}
+        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access, "live": live}
         request = SweepRequest(param, **options)
-        return Run.at(run_sweep(_folder(run), request, resume=resume, replace=replace, **watched).path)
+        found = Run.at(run_sweep(_folder(run), request, resume=resume, replace=replace, **watched).path)
+    found._live = run._live if isinstance(run, Run) else None
+    return found

@@ -216,12 +216,20 @@ def aligned(
     return Composed(source.name, {**places, projection: (aligned(fallback, wanted, layout), projection)})
 
 
-def beside_tower(keys: Collection[str], layout: KeyLayout, name: str) -> dict[str, str]:
+TEXT_SIDE = ("text_model.", "logit_scale", "logit_bias")
+"""How models of images and texts begin what is of their texts, where the image tower is taken apart as it runs."""
+
+
+def beside_tower(keys: Collection[str], layout: Layout, name: str) -> dict[str, str]:
     """What a whole model holds beside its image tower, text tower and scale: key without a wrapper's prefix -> key.
 
     Raises:
         IncompatibleModelsError: see `tower_prefix`.
     """
+    if not isinstance(layout, KeyLayout):
+        wrapper = layout.wrapper(keys, name)
+        found = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
+        return {own: key for own, key in found.items() if own.startswith(TEXT_SIDE)}
     prefix = tower_prefix(keys, layout, name)
     if not prefix.endswith(layout.tower):
         return {}  # a tower alone

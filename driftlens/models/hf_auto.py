@@ -78,7 +78,17 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
     stated = read_plain_config(request)
     if stated.get("model_type") not in VISION:
         raise wrong_family(stated, request.source, f"one of {', '.join(VISION)}")
-    return load_transformers(request, "hf-vit")
+    found = load_transformers(request, "hf-vit")
+    if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
+        return found
+    assert found.preprocess is not None
+    notice = (
+        f"{request.source} is a model of images and texts: of its image tower the final feature is what a classifier "
+        "would read, the mean over patches. The attention pooling behind its image embeddings and its text tower play "
+        "no part in it; saved folders keep them."
+    )
+    told = " ".join(filter(None, (found.preprocess.notice, notice)))
+    return replace(found, preprocess=replace(found.preprocess, notice=told))
 
 
 @loaders.register("hf-auto")

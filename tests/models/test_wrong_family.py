@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+import driftlens as dl
 from driftlens.access import Access
 from driftlens.errors import DriftLensError, IncompatibleModelsError
 from driftlens.models import refusals
 from driftlens.models.architecture import architecture_of, load_architecture, loaders
 from driftlens.models.sources import TensorsSource
-from tests.models.clip import chain_states
+from tests.cases import perturbed, with_seed
 from tests.models.towers import HF_VISION, hf_tower, open_clip_folder, open_clip_tower
 
 SMALL = {
@@ -258,19 +260,33 @@ def resnet() -> nn.Module:
     return ModifiedResNet([3, 1, 1, 1], output_dim=8, heads=4, image_size=32, width=8)
 
 
-@pytest.mark.shows("live")
+@pytest.mark.shows("live", "drift", "sites", reloads="as a state dict")
 @pytest.mark.parametrize(
     ("build", "size"),
     [
-        pytest.param(build, size, id=name, marks=pytest.mark.family(f"{name} (open_clip)"))
-        for name, build, size in (("EVA", eva, 224), ("CoCa", coca, 16), ("ResNet", resnet, 32))
+        pytest.param(eva, 224, id="EVA", marks=[pytest.mark.family("EVA (open_clip)"), pytest.mark.slow]),
+        pytest.param(coca, 16, id="CoCa", marks=pytest.mark.family("CoCa (open_clip)")),
+        pytest.param(
+            resnet, 32, id="ResNet", marks=[pytest.mark.family("ResNet (open_clip)"), pytest.mark.slow]
+        ),
     ],
 )
-def test_the_way_that_refusals_name_works(build: Callable[[], nn.Module], size: int) -> None:
-    """As live modules such towers are taken apart, and put together they are the library's own."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module, images = build().eval(), torch.randn(2, 3, size, size)
-    chain = architecture_of(module, images).chain
+def test_the_way_that_refusals_name_works(
+    build: Callable[[], nn.Module], size: int, tmp_path: pathlib.Path
+) -> None:
+    """As live modules such towers are measured, calibrated and saved: the drift is that of their own forward passes."""
+    base = perturbed(with_seed(build)().eval(), 0, 0.05)
+    merged, expert = (perturbed(base, seed, 0.05) for seed in (1, 2))
+    images = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(0))
+    given = {"base": base, "merged": merged, "experts": {"task": expert}, "data": {"task": images}}
+    run = dl.analyze(**given, out=tmp_path / "run", jacobian=None, progress="none")
+    run = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "out.safetensors")
+    assert run.layers()["closure_error"].max() < 1e-4
+    calibrated = with_seed(build)().eval()
+    calibrated.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    drift = run.layers(layer="final").set_index("variant")["drift_l2_mean"]
     with torch.no_grad():
-        torch.testing.assert_close(chain_states(chain, module, images)[-1]["hidden"], module(images))
+        for variant, module in {"merged": merged, "calibrated:featcal": calibrated}.items():
+            apart = (module(images) - expert(images)).norm(dim=1).mean()
+            assert drift[variant] == pytest.approx(apart.item(), rel=1e-3)
+    assert drift["merged"] != pytest.approx(drift["calibrated:featcal"], rel=1e-3)

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from driftlens.access import Access
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.study.companions import companions
+from driftlens.pipeline.study.merging import merge_experts
 from driftlens.pipeline.study.opening import open_models
 from driftlens.pipeline.study.suspicion import Finding
 from driftlens.spec import load_spec
@@ -22,6 +24,13 @@ from tests.pipeline.checking import check, found, notices, saved, with_expert
 from tests.pipeline.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 Change = Callable[[pathlib.Path], object]
 
@@ -85,6 +94,45 @@ def test_an_analysis_says_so_too_of_whole_models_of_open_clip(world: World, tmp_
     spec = with_expert(world, saved(weights, tmp_path / "x.safetensors"), metrics={"jacobian": False})
     told = [text for text in analyze(spec, out=tmp_path / "run").manifest.notices if "text tower" in text]
     assert [text.partition(",")[0] for text in told] == ["the expert of flowers has a fine-tuned text tower"]
+
+
+@pytest.mark.parametrize("parts", [("vision_model.",), ("vision_model.", "text_model.")])
+def test_the_text_side_of_a_whole_siglip_is_named_and_kept(
+    world: World, tmp_path: pathlib.Path, parts: tuple[str, ...]
+) -> None:
+    """Its image tower alone is merged: what its own text tower learned is named, and saved folders hold the base's."""
+    from transformers import SiglipConfig, SiglipImageProcessor, SiglipModel
+
+    config = SiglipConfig(
+        vision_config={**SIGLIP, "image_size": 16, "patch_size": 8},
+        text_config={**SIGLIP, "vocab_size": 20, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
+    )
+    model = SiglipModel(config)
+    model.save_pretrained(tmp_path / "base")
+    SiglipImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith(parts):
+                parameter.add_(0.01)
+    model.save_pretrained(tmp_path / "expert")
+    spec = spec_of(world, tmp_path / "base", tmp_path / "expert")
+    spec["architecture"]["loader"] = "hf-vit"
+    del spec["heads"]
+    models = open_models(load_spec(spec))
+    (notice,) = models.architecture.notices
+    assert "attention pooling" in notice and "text tower" in notice
+    told = [finding.text for finding in companions(models)]
+    assert ["a fine-tuned text tower, which is not used: saved" in text for text in told] == [True] * (
+        len(parts) - 1
+    )
+    merge_experts(load_spec(spec), "average", {}, tmp_path / "out", Access())
+    merged, info = SiglipModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    base = SiglipModel.from_pretrained(tmp_path / "base").state_dict()
+    moved = {
+        key.split(".")[0] for key, value in merged.state_dict().items() if not torch.equal(value, base[key])
+    }
+    assert moved == {"vision_model"}
 
 
 def adapters(base: pathlib.Path, folder: pathlib.Path, **options: Any) -> pathlib.Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from driftlens.access import Access
 from driftlens.calibration.calibrator import Calibrator, closed_form
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, shuffled
 from driftlens.engine.forward_order import Lane
 from driftlens.errors import DataError, SingularGramError, SpecError, did_you_mean
 from driftlens.files import PathLike
@@ -25,13 +25,19 @@ from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.pipeline.search.trials import Trials, Tried, part_of, with_settings
 from driftlens.pipeline.study.opening import open_data, with_own_answers
-from driftlens.pipeline.study.reopening import redrawn, require_same_models, require_same_samples
+from driftlens.pipeline.study.reopening import (
+    Live,
+    redrawn,
+    require_same_models,
+    require_same_samples,
+    require_spec,
+)
 from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
-from driftlens.spec import RunSpec, load_spec
+from driftlens.spec import load_spec
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,6 +106,7 @@ def sweep(
     resume: bool = False,
     replace: bool = False,
     access: Access = Access(),
+    live: Live | None = None,
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> DriftRun:
@@ -114,6 +121,7 @@ def sweep(
         resume: leave out points that the run has already.
         replace: take the run's earlier sweeps of the same factors out, once the first new point is measured.
         access: what may be used, and on which device.
+        live: how the study of a run of live modules is made again.
         on_progress: called with every `ProgressEvent`.
         cancel: asked once per batch whether to stop; finished points stay.
 
@@ -127,16 +135,19 @@ def sweep(
     _require_factors(request.values)
     if request.seeds < 1:
         raise SpecError(f"seeds is {request.seeds}, expected a whole number from 1 upwards")
-    opened, around = _open(folder, request, access=access)
+    opened, around = _open(folder, request, access=access, live=live)
+    if live is not None:
+        _require_own_samples(request, opened.study)
     sweeps = _settings_of(request.values, around, grid=request.grid)
     for setting in {setting for settings in sweeps.values() for setting in settings}:
         with_settings(opened.plan.calibrator, setting.hyperparameters).check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
     _numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
     require_same_samples(opened.manifest, opened.study)
-    spec = load_spec(folder / layout.SPEC)
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
-    samples, tasks = _samples_by_seed(spec, opened, seeds, access)
+    samples, tasks = _samples_by_seed(opened, seeds, access)
+    if live is not None:
+        samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     scored = [task for task, at in tasks.items() if at.test is not None and at.head is not None]
@@ -179,19 +190,55 @@ def sweep(
     return open_run(folder)
 
 
-def _open(folder: pathlib.Path, request: SweepRequest, **options: Any) -> tuple[OpenCalibration, Setting]:
+def _open(
+    folder: pathlib.Path, request: SweepRequest, *, live: Live | None, **options: Any
+) -> tuple[OpenCalibration, Setting]:
     """The run opened with the most samples that a point needs, and the setting that sweeps vary around."""
-    spec = load_spec(folder / layout.SPEC)
-    fewest = min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
-    count = request.samples or fewest
-    most = max(count, *map(int, request.values.get("n", ())), 1)
+    count = request.samples
+    if count is None and live is None:
+        require_spec(folder, open_run(folder).manifest)
+        spec = load_spec(folder / layout.SPEC)
+        count = min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
+    wanted = int(max(request.values.get("n", ()), default=0))
+    most = None if count is None else max(count, wanted, 1)
     asked = CalibrationRequest(PHASE, method=request.method, preset=request.preset, samples=most)
-    opened = open_calibration(folder, asked, **options)
+    opened = open_calibration(folder, asked, live=live, **options)
+    fewest = min(map(len, opened.plan.samples.values()))
+    if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
+        raise DataError(
+            f"n is {wanted}, but there are {fewest} calibration samples",
+            hint="Hand in more, and set `samples`.",
+        )
+    count = count or fewest
     settings = opened.plan.calibrator.get_params() | {"n": count}
     missing = [name for name in FACTORS if name not in settings]
     if missing:
         raise SpecError(f"{opened.plan.method} has no {', '.join(missing)} to sweep")
     return opened, Setting.of(settings)
+
+
+def _require_own_samples(request: SweepRequest, study: Study) -> None:
+    """Refuse what samples that were handed in can't do: be drawn anew, or serve calibration and measurement."""
+    if request.seeds > 1:
+        raise SpecError(
+            f"a sweep of live modules can't draw its samples {request.seeds} times",
+            hint="Leave `seeds` out, or hand in other samples as `data` and sweep again.",
+        )
+    for task, at in study.tasks.items():
+        if at.calibration is None or at.calibration is at.diagnosis:
+            raise SpecError(
+                f"task {task}: no samples to calibrate on but those on which drift is measured, and settings that are "
+                "compared on these are chosen for fitting them",
+                hint="Hand in samples to calibrate on: dl.sweep(run, param=..., data={task: SAMPLES}).",
+            )
+
+
+def _as_drawn(samples: SampleSet, opened: OpenCalibration) -> SampleSet:
+    """Samples that were handed in, in the order in which some of them would be drawn: all of them keep their own."""
+    if samples.ids != tuple(map(str, range(len(samples)))):
+        return samples
+    order = shuffled(len(samples), opened.study.seed, task=samples.task, split="calibration")
+    return part_of(samples, order)
 
 
 def _measured(
@@ -322,7 +369,7 @@ def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collectio
 
 
 def _samples_by_seed(
-    spec: RunSpec, opened: OpenCalibration, seeds: Sequence[int], access: Access
+    opened: OpenCalibration, seeds: Sequence[int], access: Access
 ) -> tuple[dict[int, dict[str, SampleSet]], dict[str, TaskSamples]]:
     """The calibration samples of every seed by task, and the tasks without what some seed calibrates on.
 
@@ -332,6 +379,7 @@ def _samples_by_seed(
     first, architecture = opened.plan.samples, opened.models.architecture
     found, tasks, sources = {seeds[0]: dict(first)}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
+        spec = load_spec(opened.folder / layout.SPEC)
         drawn = redrawn(spec, {task: len(samples) for task, samples in first.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in first}
         found[seed] = {

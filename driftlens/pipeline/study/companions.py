@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from driftlens.models.alignment import KeyLayout, beside_tower
+from driftlens.models.alignment import beside_tower
 from driftlens.models.lora import is_lora_folder, named_base
 from driftlens.models.refusals import foreign_code
 from driftlens.models.sources import StateSource
@@ -44,7 +44,7 @@ def _code(name: str, folder: Path | None) -> Iterator[Finding]:
 
 def _text_tower(models: OpenModels, base: StateSource, name: str, source: StateSource) -> Iterator[Finding]:
     layout = models.architecture.layout
-    if not isinstance(layout, KeyLayout):
+    if layout is None:
         return
     wanted, own = (beside_tower(model.headers, layout, model.name) for model in (base, source))
     shared = sorted(wanted.keys() & own.keys(), key=lambda key: (base.headers[wanted[key]].nbytes, key))
@@ -52,11 +52,14 @@ def _text_tower(models: OpenModels, base: StateSource, name: str, source: StateS
     if not changed:
         return
     what = "a logit scale of its own" if changed == ["logit_scale"] else "a fine-tuned text tower"
+    heads = (
+        "" if models.architecture.open_text is None else "heads that are made of prompts are the base's, and "
+    )
     yield Finding(
         "notice",
         label(name),
-        f"the {label(name)} has {what}, which is not used: heads that are made of prompts are the base's, and saved "
-        f"models hold the base's ({', '.join(changed)} differ{'s' * (len(changed) == 1)})",
+        f"the {label(name)} has {what}, which is not used: {heads}saved models hold "
+        f"the base's ({', '.join(changed)} differ{'s' * (len(changed) == 1)})",
         "Where that matters, give heads that its own text tower made in `heads.<task>.file`.",
     )
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
-from driftlens.models.chain import Head, LinearHead
+from driftlens.models.chain import Head, LinearHead, ScoreMap
 from driftlens.models.loading import library_folder, open_checkpoint, read_json
 from driftlens.models.sources import StateSource
 from driftlens.models.weight_files import WEIGHT_FILES
@@ -110,6 +110,11 @@ class LmHead:
     def _norm(self) -> float:
         gram = sum((weight.double().mT @ weight.double() for weight in self._weights()), torch.zeros(()))
         return abs(self.lm.scale) * float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
+
+
+def is_of_vocabulary(head: ScoreMap | None) -> bool:
+    """Whether a head scores every token there is: its rows are no classes of a task."""
+    return isinstance(head, LmHead) and head.tokens is None
 
 
 def class_names(given: ClassNames) -> tuple[str, ...]:

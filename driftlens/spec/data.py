@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from driftlens.errors import SpecError
+from driftlens.metrics import METRICS
 from driftlens.registry import Registry
 from driftlens.spec.sections import ClassNames, class_names_given
 from driftlens.spec.types import (
@@ -55,13 +56,31 @@ class DataDefaults(Part):
     batch_size: Count = 32
 
 
+def _metric(name: str) -> str:
+    if name not in METRICS:
+        raise problem(f"there is no metric {name!r}", f"There are {', '.join(METRICS)}.")
+    return name
+
+
+def _one_or_several(given: Any) -> Any:
+    return (given,) if isinstance(given, str) else given
+
+
+MetricName = Annotated[Text, AfterValidator(_metric)]
+
+
 class Entry(Part):
-    """What an entry of any kind may set; of another distribution's kind too, see `data_kinds`."""
+    """What an entry of any kind may set; of another distribution's kind too, see `data_kinds`.
+
+    Attributes:
+        metric: what the test samples are scored by, one or several; by accuracy or exact match if left out.
+    """
 
     kind: str
     n: Count | None = None
     n_diagnosis: Count | None = None
     n_test: CountOrAll | None = None
+    metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_one_or_several)] = None
 
 
 _ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")

@@ -19,7 +19,7 @@ def made(form: str) -> tuple[Any, TextReader]:
     tokenizer = word_tokenizer(form)
     torch.manual_seed(3)
     model = (llama if form == "decoder" else t5)(len(tokenizer)).double()
-    return model, TextReader(tokenizer, form, 32, 0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
+    return model, TextReader(tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

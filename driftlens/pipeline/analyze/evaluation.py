@@ -15,7 +15,9 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.linalg.state import expert_cosine
+from driftlens.metrics import ACCURACY
 from driftlens.models.chain import Pool
+from driftlens.pipeline.analyze.answers import metrics_of
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import wilson
@@ -37,7 +39,7 @@ def accuracy_rows(
         Cancelled: somebody asked to stop.
     """
     at_hand = study.tasks[task]
-    if at_hand.test is None or at_hand.head is None or at_hand.test.labels is None:
+    if at_hand.test is None or at_hand.test.labels is None or ACCURACY.name not in metrics_of(study, task):
         return []
     hits = _hits(study, task, variants, at_hand.test, reporter)
     count = len(at_hand.test)
@@ -70,7 +72,8 @@ def _hits(
     hits = dict.fromkeys(variants, 0)
     # As many rows as `accuracy_rows` makes: none without a test split or a head.
     units = {
-        name: len(variants) * len(at.test) if at.test and at.head else 0 for name, at in study.tasks.items()
+        name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
+        for name, at in study.tasks.items()
     }
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
     for first in range(0, len(samples), length):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from driftlens.diagnostic import chosen
 from driftlens.engine.exactness import exact_products
+from driftlens.pipeline.analyze.answers import answer_scores
 from driftlens.pipeline.analyze.causes import explain
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
@@ -247,8 +248,12 @@ def measure_accuracy(
     import pandas as pd
 
     rows = accuracy_rows(study, task, list(variants), reporter)
-    if rows:
-        writer.append("accuracy", pd.DataFrame(rows), replace=True)
+    found = answer_scores(study, task, variants, reporter)
+    for notice in found.notices:
+        writer.notice(notice)
+    for name, new in (("scores", found.results), ("accuracy", [*rows, *found.rows])):
+        if new:
+            writer.append(name, pd.DataFrame(new), replace=True)
 
 
 def measure_variants(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,21 @@ from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
-from driftlens.errors import CheckpointError, DataError, SpecError
+from driftlens.errors import CheckpointError, SpecError
 from driftlens.layers import select_layers
+from driftlens.metrics import METRICS
 from driftlens.models.architecture import Architecture, TextTower, load_architecture
 from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.generation import generate
-from driftlens.models.heads import LmHead, class_names, file_head, linear_head, stated_classes, text_head
+from driftlens.models.heads import (
+    LmHead,
+    class_names,
+    file_head,
+    is_of_vocabulary,
+    linear_head,
+    stated_classes,
+    text_head,
+)
 from driftlens.models.interception import settle
 from driftlens.models.loading import library_folder, open_checkpoint
 from driftlens.models.lora import is_lora_folder
@@ -221,28 +230,20 @@ def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
 
 
 def _lm_head(task: str, data: TaskData, models: OpenModels) -> LmHead:
-    """Scores of the tokens with which a task's answers begin; of the whole vocabulary where it has no classes.
+    """Scores of the tokens with which a task's answers begin.
 
-    Raises:
-        DataError: two classes begin alike.
+    Of the whole vocabulary where it has no classes, or where the answers of two begin alike.
     """
     architecture = models.architecture
     reader = None if architecture.preprocess is None else architecture.preprocess.texts
     assert reader is not None and architecture.lm is not None
     source, lm = models.sources[expert_of(task)], architecture.lm
-    answers = data.answers()
-    if not answers:
-        names = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
-        size = source.headers[lm.key].shape[0]
-        return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
-    first = {name: reader.answer_tokens(answer)[0] for name, answer in answers.items()}
-    alike = [name for name, token in first.items() if list(first.values()).count(token) > 1]
-    if alike:
-        raise DataError(
-            f"task {task}: the answers {', '.join(map(repr, alike))} begin with the same token",
-            hint="Give label words that begin differently, or leave classes out: answers are then compared as texts.",
-        )
-    return LmHead(tuple(first), source, lm, tuple(first.values()))
+    first = {name: reader.answer_tokens(answer)[0] for name, answer in data.answers().items()}
+    if first and len(set(first.values())) == len(first):
+        return LmHead(tuple(first), source, lm, tuple(first.values()))
+    names = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
+    size = source.headers[lm.key].shape[0]
+    return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
 
 
 def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
@@ -327,6 +328,12 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         and entry.classes is None
         and named_by_expert(spec, task, entry) is None
     ]
+    notices += [
+        f"{task}: the answers of two classes begin with the same token, so scores are of the next token and "
+        "answers are chosen by their likelihood"
+        for task, opened in data.items()
+        if opened.class_names and is_of_vocabulary(heads.get(task))
+    ]
     notices += [*head_notices(models), *dtype_notices(models)]
     notices += unequal_counts(num_calibration, "calibration")
     notices += unequal_counts(num_diagnosis, "diagnosis")
@@ -334,7 +341,10 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         name=spec.name,
         pool=pool,
         variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
-        tasks={task: _task_samples(opened, heads.get(task), pool) for task, opened in data.items()},
+        tasks={
+            task: _task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
+            for task, opened in data.items()
+        },
         settings=settings,
         seed=spec.data.defaults.seed,
         notices=tuple(dict.fromkeys(notices)),
@@ -397,15 +407,41 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
     return replace(samples, load=lambda positions: shown().load(positions))
 
 
-def _task_samples(data: TaskData, head: ScoreMap | None, pool: ModelPool) -> TaskSamples:
-    test = data.test
+def _task_samples(
+    task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
+) -> TaskSamples:
+    """Raises a SpecError where a metric needs what the task or the model lacks."""
+    test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
+    choices = {} if test.labels is None else data.answers()
+    reader = None if texts is None else texts.reader
+    answers = reader is not None and reader.form != "encoder"
+    has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
+    has |= {"choices": answers and bool(choices), "target": answers and bool(test.text(0).target)}
+    for name in metrics:
+        need = METRICS[name].needs
+        if not has.get(need, has["target"]):
+            raise SpecError(
+                f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric."
+            )
+    if is_of_vocabulary(head) and diagnosis.labels is not None:
+        diagnosis = replace(diagnosis, labels=None)  # the head's rows are other names
     return TaskSamples(
-        diagnosis=data.diagnosis,
-        test=test if test.labels is not None else None,
+        diagnosis=diagnosis,
+        test=test if test.labels is not None or has["target"] else None,
         head=head,
         calibration=with_own_answers(data.calibration, pool),
         picture=functools.partial(data.picture, "diagnosis") if data.has_pictures else None,
+        metrics=tuple(metrics),
+        choices=choices,
     )
+
+
+_LACKING = {
+    "head": "needs labels, and a head whose rows are their classes",
+    "choices": "needs classes of answers and a model that generates text",
+    "target": "needs test samples with targets and a model that generates text",
+    "number": "needs test samples with targets that are numbers and a model that generates text",
+}
 
 
 def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:

@@ -36,6 +36,8 @@ class TaskSamples:
         own_heads: by variant, where its score map is another; those of language-model heads follow from their weights.
         calibration: the samples a calibrator may look at; None where there are none but the others.
         picture: image of a diagnosis sample, by its id; None where the samples are no images.
+        metrics: what the test samples are scored by, as the data's entry says; empty leaves it to what they are.
+        choices: by class the text that answers with it; empty without classes, or where samples are no texts.
     """
 
     diagnosis: SampleSet
@@ -44,6 +46,8 @@ class TaskSamples:
     calibration: SampleSet | None = None
     picture: Callable[[str], Picture] | None = None
     own_heads: Mapping[str, ScoreMap] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

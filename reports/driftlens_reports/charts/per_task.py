@@ -179,7 +179,10 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
 def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
     if len(_scores(run, options, is_averaged=False)):
         return None
-    return "no task is scored by perplexity; `data.TASK.metric: [perplexity]` in the spec adds it."
+    return (
+        "no task is scored by perplexity; with `data.TASK.metric: [perplexity]` in the spec, "
+        "`driftlens analyze SPEC --out NEW` adds it."
+    )
 
 
 @chart(

@@ -1,0 +1,215 @@
+"""Scores of language models by what they answer: generated, chosen, or as likely as they find the answers wanted.
+
+The whole model has to be in memory for that, one variant's at a time: each is loaded once per task, and every metric of
+the task is measured while it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from driftlens.data.samples import SampleSet
+from driftlens.errors import DataError
+from driftlens.metrics import ACCURACY, METRICS
+from driftlens.models.generation import generate
+from driftlens.models.heads import is_of_vocabulary
+from driftlens.models.likelihoods import log_likelihoods
+from driftlens.models.texts import Text, TextReader
+from driftlens.pipeline.study.study import Study
+from driftlens.progress import Reporter
+from driftlens.records.reading import size
+from driftlens.records.scores import interval_of
+from driftlens.variants import expert_of
+
+SPARE_TOKENS = 8
+"""What an answer may be longer than the longest target: one that goes on would be cut to an equal one."""
+
+
+@dataclass
+class Answers:
+    """What the variants said on one task.
+
+    Attributes:
+        rows: of the accuracy table.
+        results: of the table `scores`, one per sample.
+        notices: what a reader should know.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
+def answer_scores(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
+    """Scores of variants on one task by the metrics that ask for answers; `expert` is the task's own.
+
+    A variant whose weights don't fit `compute.feature_budget`, or that attaches something to a boundary, is left out
+    with a notice: generation knows the library's own model only.
+
+    Raises:
+        DataError: a target is missing, or is no number where one is wanted.
+        Cancelled: somebody asked to stop.
+    """
+    found, samples = Answers(), study.tasks[task].test
+    metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
+    if samples is None or not metrics:
+        return found
+    asked = _Asked.of(samples, study.tasks[task].choices, metrics)
+    at_once = max(1, samples.batch_size)
+    total = len(variants) * len(samples)
+    for place, variant in enumerate(variants):
+        model = expert_of(task) if variant == "expert" else variant
+        if reason := _refused(study, model, task):
+            found.notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
+            continue
+        said: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
+        with study.pool.loaded(model) as module:
+            for first in range(0, len(samples), at_once):
+                part = range(first, min(first + at_once, len(samples)))
+                reporter.step("answer", place * len(samples) + first, total, f"task {task}: {variant}")
+                for name in metrics:
+                    said[name] += _MEASURES[name](asked, module, part)
+        for name, results in said.items():
+            values, references = (
+                np.array([math.nan if row[at] is None else row[at] for row in results]) for at in (0, 1)
+            )
+            score = interval_of(METRICS[name], values, references)
+            key = {"task": task, "variant": variant, "metric": name}
+            ends = {"ci_low": score.low, "ci_high": score.high}
+            found.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
+            columns = ("value", "reference", "answer", "target")
+            found.results += [
+                {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
+                for sample, row in zip(samples.ids, results, strict=True)
+            ]
+    reporter.step("answer", total, total, f"task {task}")
+    return found
+
+
+def metrics_of(study: Study, task: str) -> tuple[str, ...]:
+    """What a task is scored by: what its data entry names, else accuracy by classes, else the answers themselves.
+
+    Classes whose answers begin alike, which no single token tells apart, are chosen between by their likelihoods.
+    """
+    at = study.tasks[task]
+    if at.metrics or at.test is None:
+        return at.metrics
+    if at.test.labels is not None and at.head is not None and not is_of_vocabulary(at.head):
+        return (ACCURACY.name,)
+    texts = at.test.texts
+    if texts is None or texts.reader is None or texts.reader.form == "encoder" or not at.test.text(0).target:
+        return ()
+    return ("choice",) if at.choices else ("exact_match",)
+
+
+def _refused(study: Study, model: str, task: str) -> str:
+    """Why a model can't answer; empty where it can."""
+    if study.pool.variant(model).attached(task):
+        return "what is attached to its features is no part of the library's model"
+    source, keys = study.pool.source(model), study.pool.chain.parameter_keys()
+    count = sum(math.prod(source.headers[key].shape) for key in keys)
+    bytes_, budget = count * study.pool.dtype.itemsize, study.settings.feature_budget
+    if bytes_ <= budget:
+        return ""
+    return f"its {size(bytes_)} of weights don't fit compute.feature_budget, {size(budget)}"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Questions and wanted answers of all test samples of a task."""
+
+    texts: list[Text]
+    labels: tuple[str, ...] | None
+    reader: TextReader
+    choices: Mapping[str, str]
+    new_tokens: int
+    numbers: list[float]
+
+    @classmethod
+    def of(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _Asked:
+        """From a test set; `choices` are the texts that answer with each class."""
+        assert samples.texts is not None and samples.texts.reader is not None
+        texts, reader = [samples.text(at) for at in range(len(samples))], samples.texts.reader
+        bare = [name for name, text in zip(samples.ids, texts, strict=True) if not text.target]
+        if bare:
+            raise DataError(
+                f"task {samples.task}: test sample {bare[0]} has no target, so it can't be scored",
+                hint="Give all test samples one, or leave them out.",
+            )
+        numbers = []
+        for name, text in zip(samples.ids, texts, strict=True) if "spearman" in metrics else ():
+            number = _number(text.target)
+            if number is None:
+                raise DataError(
+                    f"task {samples.task}: the target of test sample {name}, {text.target!r}, is no number",
+                    hint="The metric spearman ranks numbers; name another as data.TASK.metric.",
+                )
+            numbers.append(number)
+        longest = max(len(reader.answer_tokens(text.target)) for text in texts)
+        return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
+
+    def generated(self, module: Any, part: range) -> list[str]:
+        """Greedy answers, up to the first line break where no target has one."""
+        questions = [self.texts[at].input for at in part]
+        answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
+        if any("\n" in text.target.strip() for text in self.texts):
+            return answers
+        return [answer.strip().partition("\n")[0] for answer in answers]
+
+
+def _number(text: str) -> float | None:
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+Results = Iterator[tuple[Any, Any, str | None, str]]
+"""Of every sample: value and reference as the table `scores` has them, what was answered and what was wanted."""
+
+
+def _exact_match(asked: _Asked, module: Any, part: range) -> Results:
+    for at, answer in zip(part, asked.generated(module, part), strict=True):
+        target = asked.texts[at].target.strip()
+        yield float(_plain(answer) == _plain(target)), None, answer, target
+
+
+def _spearman(asked: _Asked, module: Any, part: range) -> Results:
+    for at, answer in zip(part, asked.generated(module, part), strict=True):
+        yield _number(answer) or 0.0, asked.numbers[at], answer, asked.texts[at].target.strip()
+
+
+def _choice(asked: _Asked, module: Any, part: range) -> Results:
+    assert asked.labels is not None
+    names, answers = [*asked.choices], [*asked.choices.values()]
+    questions = [asked.texts[at].input for at in part]
+    sums, _ = log_likelihoods(module, asked.reader, questions, [answers] * len(questions))
+    for at, best in zip(part, sums.argmax(dim=1).tolist(), strict=True):
+        yield float(names[best] == asked.labels[at]), None, names[best], asked.labels[at]
+
+
+def _perplexity(asked: _Asked, module: Any, part: range) -> Results:
+    texts = [asked.texts[at] for at in part]
+    sums, counts = log_likelihoods(
+        module, asked.reader, [text.input for text in texts], [[text.target] for text in texts]
+    )
+    for text, total, count in zip(texts, sums[:, 0].tolist(), counts[:, 0].tolist(), strict=True):
+        yield -total, count, None, text.target.strip()
+
+
+_MEASURES: dict[str, Callable[[_Asked, Any, range], Results]] = {
+    "exact_match": _exact_match,
+    "choice": _choice,
+    "spearman": _spearman,
+    "perplexity": _perplexity,
+}

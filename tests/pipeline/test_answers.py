@@ -1,0 +1,168 @@
+"""What language models answer, scored: generated, chosen and as likely as they find it, from files to tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from driftlens.errors import DataError, SpecError
+from driftlens.models.likelihoods import log_likelihoods
+from driftlens.models.texts import TextReader
+from driftlens.pipeline.analyze.job import analyze, evaluate
+from driftlens.records.run import DriftRun
+from tests.models.test_generation import llama, t5
+from tests.models.tokenizers import word_tokenizer
+
+PAIRS = [
+    *[
+        ("is it red", "yes"),
+        ("is it blue", "no it is green"),
+        ("it is green", "it is"),
+        ("is green blue", "red"),
+    ],
+    *[
+        ("question red", "blue no"),
+        ("question blue", "red green no"),
+        ("no question", "green"),
+        ("yes", "no no"),
+    ],
+]
+CLASSES = {"is it red": "no it", "is it blue": "no is", "it is green": "yes", "question red": "no it"}
+NUMBERS = {"is it red": "3", "is it blue": "1.5", "it is green": "2", "yes": "4"}
+WORDS = ("is", "it", "red", "green", "blue", "yes", "no", "question", ":", "3", "1.5", "2", "4")
+
+
+def jsonl(folder: pathlib.Path, name: str, rows: list[tuple[str, str]]) -> str:
+    file = folder / f"{name}.jsonl"
+    file.write_text("\n".join(json.dumps({"input": question, "target": answer}) for question, answer in rows))
+    return str(file)
+
+
+class Suite:
+    """A base of random weights and an expert that knows all answers by heart; the merged model is the base."""
+
+    def __init__(self, form: str, folder: pathlib.Path, *, learns: bool = True) -> None:
+        self.tokenizer, self.folder, self.form = word_tokenizer(form, words=WORDS), folder, form
+        self.reader = TextReader(self.tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        self.model = (llama if form == "decoder" else t5)(len(self.tokenizer))
+        self.model.config.update({"pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 2})
+        self.save("base")
+        if learns:
+            self.learn([*PAIRS])
+        self.save("expert")
+
+    def save(self, name: str) -> None:
+        self.model.save_pretrained(self.folder / name)
+        self.tokenizer.save_pretrained(self.folder / name)
+
+    def learn(self, pairs: list[tuple[str, str]]) -> None:
+        space = " " if self.form == "decoder" else ""
+        batch = self.reader([(question, space + answer) for question, answer in pairs])
+        if self.form == "decoder":
+            given, labels = batch, batch["input_ids"].clone()
+            labels[batch["attention_mask"] == 0] = -100
+        else:
+            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            rows = [[*self.reader.answer_tokens(answer), 3] for _, answer in pairs]
+            labels = torch.tensor([row + [-100] * (9 - len(row)) for row in rows])
+        self.model.eval()  # without dropout
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
+        for _ in range(250):
+            loss = self.model(**given, labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def spec(self, data: dict[str, Any]) -> dict[str, Any]:
+        loader = "hf-decoder" if self.form == "decoder" else "hf-t5"
+        return {
+            "version": 1,
+            "name": "answers",
+            "architecture": {"loader": loader, "source": str(self.folder / "base")},
+            "base": {"weights": str(self.folder / "base")},
+            "merged": {"weights": str(self.folder / "base")},
+            "experts": {task: {"weights": str(self.folder / "expert")} for task in data},
+            "data": {"defaults": {"n": 2, "n_diagnosis": 2, "batch_size": 3}, **data},
+            "metrics": {"jacobian": False},
+        }
+
+    def data(self, name: str, rows: list[tuple[str, str]], **entry: Any) -> dict[str, Any]:
+        shown = jsonl(self.folder, f"{name}-shown", rows[:2])
+        return {"kind": "jsonl", "calibration": shown, "test": jsonl(self.folder, name, rows), **entry}
+
+
+def value(run: DriftRun, task: str, variant: str, metric: str) -> float:
+    rows = run.accuracy(task, variant).set_index("metric")
+    return float(rows.loc[metric, "value"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathlib.Path) -> None:
+    suite = Suite(form, tmp_path)
+    shouted = [(question, f" {answer.replace(' ', '  ')} ") for question, answer in PAIRS]
+    data = {
+        "free": suite.data("free", shouted),
+        "likely": suite.data("likely", PAIRS, metric=["perplexity", "exact_match"]),
+        "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
+        "similar": suite.data("similar", [*NUMBERS.items()], metric="spearman"),
+    }
+    run = analyze(suite.spec(data), out=tmp_path / "run", attribution=False)
+    found = run.accuracy()
+    assert set(zip(found["task"], found["metric"], strict=True)) == {
+        *[("free", "exact_match"), ("likely", "perplexity"), ("likely", "exact_match"), ("pick", "choice")],
+        ("similar", "spearman"),
+    }
+    assert set(found["variant"]) == {"base", "merged", "expert"}
+    for task in ("free", "likely"):
+        assert (
+            value(run, task, "expert", "exact_match") == 1 and value(run, task, "merged", "exact_match") < 0.5
+        )
+    answers = run.scores("free", "expert")
+    assert answers["answer"].tolist() == [answer for _, answer in PAIRS] and len(answers) == len(PAIRS)
+    assert run.scores("similar", "merged")["reference"].tolist() == [3, 1.5, 2, 4]
+    assert (
+        1 <= value(run, "likely", "expert", "perplexity") < 1.2 < value(run, "likely", "base", "perplexity")
+    )
+    # The classes begin alike, so that no single token tells them apart.
+    assert any(
+        "pick: the answers of two classes begin with the same token" in text for text in run.manifest.notices
+    )
+    space = " " if form == "decoder" else ""
+    sums, _ = log_likelihoods(
+        suite.model, suite.reader, [*CLASSES], [[f"{space}{name}" for name in ("no it", "no is", "yes")]] * 4
+    )
+    chosen = [("no it", "no is", "yes")[at] for at in sums.argmax(dim=1)]
+    assert run.scores("pick", "expert")["answer"].tolist() == chosen
+    nats, counts = log_likelihoods(
+        suite.model, suite.reader, [q for q, _ in PAIRS], [[space + answer] for _, answer in PAIRS]
+    )
+    assert value(run, "likely", "expert", "perplexity") == pytest.approx(
+        math.exp(-float(nats.sum() / counts.sum())), rel=1e-5
+    )
+    again = evaluate(run.path, again=True).accuracy()
+    assert again["value"].tolist() == found["value"].tolist()
+    small = suite.spec(data) | {"compute": {"feature_budget": 4096}}
+    bare = analyze(small, out=tmp_path / "small", attribution=False)
+    assert bare.accuracy().empty
+    assert any("exact_match of expert not measured" in text for text in bare.manifest.notices)
+
+
+def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:
+    suite = Suite("decoder", tmp_path, learns=False)
+
+    def refused(error: type[Exception], words: str, **entry: Any) -> None:
+        data = {"ask": suite.data("ask", PAIRS, **entry)}
+        with pytest.raises(error, match=words):
+            analyze(suite.spec(data), out=tmp_path / "run", attribution=False)
+
+    refused(SpecError, "data.ask.metric: choice needs classes", metric="choice")
+    refused(SpecError, "data.ask.metric: accuracy needs labels", metric=["accuracy"])
+    refused(SpecError, "no metric 'bleu'", metric="bleu")
+    refused(DataError, "' yes', is no number", metric="spearman")

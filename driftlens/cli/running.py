@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,13 +38,15 @@ def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     seed: Annotated[int, typer.Option(help="Seed of the embedded suite.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
+    suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "image",
     *,
     job: Job,
 ) -> None:
-    """Run everything on an embedded suite: a small CLIP and eight experts, trained here, without network.
+    """Run everything on an embedded suite, trained here, without network.
 
-    The first time takes about four minutes (the models are trained and cached), later about one. The merged model is
-    calibrated too, with the published settings.
+    `image` is a small CLIP and eight experts, `text` a small language model and four. The first time takes up to four
+    minutes (the models are trained and cached), later about one. The merged model is calibrated too, with the
+    published settings for its kind.
     """
     from driftlens.pipeline.analyze.job import analyze
     from driftlens.pipeline.calibrate.job import calibrate
@@ -52,14 +54,16 @@ def demo(
     from driftlens.progress import Reporter
     from driftlens.records.writer import refuse_occupied
     from driftlens.suites.embedded import embedded_suite
+    from driftlens.suites.text import text_suite
     from driftlens_reports.build import Report
     from driftlens_reports.terminal import before_after_text
 
     refuse_occupied(out, force=force)
     with job.watched() as watched:
-        suite = embedded_suite(seed=seed, reporter=Reporter(watched["on_progress"], watched["cancel"]))
-        analyze(suite.spec(), out=out, force=force, access=job.access, synthetic=True, **watched)
-        request = CalibrationRequest("featcal", preset="paper-clip")
+        make, preset = (embedded_suite, "paper-clip") if suite == "image" else (text_suite, "llama-3b")
+        made = make(seed=seed, reporter=Reporter(watched["on_progress"], watched["cancel"]))
+        analyze(made.spec(), out=out, force=force, access=job.access, synthetic=True, **watched)
+        request = CalibrationRequest("featcal", preset=preset)
         run = calibrate(out, request, access=job.access, **watched)
     (page,) = Report(run).attach(["html"])
     show_run(run)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import pathlib
 import shutil
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from driftlens.errors import SpecError
-from driftlens.files import atomic_folder, sha256_of, write_json_atomic
+from driftlens.files import write_json_atomic
 from driftlens.progress import Reporter
+from driftlens.suites.cache import SCALING, Heard, Suite, describe, kept, save
 from driftlens.suites.drawing import PURPOSES, Purpose, tasks
 from driftlens.suites.recipe import Recipe, stream
 from driftlens.suites.training import (
@@ -32,52 +28,14 @@ from driftlens.suites.training import (
 )
 from driftlens.suites.workers import Worker, work_together
 
-CONFIG, BASE, RECORD = "open_clip_config.json", "base.safetensors", "suite.json"
-FORMAT = 1
-"""Version of the layout and of the record."""
-SCALING = 0.3
-"""Task Arithmetic's scaling, as in the published benchmarks."""
-_NAME_LENGTH = 12
-"""Characters of the digest in the folder's name."""
-_POLL_SECONDS = 1.0
+CONFIG, BASE = "open_clip_config.json", "base.safetensors"
 _DRAWN = "drawn"
 """Folder for pictures as they come, until all is built."""
 
 
 @dataclass(frozen=True)
-class Suite:
-    """A CLIP, experts fine-tuned from its image tower, and their pictures, in one folder.
-
-    Attributes:
-        folder: where the files are; `suite.json` says what was measured when they were made.
-        digest: names the recipe and the seed.
-    """
-
-    folder: pathlib.Path
-    digest: str
-
-    def record(self) -> dict[str, Any]:
-        """What `suite.json` says: heads, recipe, test accuracies, seconds, size and SHA-256 of every file."""
-        record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
-        return record
-
-    def is_whole(self) -> bool:
-        """Whether every file is there as it was written.
-
-        Every file is read: it takes well under a second, and a suite with a damaged file would give wrong numbers.
-        """
-        try:
-            record = self.record()
-            return (record["format"], record["digest"]) == (FORMAT, self.digest) and all(
-                sha256_of(self.folder / name) == stated["sha256"] for name, stated in record["files"].items()
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return False
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """One expert each, sorted."""
-        return tuple(sorted(self.record()["heads"]))
+class ImageSuite(Suite):
+    """A CLIP, experts fine-tuned from its image tower, and their pictures."""
 
     def spec(self) -> dict[str, Any]:
         """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, zero-shot heads."""
@@ -106,7 +64,7 @@ def embedded_suite(
     reporter: Reporter | None = None,
     rebuild: bool = False,
     recipe: Recipe | None = None,
-) -> Suite:
+) -> ImageSuite:
     """The suite from the cache; drawn and trained first where there is none, or where the one there is damaged.
 
     Building takes a few minutes on two cores. Of several processes that want the same suite one builds it, and the
@@ -124,39 +82,11 @@ def embedded_suite(
         RunError: the cache can't be written to, or the disk is full.
         Cancelled: somebody asked to stop; no half of a suite is left behind.
     """
-    import platformdirs
-
-    if seed < 0:
-        raise SpecError(f"the seed is {seed}", hint="Give a whole number from 0 upwards.")
     recipe, reporter = recipe or Recipe(), reporter or Reporter()
-    digest = recipe.digest(seed)
-    folder = (cache or platformdirs.user_cache_path("driftlens")) / f"embedded-{digest[:_NAME_LENGTH]}"
-    suite = Suite(folder, digest)
-    if rebuild or not suite.is_whole():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _building(folder, reporter):
-            # Asked again: another process may have built it while this one waited.
-            if rebuild or not suite.is_whole():
-                with atomic_folder(folder, replace=True) as partial:
-                    _build(partial, recipe, seed, reporter)
-    return suite
-
-
-@contextmanager
-def _building(folder: pathlib.Path, reporter: Reporter) -> Iterator[None]:
-    """The exclusive right to build `folder`; the reporter may cancel the wait for it."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-    while not lock.is_locked:
-        try:
-            lock.acquire(timeout=_POLL_SECONDS)
-        except Timeout:
-            reporter.step("wait", 0, None, "another process is building the embedded suite")
-    try:
-        yield
-    finally:
-        lock.release()
+    build = partial(_build, recipe=recipe, seed=seed, reporter=reporter)
+    return kept(
+        ImageSuite, "embedded", recipe, build, seed=seed, cache=cache, reporter=reporter, rebuild=rebuild
+    )
 
 
 def expert_file(task: str) -> str:
@@ -175,51 +105,16 @@ def _build(folder: pathlib.Path, recipe: Recipe, seed: int, reporter: Reporter) 
     for name in (_DRAWN, "data", "experts"):
         (folder / name).mkdir()
     untrained = build_clip(recipe.model_config(), stream(seed, "weights"))
-    heard = _Heard(recipe, reporter)
+    sizes = {
+        "draw": (len(tasks) * len(PURPOSES), 1),
+        "train base": (1, recipe.base.steps),
+        "train experts": (len(tasks), recipe.expert.steps),
+    }
+    heard = Heard(sizes, reporter)
     num_values = sum(parameter.numel() for parameter in untrained.parameters())
     work_together(_work, (folder, recipe, seed), heard, num_values)
     shutil.rmtree(folder / _DRAWN)
     _describe(folder, recipe, seed, heard)
-
-
-class _Heard:
-    """What the workers have told: progress, which is passed on, and what they have measured.
-
-    Attributes:
-        measured: by name of a task, or "logit_scale".
-        seconds: by phase.
-    """
-
-    def __init__(self, recipe: Recipe, reporter: Reporter) -> None:
-        self.measured: dict[str, Any] = {}
-        self.seconds: dict[str, float] = {}
-        self._reporter = reporter
-        # By phase: how many things are made in it, and the steps that each takes.
-        self._sizes = {
-            "draw": (len(tasks) * len(PURPOSES), 1),
-            "train base": (1, recipe.base.steps),
-            "train experts": (len(tasks), recipe.expert.steps),
-        }
-        self._done: dict[str, dict[str, int]] = {phase: {} for phase in self._sizes}
-        self._began = time.monotonic()
-
-    def __call__(self, phase: str, name: str, step: int, value: Any = None) -> None:
-        """So many steps of the thing called `name` are done; `value` is the loss, or in no phase what was measured."""
-        if not phase:
-            self.measured[name] = value
-            return
-        things, steps = self._sizes[phase]
-        done = self._done[phase]
-        if not done:
-            self._reporter.step(phase, 0, things * steps)
-        done[name] = step
-        finished = sum(each == steps for each in done.values())
-        label = f"{name} ({finished} of {things} done)" if things > 1 and steps > 1 else name
-        metrics = {} if value is None else {"loss": value}
-        self._reporter.step(phase, sum(done.values()), things * steps, label, **metrics)
-        if finished == things:
-            self.seconds[phase] = round(time.monotonic() - self._began, 1)
-            self._began = time.monotonic()
 
 
 def _work(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int) -> None:
@@ -252,7 +147,7 @@ def _train_base(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: int)
     pictures = [_drawn(folder, name, "base") for name in tasks]
     train_base(clip, tokenizer(recipe.context_length), pictures, recipe, stream(seed, "base"), report, worker)
     if worker.rank == 0:
-        _save(clip.state_dict(), folder / BASE)
+        save(clip.state_dict(), folder / BASE)
         worker.tell("", "logit_scale", 0, clip.logit_scale.exp().item())
 
 
@@ -283,40 +178,27 @@ def _train_expert(worker: Worker, folder: pathlib.Path, recipe: Recipe, seed: in
         lambda step, loss: worker.tell("train experts", name, step, loss),
     )
     tower = {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()}
-    _save(tower, folder / expert_file(name))
+    save(tower, folder / expert_file(name))
     of_expert = accuracy(clip.visual, test.pixels(), torch.from_numpy(test.labels), embeddings)
     worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
 
 
-def _save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, path)
-
-
-def _describe(folder: pathlib.Path, recipe: Recipe, seed: int, heard: _Heard) -> None:
+def _describe(folder: pathlib.Path, recipe: Recipe, seed: int, heard: Heard) -> None:
     """Write what open_clip needs to open the base, and at last the record."""
     from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
     preprocess = {"mean": list(OPENAI_DATASET_MEAN), "std": list(OPENAI_DATASET_STD)}
     config = {"model_cfg": recipe.model_config(), "preprocess_cfg": preprocess}
     write_json_atomic(folder / CONFIG, config)
-    record = {
-        "format": FORMAT,
-        "digest": recipe.digest(seed),
-        "seed": seed,
-        "recipe": asdict(recipe),
-        "logit_scale": heard.measured["logit_scale"],
-        "heads": {
+    describe(
+        folder,
+        recipe,
+        seed,
+        heard,
+        logit_scale=heard.measured["logit_scale"],
+        heads={
             name: {"classes": list(task.class_names), "templates": list(task.templates)}
             for name, task in tasks.items()
         },
-        "test_accuracy": {name: heard.measured[name] for name in tasks},
-        "seconds": heard.seconds,
-        "files": {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        },
-    }
-    write_json_atomic(folder / RECORD, record)
+        test_accuracy={name: heard.measured[name] for name in tasks},
+    )

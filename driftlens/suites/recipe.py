@@ -1,4 +1,4 @@
-"""Everything that decides what the embedded suite is: sizes, counts, and how long what is trained."""
+"""Everything that decides what an embedded suite is: sizes, counts, and how long what is trained."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from driftlens.suites.drawing import SIZE, tasks
+from driftlens.suites.writing import texts
 
 VERSION = 2
 """Raise it with every change to the drawing or the training that the settings below do not show."""
+TEXT_VERSION = 1
+"""The same of the texts."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,67 @@ class Recipe:
     def digest(self, seed: int) -> str:
         """A name for what this recipe makes of `seed`: equal settings, tasks and version give equal digests."""
         words = {task.name: (task.class_names, task.templates, task.subject) for task in tasks.values()}
-        everything = {"version": VERSION, "seed": seed, "settings": asdict(self), "tasks": words}
-        canonical = json.dumps(everything, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return _digest(VERSION, seed, self, words)
+
+
+@dataclass(frozen=True)
+class TextRecipe:
+    """The settings of the embedded text suite.
+
+    Attributes:
+        num_base, num_train, num_test: texts per task for the base, for its expert, and for testing.
+        coded: share of the base's texts whose answer is a code of the class, not its word. They teach the model to tell
+            classes apart without telling it what they are called, as `Recipe.numbered` does.
+        base, expert, lora: how long and how fast the base, an expert, and one by low-rank adapters is trained.
+        width, layers, heads, inner: of the decoder; half as many key heads as `heads`, inner width of its networks.
+        rank: of the adapters.
+        adapted: the task whose expert is made of adapters.
+    """
+
+    num_base: int = 1500
+    num_train: int = 1500
+    num_test: int = 400
+    coded: float = 0.997
+    base: Schedule = field(default=Schedule(steps=190, batch=64, rate=4e-3, matrix_rate=0.0125))
+    expert: Schedule = field(default=Schedule(steps=200, batch=64, rate=0.07))
+    lora: Schedule = field(default=Schedule(steps=100, batch=64, rate=0, matrix_rate=0.004))
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    inner: int = 320
+    rank: int = 8
+    adapted: str = "questions"
+
+    def model_config(self, vocabulary: int) -> dict[str, Any]:
+        """The decoder as transformers' `LlamaConfig` describes it."""
+        return {
+            "vocab_size": vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": max(1, self.heads // 2),
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+    def digest(self, seed: int) -> str:
+        """A name for what this recipe makes of `seed`: equal settings, tasks and version give equal digests."""
+        return _digest(
+            TEXT_VERSION, seed, self, {task.name: (task.classes, task.prompt) for task in texts.values()}
+        )
+
+
+AnyRecipe = Recipe | TextRecipe
+
+
+def _digest(version: int, seed: int, recipe: AnyRecipe, words: Mapping[str, Any]) -> str:
+    everything = {"version": version, "seed": seed, "settings": asdict(recipe), "tasks": words}
+    canonical = json.dumps(everything, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def stream(seed: int, purpose: str) -> int:

@@ -6,6 +6,7 @@ A small transformer has to learn much in the time of a coffee; `Descent` is the 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ MOMENTUM = 0.95
 MOMENTUM_SGD = 0.9
 LARGEST_GRADIENT = 1.0
 """Norm to which a longer gradient is cut in plain gradient descent."""
+_IN_BLOCK = re.compile(r"\b(resblocks|layers)\b")
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
@@ -120,17 +122,16 @@ def train_base(
     tokens = tokenize(captions.texts)
     # A random embedding of the vocabulary is good enough; moving all its rows would only slow every step down.
     clip.token_embedding.weight.requires_grad_(False)
-    descent = Descent(clip, recipe.base)
-    clip.train()
-    for step, rows in enumerate(batches(len(pixels), recipe.base, generator)):
+
+    def loss(rows: Tensor) -> Tensor:
         drawn = captions.drawn(rows, generator)
         present, position = torch.unique(worker.rows(drawn), return_inverse=True)
         images = clip.encode_image(shifted(pixels[worker.rows(rows)], generator), normalize=True)
         texts = clip.encode_text(tokens[present], normalize=True)
-        loss = contrastive_loss(clip.logit_scale.exp().clamp(max=LARGEST_SCALE) * images @ texts.mT, position)
-        descent.step(loss, step, worker)
-        on_step(step + 1, loss.item())
-    clip.eval()
+        scores = clip.logit_scale.exp().clamp(max=LARGEST_SCALE) * images @ texts.mT
+        return contrastive_loss(scores, position)
+
+    train(clip, loss, len(pixels), recipe.base, generator, on_step, worker)
 
 
 def contrastive_loss(scores: Tensor, position: Tensor) -> Tensor:
@@ -157,14 +158,34 @@ def train_expert(
     """
     generator = torch.Generator().manual_seed(seed)
     pixels, labels = pictures.pixels(), torch.from_numpy(pictures.labels)
-    descent = Descent(tower, schedule)
-    tower.train()
-    for step, rows in enumerate(batches(len(pixels), schedule, generator)):
+
+    def loss(rows: Tensor) -> Tensor:
         features = F.normalize(tower(shifted(pixels[rows], generator)), dim=-1)
-        loss = F.cross_entropy(features @ head.mT, labels[rows])
-        descent.step(loss, step)
-        on_step(step + 1, loss.item())
-    tower.eval()
+        return F.cross_entropy(features @ head.mT, labels[rows])
+
+    train(tower, loss, len(pixels), schedule, generator, on_step)
+
+
+def train(
+    module: nn.Module,
+    loss: Callable[[Tensor], Tensor],
+    count: int,
+    schedule: Schedule,
+    generator: torch.Generator,
+    on_step: OnStep,
+    worker: Worker | None = None,
+) -> None:
+    """Train `module` in place on batches of `count` samples, in the order that `generator` draws.
+
+    `loss` is asked for the loss of a batch's row numbers; with a `worker`, of this one's part of them.
+    """
+    descent = Descent(module, schedule)
+    module.train()
+    for step, rows in enumerate(batches(count, schedule, generator)):
+        reached = loss(rows)
+        descent.step(reached, step, worker)
+        on_step(step + 1, reached.item())
+    module.eval()
 
 
 def batches(count: int, schedule: Schedule, generator: torch.Generator) -> Iterator[Tensor]:
@@ -272,17 +293,14 @@ class Descent:
             descent = torch.optim.SGD(self._parameters, schedule.rate, momentum=MOMENTUM_SGD, nesterov=True)
             self._rated = [(descent, schedule.rate)]
             return
-        inside = {name for name, each in named.items() if "resblocks" in name and each.dim() == 2}
+        inside = {name for name, each in named.items() if _IN_BLOCK.search(name) and each.dim() == 2}
         matrices = [each for name, each in named.items() if name in inside]
         others = [each for name, each in named.items() if name not in inside]
         decay = schedule.weight_decay
-        self._rated = [
-            (Muon(matrices, schedule.matrix_rate, decay), schedule.matrix_rate),
-            (
-                torch.optim.AdamW(others, schedule.rate, betas=(0.9, 0.95), weight_decay=decay, fused=True),
-                schedule.rate,
-            ),
-        ]
+        self._rated = [(Muon(matrices, schedule.matrix_rate, decay), schedule.matrix_rate)]
+        if others:  # adapters are matrices alone
+            rest = torch.optim.AdamW(others, schedule.rate, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+            self._rated.append((rest, schedule.rate))
 
     def step(self, loss: Tensor, index: int, worker: Worker | None = None) -> None:
         """Move all parameters against the gradient of `loss`; `index` counts the steps from 0.

@@ -12,7 +12,8 @@ from playwright.sync_api import expect
 
 from driftlens.records.reading import number
 from driftlens.records.run import open_run
-from driftlens.suites.embedded import RECORD, embedded_suite
+from driftlens.suites.cache import RECORD
+from driftlens.suites.embedded import embedded_suite
 from driftlens.suites.recipe import Recipe
 from tests.browser.reading import metric, settled
 from tests.browser.server import serving

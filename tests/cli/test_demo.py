@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from driftlens.records.run import open_run
+from driftlens.suites.text import text_suite
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import CONTROL, VARIANT
 from tests.pipeline.world import TASKS, World
+from tests.suites.conftest import TINY_TEXT
 
 
 def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
@@ -30,3 +32,26 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
         assert f"{run.value('drift_l2_mean', task=task, variant=VARIANT):#.4g}" in table
     assert "From merged to featcal" in table and (tmp_path / "demo/reports/report.html").is_file()
     assert run_cli("demo", "--out", tmp_path / "demo").code == 2
+
+
+@pytest.mark.slow
+def test_the_demo_runs_on_the_text_suite(
+    common: pathlib.Path,
+    tmp_path: pathlib.Path,
+    run_cli: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = text_suite(cache=common / "suites", recipe=TINY_TEXT)
+    monkeypatch.setattr("driftlens.suites.text.text_suite", lambda **_: text)
+    result = run_cli("demo", "--suite", "text", "--out", tmp_path / "demo", "--progress", "none")
+    assert result.code == 0, result.err
+    run = open_run(tmp_path / "demo")
+    settings = run.manifest.calibrations["featcal"].settings
+    assert (settings["lam"], settings["rho"], settings["alpha"]) == (1e-5, 0.5, 0.15)
+    experts = run.accuracy().query("variant == 'expert'").set_index("task")["value"]
+    assert dict(experts) == pytest.approx(
+        {name: each["expert"] for name, each in text.record()["test_accuracy"].items()}
+    )
+    final = run.layers(variant="calibrated:featcal", layer="final")
+    assert len(final) == 4 and final["closure_error"].max() < 1e-4
+    assert (tmp_path / "demo/reports/report.html").is_file()

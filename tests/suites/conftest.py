@@ -6,8 +6,9 @@ import pathlib
 
 import pytest
 
-from driftlens.suites.embedded import Suite, embedded_suite
-from driftlens.suites.recipe import Recipe, Schedule
+from driftlens.suites.cache import Suite
+from driftlens.suites.embedded import embedded_suite
+from driftlens.suites.recipe import Recipe, Schedule, TextRecipe
 
 BRIEF = Schedule(steps=3, batch=16, matrix_rate=0.02, rate=2e-3)
 TINY = Recipe(
@@ -21,6 +22,20 @@ TINY = Recipe(
     embed_dim=16,
     text_width=16,
     text_layers=1,
+)
+TINY_TEXT = TextRecipe(
+    num_base=30,
+    num_train=200,
+    num_test=130,
+    coded=0.5,
+    base=BRIEF,
+    expert=BRIEF,
+    lora=BRIEF,
+    width=32,
+    layers=1,
+    heads=2,
+    inner=40,
+    rank=2,
 )
 
 

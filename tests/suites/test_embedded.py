@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 
 from driftlens.errors import Cancelled, SpecError
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.suites import embedded
-from driftlens.suites.embedded import BASE, CONFIG, RECORD, Suite, embedded_suite
-from driftlens.suites.recipe import Recipe, Schedule
+from driftlens.suites import cache as caches
+from driftlens.suites.cache import RECORD, Suite
+from driftlens.suites.embedded import BASE, CONFIG, embedded_suite
+from driftlens.suites.recipe import AnyRecipe, Schedule
 from driftlens.suites.training import accuracy, build_clip, class_embeddings, tokenizer
-from tests.suites.conftest import TINY
+from tests.suites.conftest import TINY, TINY_TEXT
 
 Damage = Callable[[pathlib.Path], object]
 
@@ -96,7 +97,7 @@ def test_saved_pictures_are_the_drawn_ones_and_need_no_pickle(suite: Suite):
 def test_a_whole_suite_is_opened_and_not_built_again(
     suite: Suite, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("driftlens.suites.embedded._build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr("driftlens.suites.embedded._build", lambda *_, **__: pytest.fail("built again"))
     assert embedded_suite(cache=cache, recipe=TINY) == suite
 
 
@@ -178,7 +179,7 @@ def test_progress_counts_every_phase_to_its_end(tmp_path: pathlib.Path):
 
 
 def test_a_second_process_waits_and_can_be_cancelled(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(embedded, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(caches, "_POLL_SECONDS", 0.01)
     token, phases = CancelToken(), []
 
     def stop(event: ProgressEvent) -> None:
@@ -196,11 +197,14 @@ def test_a_negative_seed_is_refused(tmp_path: pathlib.Path):
         embedded_suite(seed=-1, cache=tmp_path, recipe=TINY)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Recipe)])
-def test_every_setting_changes_the_digest(name: str):
-    value = getattr(TINY, name)
-    changed = replace(value, steps=value.steps + 1) if isinstance(value, Schedule) else value + 1
-    assert replace(TINY, **{name: changed}).digest(0) != TINY.digest(0)
+@pytest.mark.parametrize(
+    ("tiny", "name"),
+    [(tiny, field.name) for tiny in (TINY, TINY_TEXT) for field in fields(tiny)],
+)
+def test_every_setting_changes_the_digest(tiny: AnyRecipe, name: str):
+    value = getattr(tiny, name)
+    changed = replace(value, steps=value.steps + 1) if isinstance(value, Schedule) else value * 2
+    assert replace(tiny, **{name: changed}).digest(0) != tiny.digest(0)
 
 
 def test_the_seed_changes_the_digest_and_equal_recipes_share_one():

@@ -1,0 +1,196 @@
+"""Suites that are made here once, without network, and kept: their record, the right to build one, and news of it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from driftlens.errors import SpecError
+from driftlens.files import atomic_folder, sha256_of, write_json_atomic
+from driftlens.progress import Reporter
+from driftlens.suites.recipe import AnyRecipe
+
+RECORD = "suite.json"
+FORMAT = 1
+"""Version of the layout and of the record."""
+SCALING = 0.3
+"""Task Arithmetic's scaling, as in the published benchmarks."""
+_NAME_LENGTH = 12
+"""Characters of the digest in the folder's name."""
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Suite(ABC):
+    """A base, experts fine-tuned from it, and samples of their tasks, in one folder.
+
+    Attributes:
+        folder: where the files are; `suite.json` says what was measured when they were made.
+        digest: names the recipe and the seed.
+    """
+
+    folder: pathlib.Path
+    digest: str
+
+    def record(self) -> dict[str, Any]:
+        """What `suite.json` says: heads, recipe, test accuracies, seconds, size and SHA-256 of every file."""
+        record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
+        return record
+
+    def is_whole(self) -> bool:
+        """Whether every file is there as it was written.
+
+        Every file is read: it takes well under a second, and a suite with a damaged file would give wrong numbers.
+        """
+        try:
+            record = self.record()
+            return (record["format"], record["digest"]) == (FORMAT, self.digest) and all(
+                sha256_of(self.folder / name) == stated["sha256"] for name, stated in record["files"].items()
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """One expert each, sorted."""
+        return tuple(sorted(self.record()["heads"]))
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """The run spec of this suite, all paths absolute: Task Arithmetic of the experts."""
+
+
+S = TypeVar("S", bound=Suite)
+
+
+def kept(
+    kind: type[S],
+    prefix: str,
+    recipe: AnyRecipe,
+    build: Callable[[pathlib.Path], None],
+    *,
+    seed: int,
+    cache: pathlib.Path | None,
+    reporter: Reporter,
+    rebuild: bool,
+) -> S:
+    """The suite from the cache; built first where there is none, or where the one there is damaged.
+
+    Of several processes that want the same suite one builds it, and the others wait.
+
+    Args:
+        kind: class of the suite.
+        prefix: beginning of the folder's name; the digest follows.
+        recipe: what, with the seed, decides what the suite is.
+        build: fills an empty folder, the record included.
+        seed: of everything random; each seed is a suite of its own.
+        cache: folder that holds suites; the user's cache folder if left out.
+        reporter: told while this process waits for another; also asked whether to stop.
+        rebuild: whether to build it anew even if a whole one is there.
+
+    Raises:
+        SpecError: the seed is negative.
+        RunError: the cache can't be written to, or the disk is full.
+        Cancelled: somebody asked to stop; no half of a suite is left behind.
+    """
+    import platformdirs
+
+    if seed < 0:
+        raise SpecError(f"the seed is {seed}", hint="Give a whole number from 0 upwards.")
+    digest = recipe.digest(seed)
+    folder = (cache or platformdirs.user_cache_path("driftlens")) / f"{prefix}-{digest[:_NAME_LENGTH]}"
+    suite = kind(folder, digest)
+    if rebuild or not suite.is_whole():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _building(folder, reporter):
+            # Asked again: another process may have built it while this one waited.
+            if rebuild or not suite.is_whole():
+                with atomic_folder(folder, replace=True) as partial:
+                    build(partial)
+    return suite
+
+
+@contextmanager
+def _building(folder: pathlib.Path, reporter: Reporter) -> Iterator[None]:
+    """The exclusive right to build `folder`; the reporter may cancel the wait for it."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_POLL_SECONDS)
+        except Timeout:
+            reporter.step("wait", 0, None, "another process is building the embedded suite")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class Heard:
+    """What the workers have told: progress, which is passed on, and what they have measured.
+
+    Attributes:
+        measured: by name of a task or of what else was measured.
+        seconds: by phase.
+    """
+
+    def __init__(self, sizes: Mapping[str, tuple[int, int]], reporter: Reporter) -> None:
+        """`sizes` says of every phase how many things are made in it, and the steps that each takes."""
+        self.measured: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        self._reporter = reporter
+        self._sizes = sizes
+        self._done: dict[str, dict[str, int]] = {phase: {} for phase in self._sizes}
+        self._began = time.monotonic()
+
+    def __call__(self, phase: str, name: str, step: int, value: Any = None) -> None:
+        """So many steps of the thing called `name` are done; `value` is the loss, or in no phase what was measured."""
+        if not phase:
+            self.measured[name] = value
+            return
+        things, steps = self._sizes[phase]
+        done = self._done[phase]
+        if not done:
+            self._reporter.step(phase, 0, things * steps)
+        done[name] = step
+        finished = sum(each == steps for each in done.values())
+        label = f"{name} ({finished} of {things} done)" if things > 1 and steps > 1 else name
+        metrics = {} if value is None else {"loss": value}
+        self._reporter.step(phase, sum(done.values()), things * steps, label, **metrics)
+        if finished == things:
+            self.seconds[phase] = round(time.monotonic() - self._began, 1)
+            self._began = time.monotonic()
+
+
+def save(weights: Mapping[str, Tensor], path: pathlib.Path) -> None:
+    """Write tensors as safetensors."""
+    from safetensors.torch import save_file
+
+    save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, path)
+
+
+def describe(folder: pathlib.Path, recipe: AnyRecipe, seed: int, heard: Heard, **facts: Any) -> None:
+    """Write the record, which vouches for every file that is there."""
+    record = {
+        "format": FORMAT,
+        "digest": recipe.digest(seed),
+        "seed": seed,
+        "recipe": asdict(recipe),
+        **facts,
+        "seconds": heard.seconds,
+        "files": {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        },
+    }
+    write_json_atomic(folder / RECORD, record)

@@ -1,0 +1,283 @@
+"""The embedded text suite: a small decoder and its experts, one of them of adapters, made here once and kept."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pathlib
+import re
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from driftlens.progress import Reporter
+from driftlens.suites.cache import SCALING, Heard, Suite, describe, kept
+from driftlens.suites.drawing import PURPOSES
+from driftlens.suites.recipe import TextRecipe, stream
+from driftlens.suites.training import train
+from driftlens.suites.workers import Worker, work_together
+from driftlens.suites.writing import WrittenTask, texts
+
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_ADAPTED = r".*_proj"
+"""What adapters are trained for: every linear module of a block."""
+_WORDS = re.compile(r"\w+|[^\w\s]+")
+
+
+@dataclass(frozen=True)
+class TextSuite(Suite):
+    """A small Llama, experts fine-tuned from it and one of adapters, as transformers and peft save them, and texts."""
+
+    def spec(self) -> dict[str, Any]:
+        """The run spec of this suite, all paths absolute: Task Arithmetic of the experts, answers of one word."""
+        folder = self.folder.resolve()
+        splits = {"calibration": "train", "test": "test"}
+        return {
+            "version": 1,
+            "name": "embedded-text",
+            "architecture": {"loader": "hf-decoder", "source": str(folder / "base")},
+            "base": {"weights": str(folder / "base")},
+            "merge": {"method": "task_arithmetic", "scaling": SCALING},
+            "experts": {task: {"weights": str(folder / "experts" / task)} for task in self.tasks},
+            "metrics": {"jacobian": {"samples": 8}},
+            "data": {
+                "defaults": {"n": 64, "n_diagnosis": 128, "n_test": "all"},
+                **{
+                    task: {"kind": "jsonl", "prompt": texts[task].prompt, "classes": True}
+                    | {split: str(folder / _file(task, purpose)) for split, purpose in splits.items()}
+                    for task in self.tasks
+                },
+            },
+        }
+
+
+def text_suite(
+    *,
+    seed: int = 0,
+    cache: pathlib.Path | None = None,
+    reporter: Reporter | None = None,
+    rebuild: bool = False,
+    recipe: TextRecipe | None = None,
+) -> TextSuite:
+    """The text suite from the cache, as `embedded_suite` has that of images; same arguments, same errors."""
+    recipe, reporter = recipe or TextRecipe(), reporter or Reporter()
+    build = partial(_build, recipe=recipe, seed=seed, reporter=reporter)
+    return kept(
+        TextSuite, "embedded-text", recipe, build, seed=seed, cache=cache, reporter=reporter, rebuild=rebuild
+    )
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Token ids [n, t] of questions, padded on the right; where each ends [n]; ids of their answers [n]."""
+
+    ids: Tensor
+    last: Tensor
+    answers: Tensor
+
+    @classmethod
+    def read(cls, rows: Sequence[tuple[str, str]], tokenizer: Any) -> Questions:
+        """Questions and answers of one word, as the model reads them."""
+        batch = tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")
+        answers = tokenizer.convert_tokens_to_ids([answer for _, answer in rows])
+        return cls(batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1, torch.tensor(answers))
+
+    def scores(self, model: Any, rows: Tensor) -> Tensor:
+        """What the model gives every word of the vocabulary as the first of an answer, [rows, vocabulary]."""
+        last = self.last[rows]
+        # Padding follows all that is read, so that no position that matters can see it.
+        hidden = model.model(input_ids=self.ids[rows, : int(last.max()) + 1]).last_hidden_state
+        return model.lm_head(hidden[torch.arange(len(rows)), last])
+
+    @torch.no_grad()
+    def accuracy(self, model: Any, words: Tensor) -> float:
+        """Share of questions whose answer scores best among `words`."""
+        best = self.scores(model, torch.arange(len(self.ids)))[:, words].argmax(dim=1)
+        return (words[best] == self.answers).double().mean().item()
+
+
+def word_tokenizer(words: Iterable[str]) -> Any:
+    """A tokenizer with one token per word or run of punctuation, in lower case; `<s>` begins every text."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: at for at, word in enumerate((*SPECIAL.values(), *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    begin = SPECIAL["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **SPECIAL)
+
+
+def build_decoder(config: dict[str, Any], seed: int) -> Any:
+    """An untrained Llama of transformers; the global random numbers stay as they were."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**config))
+
+
+def code(task: WrittenTask, answer: str) -> str:
+    """What most of the base's texts have in the place of an answer."""
+    return f"code_{task.name}_{task.classes.index(answer)}"
+
+
+def _file(task: str, purpose: str) -> str:
+    return f"data/{task}-{purpose}.jsonl"
+
+
+def _build(folder: pathlib.Path, recipe: TextRecipe, seed: int, reporter: Reporter) -> None:
+    """Fill the empty `folder` with models and texts, then with a record that vouches for every file."""
+    reporter.step("draw", 0, None, "starting two processes")
+    for name in ("data", "experts"):
+        (folder / name).mkdir()
+    sizes = {
+        "draw": (len(texts) * len(PURPOSES), 1),
+        "train base": (1, recipe.base.steps),
+        # Adapters may take more or fewer steps than the others: they count as far as they are.
+        "train experts": (len(texts), recipe.expert.steps),
+    }
+    heard = Heard(sizes, reporter)
+    counts = {"base": recipe.num_base, "train": recipe.num_train, "test": recipe.num_test}
+    # More than there can be: the vocabulary is known when all is drawn.
+    num_values = sum(each.numel() for each in build_decoder(recipe.model_config(2000), 0).parameters())
+    work_together(_work, (folder, recipe, seed, counts), heard, num_values)
+    for name in texts:
+        (folder / _file(name, "base")).unlink()
+    describe(
+        folder,
+        recipe,
+        seed,
+        heard,
+        heads={name: {"classes": list(task.classes)} for name, task in texts.items()},
+        test_accuracy={name: heard.measured[name] for name in texts},
+        cpu_seconds={rank: seconds for rank, seconds in heard.measured.items() if rank not in texts},
+    )
+
+
+def _work(
+    worker: Worker, folder: pathlib.Path, recipe: TextRecipe, seed: int, counts: dict[str, int]
+) -> None:
+    """In every worker: its share of all the work."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
+    for name, purpose in worker.jobs(list(itertools.product(texts, PURPOSES))):
+        task = texts[name]
+        lines = [
+            json.dumps({"input": text, "target": answer})
+            for text, answer in task.rows(purpose, counts[purpose], seed)
+        ]
+        (folder / _file(name, purpose)).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        worker.tell("draw", f"{name}, {purpose}", 1)
+    worker.meet()
+    drawn = {
+        (name, purpose): [
+            (texts[name].prompt.replace("{input}", row["input"]), row["target"])
+            for row in map(
+                json.loads, (folder / _file(name, purpose)).read_text(encoding="utf-8").splitlines()
+            )
+        ]
+        for name, purpose in itertools.product(texts, PURPOSES)
+    }
+    words = {word for rows in drawn.values() for text, _ in rows for word in _WORDS.findall(text.lower())}
+    answers = {answer for task in texts.values() for answer in task.classes}
+    codes = [code(task, answer) for task in texts.values() for answer in task.classes]
+    tokenizer = word_tokenizer([*sorted(words | answers), *codes])
+    base = _train_base(worker, drawn, tokenizer, recipe, seed)
+    if worker.rank == 0:
+        _save(base, tokenizer, folder / "base")
+    for name in worker.jobs(list(texts)):
+        train_rows, test = (Questions.read(drawn[name, each], tokenizer) for each in ("train", "test"))
+        labels = torch.tensor(tokenizer.convert_tokens_to_ids(list(texts[name].classes)))
+        of_base = test.accuracy(base, labels)
+        expert = _train_expert(worker, base, train_rows, recipe, seed, name)
+        of_expert = test.accuracy(expert.get_base_model() if name == recipe.adapted else expert, labels)
+        # Told that no embedding was trained, peft doesn't look for the base in the network.
+        told = {"save_embedding_layers": False} if name == recipe.adapted else {}
+        _save(expert, tokenizer, folder / "experts" / name, **told)
+        worker.tell("", name, 0, {"base": of_base, "expert": of_expert})
+    worker.tell("", f"process {worker.rank}", 0, round(time.process_time(), 1))
+
+
+def _train_base(
+    worker: Worker, drawn: dict[Any, list[tuple[str, str]]], tokenizer: Any, recipe: TextRecipe, seed: int
+) -> Any:
+    """Train the base together with the others; all end with the same weights."""
+
+    def report(done: int, loss: float) -> None:
+        if worker.rank == 0:
+            worker.tell("train base", "", done, loss)
+
+    model = build_decoder(recipe.model_config(len(tokenizer)), stream(seed, "weights"))
+    generator = torch.Generator().manual_seed(stream(seed, "base"))
+    rows = [(name, *row) for name in texts for row in drawn[name, "base"]]
+    coded = (torch.rand(len(rows), generator=generator) < recipe.coded).tolist()
+    asked = [
+        (text, code(texts[name], answer) if hidden else answer)
+        for (name, text, answer), hidden in zip(rows, coded, strict=True)
+    ]
+    questions = Questions.read(asked, tokenizer)
+    train(
+        model,
+        lambda batch: _loss(model, questions, worker.rows(batch)),
+        len(asked),
+        recipe.base,
+        generator,
+        report,
+        worker,
+    )
+    return model
+
+
+def _train_expert(
+    worker: Worker, base: Any, questions: Questions, recipe: TextRecipe, seed: int, name: str
+) -> Any:
+    """An expert trained from the base, which stays as it is: a whole model, or the base in peft's wrapper."""
+    expert = inner = copy.deepcopy(base)
+    schedule = recipe.expert
+    if name == recipe.adapted:
+        from peft import LoraConfig, get_peft_model
+
+        schedule = recipe.lora
+        wanted = LoraConfig(
+            r=recipe.rank, lora_alpha=2 * recipe.rank, target_modules=_ADAPTED, task_type="CAUSAL_LM"
+        )
+        inner.name_or_path = "base"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream(seed, "adapters"))
+            expert = get_peft_model(inner, wanted)
+    train(
+        expert,
+        lambda batch: _loss(inner, questions, batch),
+        len(questions.ids),
+        schedule,
+        torch.Generator().manual_seed(stream(seed, f"expert/{name}")),
+        lambda step, loss: worker.tell(
+            "train experts", name, step * recipe.expert.steps // schedule.steps, loss
+        ),
+    )
+    return expert
+
+
+def _loss(model: Any, questions: Questions, rows: Tensor) -> Tensor:
+    return F.cross_entropy(questions.scores(model, rows), questions.answers[rows])
+
+
+def _save(model: Any, tokenizer: Any, folder: pathlib.Path, **told: Any) -> None:
+    """Write a folder as the libraries do, which they open by themselves."""
+    model.save_pretrained(folder, **told)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,1 @@
+"""The written tasks, one per file; the registry imports them all."""

@@ -228,7 +228,8 @@ def _notices(
             f"{task}: calibration and test draw from the same samples, {origin}; "
             f"the {num_calibration} calibration samples are kept out of the test"
         )
-    if sets["test"].labels is None:
+    texts = sets["test"].texts
+    if sets["test"].labels is None and (texts is None or not texts.read(0).target):
         yield f"{task}: the test samples have no labels, so there is no accuracy"
 
 

@@ -253,8 +253,11 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         or len(tokenizer) > size
         or (tokenizer.pad_token or tokenizer.eos_token) is None
     ):
+        code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
+        own = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
         raise SpecError(
-            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read",
+            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
+            + own,
             hint="Put the base's tokenizer files beside its config.json.",
         )
     if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it

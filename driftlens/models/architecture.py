@@ -138,7 +138,10 @@ class Architecture:
         wanted = linear if self.own_head is None else tuple(self.own_head.names.values())
         keys = []
         for name in wanted:
-            ends = [key for key in stored.headers if f".{key}".endswith(f".{name}")]
+            # A pooler lies where the base has it, which may be a core alone.
+            core = getattr(self.skeleton, "base_model_prefix", "")
+            spelled = (name, name.removeprefix(f"{core}."))
+            ends = [key for end in spelled for key in stored.headers if f".{key}".endswith(f".{end}")]
             if not ends:
                 return None
             keys.append(min(ends, key=len))  # the whole model's own, if another module ends so too

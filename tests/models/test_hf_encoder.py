@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from driftlens.diagnostics.output import score_gains
@@ -126,6 +127,18 @@ def test_heads_that_don_t_fit_are_refused(tmp_path: pathlib.Path) -> None:
         own_head(architecture, tmp_path).scores(torch.zeros(2, 3))
     model = encoder("RoBERTa").roberta  # a core alone holds no classifier
     assert architecture.classifier_keys(open_checkpoint(save(model, tmp_path / "core"))) is None
+
+
+def test_a_classifier_trained_on_a_core_alone_finds_its_pooler_there(tmp_path: pathlib.Path) -> None:
+    """As adapters of a classifier leave it: the base's weights under the base's names, the classifier under its own."""
+    architecture, _ = opened("BERT", tmp_path)
+    whole = encoder("BERT", seed=2)
+    state = whole.bert.state_dict() | {
+        f"classifier.{key}": x for key, x in whole.classifier.state_dict().items()
+    }
+    save_file(state, tmp_path / "expert.safetensors")
+    keys = architecture.classifier_keys(open_checkpoint(tmp_path / "expert.safetensors"))
+    assert keys == ("pooler.dense.weight", "pooler.dense.bias", "classifier.weight", "classifier.bias")
 
 
 class _Both(nn.Module):

@@ -166,3 +166,30 @@ def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:
     refused(SpecError, "data.ask.metric: accuracy needs labels", metric=["accuracy"])
     refused(SpecError, "no metric 'bleu'", metric="bleu")
     refused(DataError, "' yes', is no number", metric="spearman")
+
+
+@pytest.mark.slow
+def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: pathlib.Path) -> None:
+    real = pathlib.Path(__file__).resolve().parents[3] / "shared" / "real_text"
+    if not real.is_dir():
+        pytest.skip("the folder of real texts is not on this machine")
+    wanted = json.loads((real / "accuracies.json").read_text())["t5"]
+    metrics = {"equation": {"exact_match": "exact"}, "pos": {"exact_match": "exact", "choice": "rank"}}
+    splits = {"calibration": "train", "test": "test"}
+    data = {
+        task: {"kind": "jsonl", "metric": [*names], "classes": task == "pos"}
+        | {split: str(real / "data" / task / f"{name}.jsonl") for split, name in splits.items()}
+        for task, names in metrics.items()
+    }
+    spec = {
+        **{"version": 1, "name": "real", "metrics": {"jacobian": False}},
+        "architecture": {"loader": "hf-t5", "source": str(real / "t5/base")},
+        **{name: {"weights": str(real / "t5/base")} for name in ("base", "merged")},
+        "experts": {task: {"weights": str(real / "t5" / task)} for task in metrics},
+        "data": {"defaults": {"n": 4, "n_diagnosis": 4, "batch_size": 50}, **data},
+    }
+    run = analyze(spec, out=tmp_path / "run", attribution=False)
+    for task, names in metrics.items():
+        for variant in ("base", "expert"):
+            for metric, name in names.items():
+                assert value(run, task, variant, metric) == pytest.approx(wanted[variant][task][name])

@@ -21,6 +21,7 @@ def filled(full: DriftRun) -> Manifest:
         threads={"torch": 1},
         precision={"cars": 1e-6},
         merge={"method": "task_arithmetic", "parameters": {"scaling": 0.3}},
+        attached={"merged results.json": {"variant": "merged", "tasks": ["mmlu"]}},
         unfinished=("merged",),
         rewriting={"tables/layers.parquet": full.manifest.files["tables/layers.parquet"]},
         warnings=("cars: a warning",),

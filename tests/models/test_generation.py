@@ -67,10 +67,10 @@ def test_answers_are_the_likeliest_tokens_whatever_the_models_settings_say(make:
         torch.manual_seed(3)
         model = make(len(tokenizer)).double().train()
     start = 0 if form == "encoder-decoder" else None
-    free = TextReader(tokenizer, form, 32, start, ())
+    free = TextReader(tokenizer, form, 32, start=start)
     said = [plain(model.eval(), free, question) for question in QUESTIONS]
     # A token that the model says somewhere in the middle ends its answers here, so that they differ in length.
-    reader = TextReader(tokenizer, form, 32, start, (tokenizer.eos_token_id, said[0][2]))
+    reader = TextReader(tokenizer, form, 32, start=start, ends=(tokenizer.eos_token_id, said[0][2]))
     model.train().generation_config = own = transformers.GenerationConfig(
         do_sample=True, num_beams=3, repetition_penalty=9.0, max_length=3, eos_token_id=7, temperature=9.0
     )

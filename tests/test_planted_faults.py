@@ -21,6 +21,7 @@ from driftlens.engine import pool as pool_module
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import fixed_weights, gram, state
 from driftlens.merging.method import merge_methods
+from driftlens.models import chain as chains
 from driftlens.models import heads, vit
 from driftlens.models.chain import adapters
 from tests.calibration import test_reference as calibration
@@ -221,8 +222,8 @@ def mean_for_sum_in_a_norm(patch: Patch) -> None:
 
 
 def last_token_for_the_class_token(patch: Patch) -> None:
-    original = drift.pooled
-    patch.setattr(drift, "pooled", lambda hidden, how, mask=None: original(hidden, "last", mask))
+    original = chains.pooled
+    patch.setattr(chains, "pooled", lambda hidden, how, mask=None: original(hidden, "last", mask))
 
 
 def quadrature_on_the_wrong_interval(patch: Patch) -> None:
@@ -286,7 +287,7 @@ def weights_not_put_back(patch: Patch) -> None:
             )
         yield
 
-    patch.setattr(pool_module, "replaced", careless)
+    patch.setattr(pool_module, "_replaced", careless)
 
 
 def certificate_without_the_half(patch: Patch) -> None:

@@ -11,15 +11,16 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from driftlens.errors import IncompatibleModelsError
-from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
+from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
-from driftlens.models.interception import buffers_on, replaced
+from driftlens.models.heads import LmHead
+from driftlens.models.interception import buffers_on
 from driftlens.models.sources import StateSource, TensorHeader, check_finite
 from driftlens.variants import task_of
 
@@ -145,6 +146,10 @@ class ModelPool:
         """The model called `model`: weights and attachments."""
         return self._models[model]
 
+    def score_map(self, head: ScoreMap | None, model: str) -> ScoreMap | None:
+        """A score map as one model has it: a language-model head is made of the model's own rows."""
+        return head.of(self.source(model)) if isinstance(head, LmHead) and model in self else head
+
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
         """Put another model beside those there are, or in the place of the one of that name.
 
@@ -223,7 +228,7 @@ class ModelPool:
             return
         with (
             buffers_on(self._skeleton, self.device),
-            replaced(self._skeleton, _weights(self._skeleton), self._reader(model)),
+            _replaced(self._skeleton, _weights(self._skeleton), self._reader(model)),
         ):
             yield self._skeleton
 
@@ -363,7 +368,7 @@ def streamed_weights(
     with ExitStack() as stack:
         if any(buffer.device != device for buffer in module.buffers()):
             stack.enter_context(buffers_on(module, device))
-        stack.enter_context(replaced(module, outside, read))
+        stack.enter_context(_replaced(module, outside, read))
         for path, block in blocks.items():
             stack.enter_context(_streamed_block(block, path, read))
         yield
@@ -375,7 +380,7 @@ def _streamed_block(block: nn.Module, path: str, read: Callable[[str], Tensor]) 
     loaded = ExitStack()
 
     def load(*_: Any) -> None:
-        loaded.enter_context(replaced(block, names, lambda name: read(f"{path}.{name}")))
+        loaded.enter_context(_replaced(block, names, lambda name: read(f"{path}.{name}")))
 
     def drop(*_: Any) -> None:
         loaded.close()
@@ -398,3 +403,23 @@ def _weights(module: nn.Module) -> list[str]:
         for name, value in saved.items()
         if isinstance(value, Tensor) and (name not in buffers or value.is_floating_point())
     ]
+
+
+@contextmanager
+def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of weights, and the weights back afterwards."""
+    owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    before = [owner._parameters.get(leaf, owner._buffers.get(leaf)) for owner, leaf in owners]
+    try:
+        for name, (owner, leaf) in zip(names, owners, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = nn.Parameter(read(name), requires_grad=False)
+            else:
+                owner._buffers[leaf] = read(name)
+        yield
+    finally:
+        for (owner, leaf), weight in zip(owners, before, strict=True):
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = cast("nn.Parameter", weight)
+            else:
+                owner._buffers[leaf] = weight

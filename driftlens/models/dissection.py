@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,9 +149,8 @@ class Dissection:
         return first
 
     def _shell_frames(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[Frame]:
-        blocks = dict(zip(self.paths, self.blocks, strict=True))
-        with hollow(self.module, blocks, outer, self._forms):
-            return self._observed(self.module, inputs, past=self.blocks[-1]).frames
+        with hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+            return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).frames
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features that reach the first block."""
@@ -260,19 +260,22 @@ class Dissection:
         return self._features(len(self.blocks), features, mask if is_masked else None)
 
     def _observed(
-        self, module: nn.Module, inputs: Inputs, *, keep: bool = False, past: nn.Module | None = None
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        *,
+        keep: bool = False,
+        past: nn.Module | None = None,
+        outer: Parameters | None = None,
     ) -> Recording:
         """An ordinary forward pass of `module`, the first of which settles `channels_last`; see `observe`.
 
-        With `past` it ends behind that module, whose output it returns.
+        With `past` it ends behind that module, whose output it returns; `outer` stands for weights of its own.
         """
 
         def forward() -> Any:
-            return (
-                run(module, inputs)
-                if past is None
-                else run_until(past, lambda: run(module, inputs), past=True)
-            )
+            whole = partial(run, module, inputs, outer)
+            return whole() if past is None else run_until(past, whole, past=True)
 
         blocks = {path: module.get_submodule(path) for path in self.paths}
         watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
@@ -304,16 +307,21 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def run(module: nn.Module, inputs: Inputs) -> Any:
+def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
     """What `module` returns in eval mode, without gradients, for inputs cast as `fitted` does.
+
+    With `weights` in the place of its own, all of one dtype, inputs are cast to that.
 
     Raises:
         DataError: the inputs are not those that it takes.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
+    if weights:
+        dtype = next(iter(weights.values())).dtype
+        args, kwargs = mapped((args, kwargs), lambda value: _cast(value, dtype))
     with torch.no_grad(), evaluating(module):
         try:
-            return module(*args, **kwargs)
+            return module(*args, **kwargs) if weights is None else call(module, weights, args, kwargs)
         except TypeError as error:
             takes = inspect.signature(module.forward)
             try:
@@ -324,6 +332,10 @@ def run(module: nn.Module, inputs: Inputs) -> Any:
                     hint=f"Name the entries as its forward does and leave others out: {', '.join(takes.parameters)}.",
                 ) from error
             raise
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def fitted(module: nn.Module, inputs: Any) -> Any:

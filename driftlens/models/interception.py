@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,37 +122,14 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of weights, and the weights back afterwards."""
-    owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    before = [owner._parameters.get(leaf, owner._buffers.get(leaf)) for owner, leaf in owners]
-    try:
-        for name, (owner, leaf) in zip(names, owners, strict=True):
-            if leaf in owner._parameters:
-                owner._parameters[leaf] = nn.Parameter(read(name), requires_grad=False)
-            else:
-                owner._buffers[leaf] = read(name)
-        yield
-    finally:
-        for (owner, leaf), weight in zip(owners, before, strict=True):
-            if leaf in owner._parameters:
-                owner._parameters[leaf] = cast("nn.Parameter", weight)
-            else:
-                owner._buffers[leaf] = weight
+def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> Iterator[None]:
+    """While this is open, blocks that have shapes only take real features, and return zeros in the place of theirs.
 
-
-@contextlib.contextmanager
-def hollow(
-    module: nn.Module, blocks: Mapping[str, nn.Module], outer: Mapping[str, Tensor], forms: dict[str, Any]
-) -> Iterator[None]:
-    """While this is open, a module that has shapes only runs on real inputs, with `outer` outside its blocks.
-
-    Every block returns zeros in the shape of its features, dressed as its own: what blocks are given beside features
-    is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their shape is
-    remembered in `forms`; they are not asked again.
+    These have the shape of the block's features and are dressed as its own: what the blocks behind are given beside
+    features is what they would be given, wherever no weight takes part in it. How blocks dress features that keep their
+    shape is remembered in `forms`; they are not asked again.
     """
     with contextlib.ExitStack() as restored:
-        restored.enter_context(replaced(module, list(outer), outer.__getitem__))
         for path, block in blocks.items():
             restored.callback(_restore_forward, block, block.__dict__.get("forward"))
             block.__dict__["forward"] = partial(_shell, path, block, forms)

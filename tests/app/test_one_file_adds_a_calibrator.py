@@ -149,6 +149,9 @@ def test_without_a_second_calibrator_there_is_nothing_to_choose_and_presets_are_
     assert preset.options[1:] == [
         "paper-clip: lam 0.05, rho 2, alpha 0.3",
         "demo-clip: lam 0.05, rho 2.2, alpha 0.25",
+        "flan-t5: lam 1e-05, rho 2, alpha 0.6",
+        "llama-3b: lam 1e-05, rho 0.5, alpha 0.15",
+        "llama-8b: lam 3, rho 0.5, alpha 0.15",
     ]
     fields = [*app.number_input, *app.selectbox, *app.multiselect, *app.text_input]
     assert {f"featcal.{setting['name']}" for setting in entry["settings"]} <= {field.key for field in fields}

@@ -159,7 +159,7 @@ def _tables(
                 found.features["expert", layer.index],
                 recorder.columns(variant, layer.index),
                 None if base is None else {"drift_l2": base[layer.index]},
-                study.head(task, variant),
+                study.pool.score_map(at_hand.own_heads.get(variant, at_hand.head), variant),
                 at_hand.head,
                 at_hand.diagnosis.labels,
             )

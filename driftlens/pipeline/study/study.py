@@ -16,7 +16,6 @@ from driftlens.diagnostic import Diagnostic, chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import Attachments, ModelPool
 from driftlens.models.chain import Pool, ScoreMap
-from driftlens.models.heads import LmHead
 from driftlens.models.sources import TensorsSource, content_digest
 from driftlens.records.manifest import ModelInfo
 
@@ -114,12 +113,7 @@ class Study:
     def head(self, task: str, variant: str) -> ScoreMap | None:
         """The score map of a variant for a task; the expert's own for any other name."""
         at = self.tasks[task]
-        found = at.own_heads.get(variant, at.head)
-        return (
-            found.of(self.pool.source(variant))
-            if isinstance(found, LmHead) and variant in self.pool
-            else found
-        )
+        return self.pool.score_map(at.own_heads.get(variant, at.head), variant)
 
     @property
     def has_base(self) -> bool:

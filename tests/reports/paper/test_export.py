@@ -117,7 +117,7 @@ def test_strict_fails_where_a_part_is_missing_and_still_writes_it(
         == DataError.exit_code
     )
     assert (out / "accuracy-llm.tex").exists()
-    assert "runs of Llama models fill them" in capsys.readouterr().err
+    assert "of decoders (loader hf-decoder) fills them" in capsys.readouterr().err
     assert code_of("export", run.path, "--table", "accuracy", "--strict", "--out", out) == 0
 
 

@@ -254,13 +254,16 @@ def _traced(
     with torch.no_grad():
         with _Watch() as before:
             features = parts.stem(outer, state, side)
-        weights = {name: value.detach() for name, value in own_weights(module).items()}
+        weights = own_weights(module)  # buffers among them may be real where parameters have shapes only
         device = features["hidden"].device
         bare = torch.device("meta") if parts.is_hollow else device
         with buffers_on(module, bare) if parts.is_hollow else nullcontext():
             features, beside = {"hidden": features["hidden"].to(bare)}, side.to(bare)
             for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
-                own = {name: slot.own(weights[slot.key]) for name, slot in parts.parameters(position).items()}
+                own = {
+                    name: slot.own(weights[slot.key].detach().to(bare))
+                    for name, slot in parts.parameters(position).items()
+                }
                 alone = partial(parts.block, position, (), own, features, beside)
                 found, features = traced_sites(block, slots, alone, features)
                 sites.append(_of_tokens(found) if parts.computed else found)

@@ -19,7 +19,7 @@ from tests.models.tokenizers import WORDS, word_tokenizer
 
 LLAMA = pytest.mark.family("Llama")
 GEMMA = pytest.mark.family("Gemma 3")
-TASKS = {"a": (" yes", " no"), "b": (" red", " green", " blue")}
+TASKS = {"a": ("yes", "no"), "b": ("red", "green", "blue")}
 
 
 def spec_of(config: Any, folder: pathlib.Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: pat
     # Right answers, counted with the library alone: the likeliest of the label words at the end of each question.
     tokenizer = word_tokenizer()
     rows = [json.loads(line) for line in (tmp_path / "b-test.jsonl").read_text().splitlines()]
-    answers = [tokenizer(f":{word}", add_special_tokens=False)["input_ids"][-1] for word in TASKS["b"]]
+    answers = [tokenizer(f": {word}", add_special_tokens=False)["input_ids"][-1] for word in TASKS["b"]]
     expert = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
 
     def share(model: Any) -> float:

@@ -19,7 +19,7 @@ from driftlens.records.tables import plain
 from driftlens.variants import title
 
 _SYNTHETIC = (
-    "Synthetic demo: images and models were made by DriftLens itself. "
+    "Synthetic demo: samples and models were made by DriftLens itself. "
     "The numbers show how the tool works; they are no benchmark."
 )
 

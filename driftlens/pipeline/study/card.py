@@ -58,7 +58,9 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         "so that its features follow each expert's. Same architecture, no added modules."
     )
     if manifest.synthetic:
-        text += "\n\n**Synthetic demo**: images and models were made by DriftLens itself; the numbers are no benchmark."
+        text += (
+            "\n\n**Synthetic demo**: samples and models were made by DriftLens; the numbers are no benchmark."
+        )
     origins = {model: info.source for model, info in manifest.models.items() if _is_parent(model)}
     sections = {
         "How it was made": _recipe(run, name),

@@ -105,7 +105,7 @@ class Dissection:
     @property
     def is_hollow(self) -> bool:
         """Whether the module has shapes only."""
-        return next((weight.is_meta for weight in own_weights(self.module).values()), False)
+        return next((weight.is_meta for weight in self.module.parameters()), False)
 
     def stand_ins(self, device: torch.device, number: float = 0.0) -> dict[str, Tensor]:
         """The weights outside the blocks; those that have shapes only as one number, which takes no memory."""
@@ -125,11 +125,6 @@ class Dissection:
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
         numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
         first, *others = [self._shell_frames(inputs, self.stand_ins(device, number)) for number in numbers]
-        given = {
-            (path, name)
-            for path, frame in zip(self.paths, first, strict=True)
-            for name in tensors_given(frame)
-        }
         for path, *frames in zip(self.paths, first, *others, strict=True):
             found = [tensors_given(frame) for frame in frames]
             for name in found[0].keys() - self.computed.keys():
@@ -144,7 +139,10 @@ class Dissection:
                     )
         self._is_known_shared = True
         # A batch without padding may come without the mask that another has.
-        if not given and all(isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()):
+        is_given = any(tensors_given(frame) for frame in first)
+        if not is_given and all(
+            isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()
+        ):
             self._frames = first
         return first
 

@@ -74,11 +74,9 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
     Raises:
         DriftLensError: as for `load_hf_auto`, and for any other model.
     """
-    require_own_blocks(request, "hf-vit")
-    stated = read_plain_config(request)
-    if stated.get("model_type") not in VISION:
-        raise wrong_family(stated, request.source, f"one of {', '.join(VISION)}")
-    found = load_transformers(request, "hf-vit")
+    found = load_transformers(request, "hf-vit", VISION)
+    assert found.folder is not None
+    stated: Any = found.folder.configs["config.json"]
     if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
         return found
     assert found.preprocess is not None
@@ -104,17 +102,22 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
 
 
 def load_transformers(
-    request: ArchitectureRequest, loader: str, *, whole_heads: bool = False
+    request: ArchitectureRequest, loader: str, kinds: Collection[str] = (), *, whole_heads: bool = False
 ) -> Architecture:
     """See `load_hf_auto`; for loaders of some families, under their name.
 
     Args:
         request: what is asked for.
         loader: who asks.
+        kinds: the model types that it takes, whose blocks it knows; none for any.
         whole_heads: whether all that reads the features of tokens is part of a classifier, a core's pooler included.
     """
     source, offline = request.source, request.access.offline
+    if kinds:
+        require_own_blocks(request, loader)
     stated = read_plain_config(request)
+    if kinds and stated.get("model_type") not in kinds:
+        raise wrong_family(stated, source, f"one of {', '.join(kinds)}")
     config, model_class = _class_of(stated, source)
     skeleton = weightless(partial(built, model_class, config), source)
     names = file_names(skeleton)

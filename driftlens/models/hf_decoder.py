@@ -38,6 +38,7 @@ inputs = reader("a question", return_tensors="pt")
 features = model(**inputs, output_hidden_states=True).hidden_states[-1]
 answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
+_HEAD = "lm_head.weight"
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 """What old checkpoints hold beside weights."""
 
@@ -71,7 +72,8 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         layout=Spellings(spellings(names, skeleton), ignored=ignored),
         preprocess=preprocess,
         folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=_usage),
-        lm=lm_scores(skeleton, config),
+        # The first of the names that it has: where it is tied, files hold the embeddings alone.
+        lm=LmScores(chain.tied.get(_HEAD, (_HEAD,))[0], cap=getattr(config, "final_logit_softcapping", None)),
     )
 
 
@@ -85,7 +87,7 @@ def decoder_chain(skeleton: Any, example: Mapping[str, Any]) -> LayerChain:
     core = skeleton.base_model_prefix
     chain = sequential_chain(skeleton, example, blocks=f"{core}.layers", final=f"{core}.norm")
     stem, *rest = chain.layers
-    both = (f"{core}.embed_tokens.weight", "lm_head.weight")
+    both = (next(iter(stem.parameters)), _HEAD)
     is_tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
     return replace(
         chain,
@@ -95,14 +97,6 @@ def decoder_chain(skeleton: Any, example: Mapping[str, Any]) -> LayerChain:
         modality=replace(TEXT, pool="last"),
         settings={**chain.settings, "model": type(skeleton).__name__},
     )
-
-
-def lm_scores(skeleton: Any, config: Any) -> LmScores:
-    """Where a model's language-model head lies, and what the library does to its scores."""
-    text = config.get_text_config()
-    tied = getattr(text, "tie_word_embeddings", False)
-    key = f"{skeleton.base_model_prefix}.embed_tokens.weight" if tied else "lm_head.weight"
-    return LmScores(key, cap=getattr(text, "final_logit_softcapping", None))
 
 
 def _class_of(stated: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -7,9 +7,9 @@ they are taken as heads read them, the class token, or else as masked means.
 
 from __future__ import annotations
 
-from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders, require_own_blocks
-from driftlens.models.hf_auto import load_transformers, read_plain_config
-from driftlens.models.refusals import ENCODERS, wrong_family
+from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
+from driftlens.models.hf_auto import load_transformers
+from driftlens.models.refusals import ENCODERS
 
 
 @loaders.register("hf-encoder")
@@ -19,8 +19,4 @@ def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
     Raises:
         DriftLensError: as for `load_hf_auto`, and for any other model.
     """
-    require_own_blocks(request, "hf-encoder")
-    stated = read_plain_config(request)
-    if stated.get("model_type") not in ENCODERS:
-        raise wrong_family(stated, request.source, f"one of {', '.join(ENCODERS)}")
-    return load_transformers(request, "hf-encoder", whole_heads=True)
+    return load_transformers(request, "hf-encoder", ENCODERS, whole_heads=True)

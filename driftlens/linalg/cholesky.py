@@ -114,9 +114,12 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
 
 
 def _panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Columns of L from their diagonal downwards, some at a time, and where they start."""
-    for start in range(0, len(lower), _PANEL):
-        yield start, lower[start:, start : start + _PANEL]
+    """Columns of L from their diagonal downwards, some at a time, and where they start.
+
+    No wider than those that it was made in: above those on the diagonal stands whatever was in its memory.
+    """
+    for start in range(0, len(lower), _NARROW):
+        yield start, lower[start:, start : start + _NARROW]
 
 
 def _square(lower: Tensor, vector: Tensor) -> Tensor:

@@ -69,10 +69,15 @@ def test_every_architecture_agrees_with_the_slow_reference(name: str, device: to
     assert_equal_parameters(found, slow(name, reference.Settings(lam=0.03, rho=1.7, alpha=0.4)))
 
 
-def test_t5_agrees_where_lambda_is_small(device: torch.device) -> None:
-    """The paper's settings for FLAN-T5, of which the weights are to be good to 1e-6."""
-    found = calibrated(subject("t5", n=N, device=device), FeatCal(lam=1e-5, rho=2.0, alpha=0.6))
-    want = slow("t5", reference.Settings(lam=1e-5, rho=2.0, alpha=0.6))
+@pytest.mark.parametrize(
+    ("name", "rho", "alpha"), [("t5", 2.0, 0.6), ("llama", 0.5, 0.15), ("qwen3", 0.5, 0.15)]
+)
+def test_language_models_agree_where_lambda_is_small(
+    name: str, rho: float, alpha: float, device: torch.device
+) -> None:
+    """The paper's settings for FLAN-T5 and Llama, of which the weights are to be good to 1e-6."""
+    found = calibrated(subject(name, n=N, device=device), FeatCal(lam=1e-5, rho=rho, alpha=alpha))
+    want = slow(name, reference.Settings(lam=1e-5, rho=rho, alpha=alpha))
     assert found.keys() == want.keys()
     for key, value in want.items():
         assert float((found[key].cpu() - value).norm()) <= 1e-6 * float(value.norm()), key

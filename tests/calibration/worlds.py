@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap, adapters
+from driftlens.models.hf_decoder import decoder_chain as hf_decoder_chain
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.sites import registered_sites, tapped
-from tests.cases import CASES, Case, rows, with_seed
-from tests.reference import t5
+from tests.cases import CASES, Case, perturbed, rows, with_seed
+from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock, TokenWeights
 from tests.reference.drift import STEPS
 from tests.tiny import Decoder, EncoderDecoder, causal, decoder_chain, encoder_decoder_chain, two_texts
@@ -214,7 +217,71 @@ def enter_t5(model: nn.Module, inputs: Inputs, sample: int) -> t5.State:
     return encoded, hidden
 
 
+class ExactRMSNorm(LlamaRMSNorm):
+    """As `ExactNorm`."""
+
+    forward = ExactNorm.forward
+
+
+class ExactRotary(LlamaRotaryEmbedding):
+    """The library's angles are of float32, whatever the dtype."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        half = self.config.head_dim // 2
+        steps = torch.arange(half, dtype=torch.float64, device=x.device) / half
+        angles = position_ids[..., None] / self.config.rope_parameters["rope_theta"] ** steps.repeat(2)
+        return angles.cos().to(x), angles.sin().to(x)
+
+
+def exact_decoder(model_class: Any, config_class: Any) -> Callable[[], nn.Module]:
+    """Builds a model of four heads, every two of which share keys and values; its head is its embeddings."""
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "vocab_size": 40,
+        "head_dim": 4,
+    }
+    config = config_class(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, tie_word_embeddings=True
+    )
+
+    def build() -> nn.Module:
+        model: nn.Module = model_class(config)
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.__class__ = ExactRMSNorm
+            elif hasattr(module, "inv_freq"):
+                module.__class__ = ExactRotary
+        return perturbed(model, 0, 0.2)
+
+    return with_seed(build)
+
+
+def questions(generator: torch.Generator, n: int) -> dict[str, Tensor]:
+    return {name: value for name, value in two_texts(generator, n).items() if "decoder" not in name}
+
+
+def decoder_world(model_class: Any, config_class: Any) -> World:
+    """Of samples without their padding, as `enter_t5`."""
+    return World(
+        Case(
+            exact_decoder(model_class, config_class),
+            lambda model: hf_decoder_chain(model, questions(torch.Generator().manual_seed(0), 2)),
+            questions,
+        ),
+        decoder.blocks,
+        lambda model, inputs, i: model.model.embed_tokens.weight[
+            inputs["input_ids"][i][inputs["attention_mask"][i].bool()]
+        ],
+        of_one_tensor,
+        decoder.NAMES,
+    )
+
+
 WORLDS: dict[str, World] = {
+    "llama": decoder_world(LlamaForCausalLM, LlamaConfig),
+    "qwen3": decoder_world(Qwen3ForCausalLM, Qwen3Config),
     "t5": World(
         Case(exact_t5, adapters["hf_t5"].chain, two_texts),
         t5.blocks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -160,6 +161,26 @@ def test_estimated_eigenvalues_bracket_the_true_ones(k: int, seed: int, decades:
     lower = factor.lower.tril()
     matrix = lower @ lower.mT
     torch.testing.assert_close(factor.energy(rows), ((rows @ matrix) * rows).sum(dim=1))
+
+
+@pytest.fixture
+def _new_memory_holds_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("_new_memory_holds_nan")
+@pytest.mark.parametrize("k", [192, 193, 320, 500])
+def test_what_stands_above_a_factors_diagonal_is_never_read(k: int) -> None:
+    assert bool(torch.empty(3).isnan().all())
+    x = random(2 * k, k)
+    matrix, rows = x.mT @ x, random(3, k, seed=1)
+    factor = factorize(matrix, what="matrix")
+    torch.testing.assert_close(factor.energy(rows), ((rows @ matrix) * rows).sum(dim=1))
+    largest = float(torch.linalg.eigvalsh(matrix)[-1])
+    assert largest / 4 <= factor.largest_eigenvalue <= largest * (1 + 1e-6)
 
 
 # --- biases and norms ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from driftlens.diagnostic import diagnostic
@@ -12,6 +13,9 @@ from driftlens.engine.pool import ModelPool
 from driftlens.models.chain import Layer, LayerChain, Slot
 from driftlens.records.schema import PARAMS
 from driftlens.variants import expert_of
+
+_PIECE = 2**22
+"""Entries that are widened to float64 at a time: the embeddings of a vocabulary are large."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +90,13 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
 
 
 def _module_alignments(pool: ModelPool, layer: Layer, task: str, variant: str) -> dict[str, Alignment]:
-    owned = pool.chain.owned(layer)
-    base, moved, expert = (pool.parameters(model, layer) for model in ("base", variant, expert_of(task)))
     modules: dict[str, Alignment] = {}
-    for name, slot in owned.items():
-        start = base[name].double()
-        alignment = Alignment.of(moved[name] - start, expert[name] - start)
+    for name, slot in pool.chain.owned(layer).items():
+        weights = (pool.parameter(model, slot) for model in ("base", variant, expert_of(task)))
         path = _module_path(pool.chain, layer, name, slot)
-        modules[path] = modules.get(path, Alignment()) + alignment
+        for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):
+            base, moved, expert = (part.double() for part in piece)
+            modules[path] = modules.get(path, Alignment()) + Alignment.of(moved - base, expert - base)
     return modules
 
 

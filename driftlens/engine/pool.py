@@ -180,8 +180,20 @@ class ModelPool:
         Raises:
             NumericsError: a weight is NaN or infinite.
         """
+        return {name: self.parameter(model, slot) for name, slot in layer.parameters.items()}
+
+    def parameter(self, model: str, slot: Slot) -> Tensor:
+        """One parameter of one model in its layer's layout, on `device` in `dtype`.
+
+        Raises:
+            NumericsError: a weight is NaN or infinite.
+        """
         source = self.source(model)
-        return {name: self._read(model, source, slot) for name, slot in layer.parameters.items()}
+        tensor = source.read(slot.key, slot.rows)
+        if (model, slot) not in self._known_finite:
+            check_finite(source.name, slot.key, tensor)
+            self._known_finite.add((model, slot))
+        return slot.own(tensor.to(self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
         """One layer of one model for one task, with what is attached behind it; its parameters are read now.
@@ -246,13 +258,6 @@ class ModelPool:
             return once[stored]
 
         return read
-
-    def _read(self, model: str, source: StateSource, slot: Slot) -> Tensor:
-        tensor = source.read(slot.key, slot.rows)
-        if (model, slot) not in self._known_finite:
-            check_finite(source.name, slot.key, tensor)
-            self._known_finite.add((model, slot))
-        return slot.own(tensor.to(self.device, self.dtype))
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:

@@ -18,7 +18,7 @@ from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.record import dismiss, jobs_beside
-from driftlens_app.jobs.requests import DEMO, demo_request, explain_request
+from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request
 from driftlens_app.jobs.watching import is_finished_since, log_text
 from driftlens_app.pages import path_of
 from driftlens_app.selection import RUN
@@ -261,13 +261,16 @@ def welcome(page: str = "") -> None:
         note("This dashboard is read-only: `driftlens demo` makes a run in a terminal.", "lock")
     else:
         st.markdown(
-            "A small CLIP and eight experts are trained, merged and analysed here. "
-            "This takes about four minutes the first time, one minute later."
+            "Small models are trained, merged, analysed and calibrated here. "
+            "This takes up to four minutes the first time, about one minute later."
+        )
+        suite = st.radio(
+            "Models of", [*SUITES], format_func=SUITES.__getitem__, key="suite", disabled=is_live
         )
         if st.button(
             "Make the demo run", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"
         ):
             with shown_errors():
-                await_run(start(demo_request(settings)).run)
+                await_run(start(demo_request(settings, suite)).run)
                 st.rerun()
     st.markdown(_HOW_TO)

@@ -258,7 +258,10 @@ OUTPUTS = Table(
         _gain("score_gain", "Largest gain along the drift at sampled points between expert and variant."),
         _gain("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
         _gain("score_gain_certified", "Gain that no point between expert and variant exceeds (closed form)."),
-        _score("score_bound", "Certified gain times final drift: bounds the norm of the score drift."),
+        _score(
+            "score_bound",
+            "Certified gain times final drift, plus the mismatch of score maps: bounds the norm of the score drift.",
+        ),
         _score("score_map_mismatch", "Norm of what differing heads alone do to the scores."),
         _score("margin", "Expert's best score minus its second best.", "lower"),
         Column("certified", "bool", "", "Whether the drift is too small to flip the prediction.", "lower"),

@@ -296,6 +296,7 @@ def test_a_folder_with_something_in_it_is_not_written_to(root: Path) -> None:
 def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
     settings = Settings(root)
     assert "--force" not in demo_request(settings).arguments
+    assert demo_request(settings, "text").arguments[:3] == ("demo", "--suite", "text")
     finish(root / "driftlens-demo")
     start(demo_request(settings))
     until(lambda: state(root / "driftlens-demo") == "done", "it is done")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.reading import number, percent
 from driftlens.records.run import open_run
 from driftlens_app.pages import pages
@@ -41,6 +43,14 @@ def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(
         assert "driftlens init" in said(app)
     else:
         assert [button.label for button in app.button] == ["Make the demo run"]
+        assert [choice.split(":")[0] for choice in app.radio(key="suite").options] == ["Images", "Texts"]
+
+
+def test_many_warnings_do_not_push_the_numbers_off_the_screen(open_app: Open, root: Path) -> None:
+    manifest = read_manifest(root / "full")
+    write_manifest(root / "full", replace(manifest, warnings=[f"trouble {at}" for at in range(9)]))
+    app = open_app(root, "overview", run=manifest.id)
+    assert len(app.warning) == 3 and "trouble 8" in said(app)
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -27,12 +27,20 @@ DEMO = "driftlens-demo"
 """Folder of the demo run, as the command line has it."""
 
 
-def demo_request(settings: Settings) -> Request:
-    """The demo run; one that an earlier job left unfinished is begun again."""
+SUITES = {
+    "image": "Images: a small CLIP and eight experts",
+    "text": "Texts: a small language model and four experts",
+}
+"""What the demo can be made of, as the command line has it."""
+
+
+def demo_request(settings: Settings, suite: str = "image") -> Request:
+    """The demo run of one of `SUITES`; one that an earlier job left unfinished is begun again."""
     run = settings.root / DEMO
     earlier = job_of(run)
     force = ("--force",) if earlier is not None and _is_run(run) else ()
-    return Request("demo", "Demo run", run, ("demo", "--out", str(run), *force, *_PROGRESS))
+    arguments = ("demo", "--suite", suite, "--out", str(run), *force, *_PROGRESS)
+    return Request("demo", "Demo run", run, arguments)
 
 
 def analyze_request(settings: Settings, spec: str, name: str) -> Request:

@@ -21,14 +21,20 @@ from driftlens_reports.charts.chart import by_rank, charts
 from driftlens_reports.facts import check_sentence, origin_sentence
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=10, section="Analysis")
+_MOST_STAMPS = 3
+"""Warnings that stand above all else; more would push the numbers off the screen."""
 
 
 def show() -> None:
     """Draw the page."""
     chosen = selection()
     page_title(plain(chosen.run.name), f"{plain(chosen.run.id)} · {when(chosen.run.manifest.created)}")
-    for stamp in facts.stamps(chosen.run):
+    stamps = facts.stamps(chosen.run)
+    for stamp in stamps[:_MOST_STAMPS]:
         st.warning(plain(stamp), icon=":material/warning:")
+    if more := stamps[_MOST_STAMPS:]:
+        with st.expander(f"{len(more)} more", icon=":material/warning:"):
+            st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
     with shown_errors():
         _show_cards(chosen)
     for chart in by_rank(entry for entry in charts.values() if "overview" in entry.presets):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from driftlens.diagnostic import chosen
 from driftlens.engine.exactness import exact_products
+from driftlens.models.heads import is_of_vocabulary
 from driftlens.pipeline.analyze.answers import answer_scores
 from driftlens.pipeline.analyze.causes import explain
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
@@ -185,7 +186,11 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         layers=[LayerInfo(layer.index, layer.role, layer.path) for layer in pool.chain.layers],
         architecture={"adapter": pool.chain.architecture, **study.architecture, **pool.chain.settings},
         preprocessing=study.preprocessing,
-        classes={task: list(at.head.classes) for task, at in study.tasks.items() if at.head is not None},
+        classes={
+            task: list(at.head.classes)
+            for task, at in study.tasks.items()
+            if at.head is not None and not is_of_vocabulary(at.head)
+        },
     )
     for task, at_hand in study.tasks.items():
         if at_hand.calibration is not None:

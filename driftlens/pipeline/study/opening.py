@@ -241,9 +241,14 @@ def _lm_head(task: str, data: TaskData, models: OpenModels) -> LmHead:
     first = {name: reader.answer_tokens(answer)[0] for name, answer in data.answers().items()}
     if first and len(set(first.values())) == len(first):
         return LmHead(tuple(first), source, lm, tuple(first.values()))
-    names = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
+    tokens = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
+    names = [token.translate(_SPACES) for token in tokens]
     size = source.headers[lm.key].shape[0]
     return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
+
+
+_SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
+"""What tokenizers write for a space and a line's end, as a reader knows them."""
 
 
 def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:

@@ -206,6 +206,8 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
         entry = {"name": name, "legendgroup": column, "offsetgroup": column}
         grid.add(0, go.Bar(x=[None], y=[None], marker=_fill(quiet, column, options.dark), **entry))
     grid.add_line("y", 0.0)
+    for border in panels.borders(rows):
+        grid.add_line("x", border)
     grid.set_axes(x=panels.layer_axis(run), y={"tickformat": theme.TICK_SHARE})
     grid.figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0)
     carried, swapped = (words.peak_share(rows, column) for column in names)

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens import variants
-from driftlens.metrics import ACCURACY
+from driftlens.metrics import title_of
 from driftlens.records.intervals import student, unpaired_difference
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
@@ -192,14 +192,15 @@ def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
 
 @chart(
     "gains",
-    title="Cosine gain against accuracy gain",
+    title="Cosine gain against gain in score",
     section="gains",
     rank=20,
     presets=("standard", "calibration"),
     needs=("samples", ("cos",)),
     lacks=_no_gains,
-    caption="Mean gain in cosine to the expert over the diagnosis samples against the gain in test accuracy, both over "
-    "the baseline, one point per task and variant with 95 % intervals.",
+    caption="Mean gain in cosine to the expert over the diagnosis samples against that in test accuracy, or in another "
+    "share of right answers by which a task is judged, both over the baseline, one point per task and variant with "
+    "95 % intervals.",
     hint="Upper right: closer to the expert and more accurate. Cosine gain is a diagnostic, not an explanation of "
     "accuracy: tasks can gain accuracy at an unchanged cosine, and the reverse. The anchor-only control is a "
     "variant like the others.",
@@ -207,6 +208,8 @@ def _no_gains(run: DriftRun, options: ChartOptions) -> str | None:
 def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     """One cloud of labelled points per variant, with lines at no gain."""
     rows = _rows(run, options)
+    metrics = main_metrics(run)
+    of = title_of(metrics[task] for task in rows["task"])
     figure = go.Figure()
     names = [str(name) for name in rows["variant"].unique()]
     # Its points carry the names of tasks.
@@ -232,7 +235,7 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
             textfont=marks.ink(dark=options.dark),
             name=words.shown(str(variant)),
             marker={"color": style.colour, "symbol": style.symbol, "size": 9},
-            hovertemplate="%{text}<br>cosine %{x:+.3f}, accuracy %{y:+.1f} points",
+            hovertemplate="%{text}<br>cosine %{x:+.3f}, score %{y:+.1f} points",
         )
         figure.add_trace(cloud)
     theme.apply_theme(figure, height=460, dark=options.dark)
@@ -242,26 +245,18 @@ def gains(run: DriftRun, options: ChartOptions) -> Drawn:
     baseline = words.literal(variants.title(options.baseline))
     x_title = f"gain in mean cosine over {baseline} (cosine, -1 to 1)"
     figure.update_xaxes(title_text=x_title, tickformat=theme.TICK_NUMBER)
-    y_title = f"gain in accuracy over {baseline} (percentage points)"
+    y_title = f"gain in {of} over {baseline} (percentage points)"
     figure.update_yaxes(title_text=y_title, tickformat=theme.TICK_NUMBER)
     return Drawn(
         figure,
         alt=f"Gain in cosine over {variants.title(options.baseline)}: {_extremes_in_words(rows, _COSINE)}. Gain in "
-        f"accuracy in points: {_extremes_in_words(rows, _ACCURACY)}.",
-        data=rows,
+        f"{of} in points: {_extremes_in_words(rows, _ACCURACY)}.",
+        data=rows.assign(metric=[metrics[task].name for task in rows["task"]]),
         notes=(
             f"{words.ranged(rows['n'], 'diagnosis sample')} "
             f"and {words.ranged(rows['test n'], 'test sample')} per task.",
-            "Bars: Student's 95 % interval of the mean gain in cosine; that of the gain in accuracy is from the two "
+            "Bars: Student's 95 % interval of the mean gain in cosine; that of the other gain is from the two "
             "counts alone (wider than it need be, as both answered the same samples).",
-            *_metric_notes(run, rows),
             *words.overlap_notes(run),
         ),
     )
-
-
-def _metric_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
-    """What counts as accuracy, where tasks are judged by another share of right answers."""
-    metrics = main_metrics(run)
-    others = dict.fromkeys(metrics[task] for task in rows["task"] if metrics[task] != ACCURACY)
-    return [f"Where a task is judged by {metric.title}, that is its accuracy." for metric in others]

@@ -102,6 +102,8 @@ def draw_cells(
     shown_names = [words.label(name) for name in names]
     figure.update_xaxes(**panels.layer_axis(run, beyond), showgrid=False)
     figure.update_xaxes(title_text=panels.layer_title(run), row=len(cells), col=1)
+    for border in panels.borders(run.layers()):
+        figure.add_vline(border, line={"color": theme.palette(dark).ink, "dash": "dot", "width": 1})
     figure.update_yaxes(
         tickvals=list(range(len(names))),
         ticktext=shown_names,

@@ -88,7 +88,7 @@ def draw_curves(
         placed |= {"columns": len(kinds), "height": 150}
     grid = panels.panel_grid(
         **{**placed, **settings},
-        x_title=panels.layer_title(run) + ("; dotted: encoder | decoder" if panels.borders(rows) else ""),
+        x_title=panels.layer_title(run),
         y_titles=[kind.title for kind in kinds],
         legend=[words.shown(variant) for variant in names],
         dark=dark,

@@ -35,8 +35,9 @@ def titled(label: str, table: str, column: str) -> str:
 
 
 def layer_title(run: DriftRun) -> str:
-    """The title of the layer axis, which says where the stem and the head are."""
-    return f"layer (index: 1 stem, {last_layer(run)} head)"
+    """The title of the layer axis, which says where the stem, the head and, behind an encoder, the decoder are."""
+    first = "".join(f", {border + 0.5:.0f} decoder's first" for border in borders(run.layers()))
+    return f"layer (index: 1 stem{first}, {last_layer(run)} head)"
 
 
 def last_layer(run: DriftRun) -> int:

@@ -136,7 +136,7 @@ def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -
 
 @chart(
     "accuracy",
-    title="Accuracy by task",
+    title="Accuracy, or another score, by task",
     section="accuracy",
     rank=10,
     presets=("standard", "calibration"),

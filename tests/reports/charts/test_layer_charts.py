@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import pytest
 
 from driftlens.records.reading import error, number, percent
-from driftlens.records.run import DriftRun
+from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import Curves, band, curve, draw_curves
@@ -234,3 +234,12 @@ def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> Non
     for streams in (rows["layer"].map(lambda _: "hidden"), rows["layer"].map(lambda _: None)):
         figure = draw_curves(full, rows.assign(stream=streams), kind, dark=False)
         assert len(figure.data[0].x) == len(rows) and not figure.layout.shapes
+    two = open_run(full.path)
+    layers = two.layers()
+    two._frames["layers"] = layers.assign(
+        stream=layers["layer"].le(3).map({True: "encoder", False: "hidden"})
+    )
+    for name in ("heatmap", "splits", "layer-drift"):
+        figure = charts[name].draw(two).figure
+        assert 3.5 in [shape.x0 for shape in figure.layout.shapes], name
+        assert "4 decoder's first" in str(figure.to_dict()), name

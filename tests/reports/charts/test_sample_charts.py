@@ -84,6 +84,10 @@ def test_bounds_are_gain_times_drift_and_the_secant_is_exact(full: DriftRun) -> 
     assert np.allclose(merged[0].x, merged[0].y)
     assert (merged[3].y <= merged[3].x * (1 + 1e-9)).all()
     assert drawn.alt.startswith("0 samples of 216 above the certified bound.")
+    apart = open_run(full.path)  # models with heads of their own: Eq. 7 has a second term
+    apart._frames["outputs"] = apart.outputs().assign(score_map_mismatch=0.25)
+    moved = charts["bound"].draw(apart).data
+    assert (moved["certified"] - drawn.data["certified"]).to_numpy() == pytest.approx(0.25)
 
 
 def test_points_without_a_place_on_logarithmic_axes_are_counted(full: DriftRun) -> None:

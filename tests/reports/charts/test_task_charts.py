@@ -125,6 +125,14 @@ def test_gains_are_differences_of_the_tables(full: DriftRun) -> None:
             assert trace.y[at] - trace.error_y.arrayminus[at] == pytest.approx(100 * low)
 
 
+def test_gains_are_called_by_the_metric_that_tasks_are_judged_by(full: DriftRun) -> None:
+    asked = open_run(full.path)
+    asked._frames["accuracy"] = asked.accuracy().assign(metric="exact_match")
+    drawn = charts["gains"].draw(asked)
+    assert drawn.figure.layout.yaxis.title.text.startswith("gain in exact match over")
+    assert "accuracy" not in drawn.alt and set(drawn.data["metric"]) == {"exact_match"}
+
+
 def test_the_calibrated_points_carry_the_names_of_tasks(full: DriftRun) -> None:
     modes = {trace.name: trace.mode for trace in charts["gains"].draw(full).figure.data}
     assert modes == {"featcal, anchor only": "markers", "featcal": "markers+text"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from driftlens.models.frames import OTHER_LIST, Frame, features_of, find_feature
 
 _PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
 """What configurations of transformers are set to while a module runs."""
+_NUMBERS = itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -146,20 +148,23 @@ def _shell(path: str, block: nn.Module, forms: dict[str, Any], *args: Any, **kwa
 
     with buffers_on(block, torch.device("meta")):
         output = type(block).forward(block, *mapped(args, bare), **mapped(kwargs, bare))
-    if not isinstance(output, Tensor) and any(isinstance(value, Tensor) for value in output[1:]):
-        raise SpecError(
-            f"block {path!r} returns tensors beside its features, which depend on its weights",
-            hint="Give the model loaded, as a live module.",
-        )
-    form = partial(_dressed, None if isinstance(output, Tensor) else output)
+    rest = None if isinstance(output, Tensor) else list(output[1:])
+    form = partial(_dressed, type(output), rest, features.device)
     shape = features_of(path, output).shape
-    if shape == features.shape:
+    if shape == features.shape and not any(isinstance(value, Tensor) for value in rest or ()):
         forms[path] = form
     return form(features.new_zeros(shape))
 
 
-def _dressed(like: Any, hidden: Tensor) -> Any:
-    return hidden if like is None else type(like)([hidden, *like[1:]])
+def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Tensor) -> Any:
+    """Tensors of the rest depend on weights; they are another number each time, so that their readers are found."""
+
+    def other(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.full(value.shape, next(_NUMBERS), dtype=value.dtype, device=device)
+
+    return hidden if rest is None else kind([hidden, *mapped(rest, other)])
 
 
 @contextlib.contextmanager

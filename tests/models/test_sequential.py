@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from driftlens.errors import DataError, NumericsError, SpecError
+from driftlens.errors import DataError, IncompatibleModelsError, NumericsError, SpecError
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import LayerChain, State
 from driftlens.models.frames import result
@@ -449,6 +449,45 @@ def test_a_module_of_shapes_only_is_refused(generator: torch.Generator) -> None:
         module = Plain()
     with pytest.raises(SpecError, match="no weights, only shapes"):
         architecture_of(module, rows(generator, N))
+
+
+class Beside(nn.Module):
+    """A block that returns something beside its features, and takes what the one before returned if it is `read`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return x + self.map(x), self.map(x)[:, :2]
+
+
+class Handing(nn.Module):
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.blocks, self.read = nn.ModuleList(Beside() for _ in range(3)), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = None
+        for block in self.blocks:
+            x, found = block(x, beside)
+            beside = found if self.read else None
+        return x
+
+
+def test_of_shapes_only_what_blocks_return_beside_features_must_reach_no_other_block(
+    generator: torch.Generator,
+) -> None:
+    inputs = torch.randn(N, 4, generator=generator)
+    with torch.device("meta"):
+        hollow = {read: Handing(read) for read in (False, True)}
+    chain, module = sequential_chain(hollow[False], inputs), Handing(False)
+    for some in (inputs, inputs[:2]):
+        assert_close(walk(chain, module, some)[-1]["hidden"], plain_forward(module, some))
+    with pytest.raises(
+        IncompatibleModelsError, match=r"'blocks.1' is given '(beside|1)'.*computed from weights"
+    ):
+        sequential_chain(hollow[True], inputs)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,20 @@ def convnext(classes: int) -> nn.Module:
     )
 
 
+def swin(classes: int) -> nn.Module:
+    return transformers.SwinForImageClassification(
+        transformers.SwinConfig(
+            image_size=32,
+            patch_size=4,
+            embed_dim=8,
+            depths=[1, 2],
+            num_heads=[2, 2],
+            window_size=4,
+            num_labels=classes,
+        )
+    )
+
+
 def of_timm(name: str, *, blocks: str | None = None, size: int = 32, **args: Any) -> Family:
     """A model of timm with its own weights' format, made small by arguments where it isn't."""
     return Family(
@@ -105,6 +119,7 @@ def of_timm(name: str, *, blocks: str | None = None, size: int = 32, **args: Any
 FAMILIES = {
     "ResNet": Family("hf-auto", resnet, "resnet.encoder.stages"),
     "ConvNeXt": Family("hf-auto", convnext, "convnext.encoder.stages"),
+    "Swin": Family("hf-auto", swin, size=32),
     "ViT": Family("hf-vit", vit),
     "DeiT": Family("hf-vit", deit),
     "DINOv2": Family("hf-vit", dinov2),

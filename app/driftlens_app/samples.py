@@ -12,7 +12,7 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import CheckboxColumn, ImageColumn, NumberColumn, TextColumn
 
-from driftlens.records.layout import thumbs_file
+from driftlens.records.layout import texts_file, thumbs_file
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.settings import require_inside
@@ -76,6 +76,12 @@ def _address(pixels: object) -> str:
     return f"data:image/png;base64,{base64.b64encode(target.getvalue()).decode()}"
 
 
+def texts_of(run: DriftRun, task: str) -> dict[str, str]:
+    """What the samples of a task ask, by id; empty where the run has no texts."""
+    require_inside(run.path / texts_file(task))
+    return run.texts(task)
+
+
 def show_hover_pictures(run: DriftRun, task: str, chart: str, sample_ids: Sequence[str]) -> None:
     """Let the chart with the key `chart` show pictures; points say which sample they are in their `customdata`.
 
@@ -116,7 +122,12 @@ def show_samples(
     images = pictures(run, task, ids)
     if any(image is not None for image in images):
         shown = shown.assign(picture=images)[["picture", *shown.columns]]
+    texts = texts_of(run, task)
+    if any(name in texts for name in ids):
+        others = [name for name in shown.columns if name != "sample_id"]
+        shown = shown.assign(text=[texts.get(name) for name in ids])[["sample_id", "text", *others]]
     always = {"picture": ImageColumn(width="small"), "sample_id": TextColumn("sample")}
+    always |= {"text": TextColumn(width="large")}
     chosen = show_table(
         shown,
         {**always, **columns},
@@ -141,6 +152,8 @@ def show_samples(
         if left is not None and picture is not None:
             left.image(picture, width=128, caption=plain(sample), alt=f"Sample {sample}")
         with right:
+            if sample in texts:
+                st.code(texts[sample], language=None, wrap_lines=True)
             if said.empty:
                 note("The run has no class scores: its spec names no head for this task.")
             else:

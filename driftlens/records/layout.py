@@ -30,6 +30,9 @@ THUMB_SIDE = 64
 MOST_THUMBS = 2000
 """Pictures of one task; later samples have none."""
 
+LONGEST_TEXT = 1000
+"""Characters of a sample's text that a run keeps; the middle of a longer one is left out."""
+
 PARTIAL = ".partial-*"
 """Scratch folders that a killed process leaves behind."""
 
@@ -68,6 +71,11 @@ def feature_folder(task: str, variant: str) -> str:
 def thumbs_file(task: str) -> str:
     """Path of the pictures of a task's diagnosis samples, relative to the run directory."""
     return f"thumbs/{escape(task)}.npz"
+
+
+def texts_file(task: str) -> str:
+    """Path of the texts of a task's diagnosis samples, relative to the run directory."""
+    return f"thumbs/{escape(task)}.json"
 
 
 def calibration_folder(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import pathlib
 import zipfile
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -237,6 +238,23 @@ class DriftRun:
         if found.dtype != np.uint8 or found.shape[1:] != (side, side, 3):
             raise RunError(f"{path} holds no pictures of {side} x {side} pixels", hint="Remove the file.")
         return found
+
+    def texts(self, task: str) -> dict[str, str]:
+        """What a task's first diagnosis samples ask, by sample id; empty where they are no texts.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        path = self.path / layout.texts_file(task)
+        if not path.is_file():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return {str(name): str(text) for name, text in found.items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise RunError(
+                f"{path} can't be read: {error}", hint="Remove the file: texts are only shown."
+            ) from error
 
     def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
         """Ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 from driftlens.errors import LayerNotFoundError, SpecError
 from driftlens.projection import project
 from driftlens.records.layout import THUMB_SIDE as SIDE
-from driftlens.records.layout import thumbs_file
+from driftlens.records.layout import texts_file, thumbs_file
 from driftlens.records.run import open_run
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.samples import decisions, pictures
@@ -38,6 +39,18 @@ def test_samples_are_listed_by_falling_drift_with_the_numbers_of_the_table(
     assert rows["drift, merged"].tolist() == sorted(table, reverse=True)
     assert rows["drift, merged"].tolist() == table[rows["sample_id"]].tolist()
     assert "Samples of mnist" in said(app)
+
+
+def test_samples_of_text_are_shown_with_what_they_ask(open_app: Open, root: Path) -> None:
+    run = open_run(root / "full")
+    texts = {name: f"<b>question {name}</b>" for name in run.sample_ids("mnist")}
+    (run.path / texts_file("mnist")).parent.mkdir(exist_ok=True)
+    (run.path / texts_file("mnist")).write_text(json.dumps(texts))
+    app = open_app(root, "features", task="mnist")
+    rows = app.dataframe[-1].value
+    assert rows["text"].tolist() == [texts[name] for name in rows["sample_id"]]
+    (trace, *_) = charts["scatter"].draw(run, ChartOptions(tasks=("mnist",))).figure.data
+    assert all("&lt;b&gt;question" in text for text in trace.text)
 
 
 def test_a_class_filter_leaves_other_classes_out_of_chart_and_table(root: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.variants import title
 from driftlens_app.pages import Page
-from driftlens_app.samples import show_samples
+from driftlens_app.samples import MOST_ROWS, show_samples
 from driftlens_app.selection import Selection, selection
-from driftlens_app.show import note, show_parts
+from driftlens_app.show import note, show_parts, show_table
 from driftlens_reports.charts.chart import SECTIONS
 from driftlens_reports.charts.picking import scored_samples
 
@@ -42,6 +44,8 @@ def show() -> None:
     part = show_parts("output", chosen.run, chosen.options(), key="output")
     if part == SECTIONS["decisions"].part:
         _flips(chosen)
+    if part == SECTIONS["accuracy"].part:
+        _answers(chosen)
 
 
 def _flips(chosen: Selection) -> None:
@@ -57,20 +61,41 @@ def _flips(chosen: Selection) -> None:
         else:
             note("No decision flips.", "check")
         return
-    tasks = [task for task in chosen.tasks if (rows["task"] == task).any()]
-    task = tasks[0]
-    if len(tasks) > 1:
-        counts = rows["task"].value_counts()
-        task = st.selectbox(
-            "Task of the table",
-            tasks,
-            format_func=lambda name: f"{name} ({counts[name]} flips)",
-            key="flips-of",
-            bind="query-params",
-        )
+    counts = rows["task"].value_counts()
+    task = _one_of(chosen, rows, "flips-of", lambda name: f"{name} ({counts[name]} flips)")
     shown = rows[rows["task"] == task].drop(columns="task")
     about = f"Flipped decisions of {task}"
     show_samples(chosen.run, task, shown, _COLUMNS, options, key="flips-table", alt=about)
+
+
+def _one_of(chosen: Selection, rows: pd.DataFrame, key: str, name: Callable[[str], str] = str) -> str:
+    """The task of a table, of those that the rows are of."""
+    tasks = [task for task in chosen.tasks if (rows["task"] == task).any()]
+    if len(tasks) == 1:
+        return tasks[0]
+    return st.selectbox("Task of the table", tasks, format_func=name, key=key, bind="query-params")
+
+
+def _answers(chosen: Selection) -> None:
+    """What models said on test samples, where answers were generated or chosen."""
+    rows = chosen.run.scores()
+    rows = rows[rows["task"].isin(chosen.tasks) & rows["answer"].notna()]
+    if rows.empty:
+        return
+    st.subheader("Answers", anchor=False, help="Test samples on which the models differ come first.")
+    task = _one_of(chosen, rows, "answers-of")
+    shown = answers(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
+    show_table(shown.head(MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")
+
+
+def answers(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
+    """A row per test sample of one task: what was wanted, and what each model said; first those where they differ."""
+    wide = rows.pivot_table(
+        index=["sample_id", "target"], columns="variant", values="answer", aggfunc="first", sort=False
+    )
+    wide = wide[[name for name in variants if name in wide]]
+    wide = wide.loc[wide.nunique(axis=1).sort_values(ascending=False, kind="stable").index]
+    return wide.rename(columns=title).reset_index(names=["sample", "target"])
 
 
 def flipped(decided: pd.DataFrame) -> pd.DataFrame:

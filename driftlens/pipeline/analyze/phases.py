@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
 from driftlens.pipeline.analyze.evaluation import accuracy_rows
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
-from driftlens.records.layout import MOST_THUMBS, THUMB_SIDE, thumbs_file
+from driftlens.records.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
 from driftlens.records.manifest import LayerInfo
 from driftlens.records.run import open_run
 from driftlens.records.writer import RunWriter
@@ -302,7 +303,7 @@ def _diagnose(
     found.features = {key: array for key, array in found.features.items() if key[0] in variants}
     store_diagnosis(writer, study, task, found)
     if "expert" in variants:
-        store_thumbs(writer, task, study.tasks[task])
+        store_shown(writer, task, study.tasks[task])
 
 
 def _only(study: Study, variants: Sequence[str]) -> Study:
@@ -310,18 +311,28 @@ def _only(study: Study, variants: Sequence[str]) -> Study:
     return dataclasses.replace(study, variants=tuple(name for name in variants if name != "expert"))
 
 
-def store_thumbs(writer: RunWriter, task: str, samples: TaskSamples) -> None:
-    """Keep small pictures of a task's diagnosis samples, in their order; none where they are no images.
+def store_shown(writer: RunWriter, task: str, samples: TaskSamples) -> None:
+    """Keep small pictures of a task's diagnosis samples, in their order, or what they ask; nothing of other samples.
 
     Raises:
         DataError: an image can't be read.
         RunError: the file can't be written.
     """
-    if samples.picture is None or not samples.diagnosis.ids:
+    ids = samples.diagnosis.ids[:MOST_THUMBS]
+    if samples.diagnosis.texts is not None:
+        texts = {name: _shortened(samples.diagnosis.text(at).input) for at, name in enumerate(ids)}
+        with writer.file(texts_file(task)) as path:
+            path.write_text(json.dumps(texts), encoding="utf-8")
+    if samples.picture is None or not ids:
         return
-    pictures = np.stack([thumb(samples.picture(sample)) for sample in samples.diagnosis.ids[:MOST_THUMBS]])
+    pictures = np.stack([thumb(samples.picture(sample)) for sample in ids])
     with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
         np.savez_compressed(file, pictures=pictures)
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
 
 
 def thumb(picture: Picture) -> NDArray[np.uint8]:

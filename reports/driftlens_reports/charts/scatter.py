@@ -22,6 +22,8 @@ _HEIGHT, _BELOW = 240, 42
 """Pixels: of a panel, and of the lines below it that need more than the room of the ticks, which there are none of."""
 _TITLE = 22
 """Letters of a panel's title."""
+_LONGEST_TEXT = 80
+"""Letters of a sample's text beside its point."""
 _BARE = {"showticklabels": False, "ticks": ""}
 _LIGHT = ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B1B1B")
 _DARK = ("#56B4E9", "#E69F00", "#2FC79A", "#E08BC0", "#B08CFF", "#F0E442", "#EDEDED")
@@ -110,6 +112,8 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     rows = found.frame[found.frame["variant"].isin(names)]
     rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
+    if texts := run.texts(task):
+        rows["text"] = rows["sample_id"].map(texts)
     if options.classes is not None:
         rows = rows[rows["label"].isin(list(options.classes))].reset_index(drop=True)
         if rows.empty:
@@ -179,6 +183,8 @@ def _hover(row: dict[str, Any]) -> str:
         lines.append(f"class {words.literal(str(row['label']))}")
     if not pd.isna(row["drift"]):
         lines.append(f"drift {number(float(row['drift']))}")
+    if isinstance(row.get("text"), str):
+        lines.append(words.label(row["text"], _LONGEST_TEXT))
     return "<br>".join(lines)
 
 

@@ -1,0 +1,52 @@
+"""What a run of language models keeps for its readers: the texts that were asked, and tokens as they read."""
+
+from __future__ import annotations
+
+import pytest
+
+from driftlens.pipeline.analyze.job import analyze
+from driftlens.records.layout import LONGEST_TEXT
+from driftlens.records.run import DriftRun
+from driftlens_app.samples import texts_of
+from driftlens_app.views.output import answers
+from driftlens_reports.charts.chart import ChartOptions, charts
+from tests.cases import perturbed
+from tests.pipeline.test_answers import PAIRS, Suite
+
+pytestmark = pytest.mark.slow
+WORDS = [("is it red", "yes"), ("is it blue", "no"), ("it is green", "yes"), ("yes", "no")]
+LONG = ("is it " * LONGEST_TEXT, "red")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    suite = Suite("decoder", tmp_path_factory.mktemp("texts"), learns=False)
+    suite.model = perturbed(suite.model, 1, 0.3)
+    suite.save("expert")
+    data = {
+        "free": suite.data("free", [LONG, *PAIRS], max_length=16),
+        "pick": suite.data("pick", WORDS, classes=True),
+    }
+    return analyze(suite.spec(data), out=suite.folder / "run", attribution=False)
+
+
+def test_a_run_keeps_what_its_samples_ask(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIFTLENS_APP_ROOT", str(run.path))
+    texts = texts_of(run, "pick")
+    assert [texts[name] for name in run.sample_ids("pick")] == [WORDS[int(name) - 1][0] for name in texts]
+    assert all(len(text) <= LONGEST_TEXT + 3 for text in run.texts("free").values())
+    drawn = charts["scatter"].draw(run, ChartOptions(tasks=("pick",)))
+    assert any("is it" in text for text in drawn.figure.data[0].text)
+
+
+def test_tokens_read_as_text_and_a_vocabulary_is_no_list_of_classes(run: DriftRun) -> None:
+    assert {task: sorted(names) for task, names in run.manifest.classes.items()} == {"pick": ["no", "yes"]}
+    assert run.outputs("free")["label"].isna().all()
+
+
+def test_answers_stand_beside_each_other_those_that_differ_first(run: DriftRun) -> None:
+    rows = run.scores("free")
+    shown = answers(rows[rows["answer"].notna()], [*run.variants, "expert"])
+    assert list(shown)[:2] == ["sample", "target"] and {"base", "merged", "expert"} <= {*shown}
+    differ = shown[["merged", "expert"]].nunique(axis=1).tolist()
+    assert differ == sorted(differ, reverse=True) and len(shown) == len(PAIRS) + 1

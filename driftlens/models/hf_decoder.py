@@ -28,6 +28,7 @@ from driftlens.models.loading import TOKENIZERS
 from driftlens.models.refusals import DECODERS, num_experts, running, wrong_family
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.texts import hf_text_preprocess
+from driftlens.models.vocabularies import HEAD
 
 _USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,7 +39,6 @@ inputs = reader("a question", return_tensors="pt")
 features = model(**inputs, output_hidden_states=True).hidden_states[-1]
 answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
-_HEAD = "lm_head.weight"
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
 """What old checkpoints hold beside weights."""
 
@@ -73,7 +73,7 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         preprocess=preprocess,
         folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=_usage),
         # The first of the names that it has: where it is tied, files hold the embeddings alone.
-        lm=LmScores(chain.tied.get(_HEAD, (_HEAD,))[0], cap=getattr(config, "final_logit_softcapping", None)),
+        lm=LmScores(chain.tied.get(HEAD, (HEAD,))[0], cap=getattr(config, "final_logit_softcapping", None)),
     )
 
 
@@ -87,7 +87,7 @@ def decoder_chain(skeleton: Any, example: Mapping[str, Any]) -> LayerChain:
     core = skeleton.base_model_prefix
     chain = sequential_chain(skeleton, example, blocks=f"{core}.layers", final=f"{core}.norm")
     stem, *rest = chain.layers
-    both = (next(iter(stem.parameters)), _HEAD)
+    both = (next(iter(stem.parameters)), HEAD)
     is_tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
     return replace(
         chain,

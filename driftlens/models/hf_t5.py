@@ -53,9 +53,10 @@ from driftlens.models.refusals import LIVE, T5, wrong_family
 from driftlens.models.sites import BLOCK_ITSELF, no_sites, tapped
 from driftlens.models.texts import hf_text_preprocess
 from driftlens.models.vit import scrambled
+from driftlens.models.vocabularies import HEAD
 
 NAME = "hf_t5"
-EMBEDDINGS, SCORES = "shared.weight", "lm_head.weight"
+EMBEDDINGS = "shared.weight"
 _STACKS = {"encoder": "encoder", "decoder": "hidden"}
 """Of each stack, the stream that flows through it; its mask is `<stream>_mask`, its tokens `<stream>_ids`."""
 _POOLS: dict[str, Pool | None] = {"encoder": "mean", "decoder": None}
@@ -372,7 +373,7 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
         preprocess=hf_text_preprocess(source, skeleton.config, request.access.offline, "encoder-decoder"),
         folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=_usage),
         # The first version scales features where it scores them by its embeddings.
-        lm=LmScores(EMBEDDINGS, scale=skeleton.config.d_model**-0.5) if is_tied else LmScores(SCORES),
+        lm=LmScores(EMBEDDINGS, scale=skeleton.config.d_model**-0.5) if is_tied else LmScores(HEAD),
     )
 
 
@@ -395,7 +396,7 @@ def _skeleton(stated: Mapping[str, Any], source: str) -> tuple[Any, bool]:
 def _layout(skeleton: nn.Module, is_tied: bool) -> Spellings:
     """Names in files, which hold the embeddings under one name or several; the library reads `shared` first."""
     copies = [f"{stack}.embed_tokens.weight" for stack in _STACKS]
-    left_out = [*copies, SCORES] if is_tied else copies
+    left_out = [*copies, HEAD] if is_tied else copies
     plain = {key: key for key in skeleton.state_dict() if key not in left_out}
     spellings = [plain, *({**plain, EMBEDDINGS: copy} for copy in copies)]
     return Spellings(spellings, tuple(left_out), ("EncDecAttention.relative_attention_bias",))

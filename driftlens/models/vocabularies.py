@@ -15,6 +15,9 @@ from driftlens.models.sources import StateSource, TensorHeader
 from driftlens.models.texts import MEANING, plain_part
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+HEAD = "lm_head.weight"
+"""What transformers calls the weight of a language model's head."""
+_ROWS = 4096
 _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
 """Special tokens that decide which ids a text has; where one ends, or what pads, others say."""
 
@@ -75,6 +78,35 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
         if module is head or is_table:
             found |= {f"{path}.{name}": len(value) for name, value in module.named_parameters(recurse=False)}
     return found
+
+
+def require_head(source: StateSource, stored: StateSource, key: str) -> None:
+    """Refuse a language model that keeps its head apart from its embeddings where the base doesn't, or the reverse.
+
+    Args:
+        source: the model, under the skeleton's key names.
+        stored: the same under its own.
+        key: where the base has the weight of its head.
+
+    Raises:
+        IncompatibleModelsError: says which.
+    """
+    if key not in source.headers:
+        raise IncompatibleModelsError(
+            f"{stored.name} lacks {key!r}: its head is its embeddings, and the base's is not",
+            hint="Load it with transformers, set tie_word_embeddings to False, copy the embeddings into its lm_head, "
+            "and save it again.",
+        )
+    own = next((name for name in stored.headers if f".{name}".endswith(f".{HEAD}")), None)
+    if key.endswith(HEAD) or own is None:
+        return
+    for start in range(0, source.headers[key].shape[0], _ROWS):
+        rows = start, min(start + _ROWS, source.headers[key].shape[0], stored.headers[own].shape[0])
+        if not torch.equal(stored.read(own, rows), source.read(key, rows)):
+            raise IncompatibleModelsError(
+                f"{stored.name} has a head of its own ({own!r}), and the base's is its embeddings",
+                hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",
+            )
 
 
 def with_rows(

@@ -14,14 +14,19 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from driftlens.errors import NumericsError
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.heads import text_head
+from driftlens.models.hf_t5 import HfT5
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import Patched, save_model
 from driftlens.models.sources import StateSource, content_digest
+from tests.models import encoders
 from tests.models.clip import chain_states
+from tests.models.test_hf_decoder import CONFIGS, saved
+from tests.models.tokenizers import word_tokenizer
 from tests.models.towers import HF_TEXT, HF_VISION, hf_folder, open_clip_folder, tiny_tokenizer_files
 from tests.pipeline.test_any_model import FAMILIES, Family, bert, save, spelling_tokenizer, trained
 
@@ -317,8 +322,37 @@ def timm_folder(folder: pathlib.Path) -> tuple[str, Any]:
     return "timm", model
 
 
+def decoder_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
+    def prepare(folder: pathlib.Path) -> tuple[str, Any]:
+        saved(CONFIGS[name], folder)
+        return "hf-decoder", AutoModelForCausalLM.from_pretrained(folder)
+
+    return prepare
+
+
+def t5_folder(folder: pathlib.Path) -> tuple[str, Any]:
+    model = HfT5().tiny()
+    model.save_pretrained(folder)
+    word_tokenizer("encoder-decoder").save_pretrained(folder)
+    return "hf-t5", model
+
+
+def encoder_folder(name: str) -> Callable[[pathlib.Path], tuple[str, Any]]:
+    return lambda folder: (
+        "hf-encoder",
+        AutoModelForSequenceClassification.from_pretrained(encoders.save(encoders.encoder(name), folder)),
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("prepare", [clip_folder, bert_folder, vit_folder, timm_folder])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        *(clip_folder, bert_folder, vit_folder, timm_folder, t5_folder),
+        *map(decoder_folder, ("Llama", "Llama, untied", "Gemma 3", "Phi-3")),
+        *map(encoder_folder, ("BERT", "RoBERTa", "DistilBERT", "DeBERTa-v3")),
+    ],
+)
 def test_files_of_every_form_hold_the_same_model(
     prepare: Callable[[pathlib.Path], tuple[str, Any]], dtype: torch.dtype, tmp_path: pathlib.Path
 ) -> None:
@@ -326,6 +360,7 @@ def test_files_of_every_form_hold_the_same_model(
     loader, model = prepare(tmp_path / "whole")
     found = load_architecture(loader, str(tmp_path / "whole"))
     whole = found.align(open_checkpoint(tmp_path / "whole"))
+    assert set(found.keys) - set(whole.headers) <= set(found.chain.tied)  # files hold these once
     model.to(dtype)
     save_file(
         {key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "memory.safetensors"
@@ -340,8 +375,8 @@ def test_files_of_every_form_hold_the_same_model(
         places += ["shards", "pickled"]
     for place in places:
         stored = found.align(open_checkpoint(tmp_path / place))
-        assert set(found.keys) <= set(stored.headers), place
-        for key in found.keys:
+        assert set(whole.headers) <= set(stored.headers), place
+        for key in whole.headers:
             wanted = whole.read(key)
             wanted = wanted.to(dtype) if wanted.is_floating_point() else wanted
             assert stored.headers[key].dtype == wanted.dtype and torch.equal(stored.read(key), wanted), (

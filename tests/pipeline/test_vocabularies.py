@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from driftlens.access import Access
 from driftlens.errors import DriftLensError, IncompatibleModelsError
@@ -84,6 +85,23 @@ def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[s
         if len(value) == rows:
             assert torch.equal(source.read(key, (kept - 1, rows)), wanted[kept - 1 :])
             assert torch.equal(source.read(key, (0, 2)), wanted[:2])
+
+
+def test_a_head_apart_where_the_base_has_none_or_the_reverse_is_refused_when_models_are_opened(
+    spec: dict[str, Any],
+) -> None:
+    file = pathlib.Path(spec["experts"]["cars"]["weights"]) / "model.safetensors"
+    weights, head = load_file(file), "lm_head.weight"
+    if head in weights:
+        save_file({key: value for key, value in weights.items() if key != head}, file)
+        told = "lacks 'lm_head.weight': its head is its embeddings"
+    else:
+        save_file({**weights, head: weights["shared.weight"].clone()}, file)  # as older versions wrote them
+        opened(spec)
+        save_file({**weights, head: weights["shared.weight"].flip(0).contiguous()}, file)
+        told = "cars.* has a head of its own .*, and the base's is its embeddings"
+    with pytest.raises(IncompatibleModelsError, match=told):
+        opened(spec)
 
 
 def edited(

@@ -37,7 +37,7 @@ from driftlens.models.lora import is_lora_folder
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.pretrained import resolve_pretrained
 from driftlens.models.sources import StateSource
-from driftlens.models.vocabularies import require_same_tokenizer, vocabulary_keys, with_rows
+from driftlens.models.vocabularies import require_head, require_same_tokenizer, vocabulary_keys, with_rows
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.settings import resolve
 from driftlens.spec import RunSpec
@@ -129,6 +129,8 @@ def open_models(
                 require_same_tokenizer(home, folder)
             fitted, told = with_rows(aligned, rows, sources.get("base"), align=align)
             notices.extend(filter(None, [told]))
+            if known.lm is not None:
+                require_head(fitted, stored[name], known.lm.key)
             return fitted
 
         if (source := attempt(name, opened)) is not None:

@@ -20,7 +20,7 @@ from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.refusals import LIVE, running
 from driftlens.models.sequential import sequential_chain
-from driftlens.models.sources import StateSource
+from driftlens.models.sources import Composed, StateSource
 from driftlens.registry import Registry
 
 
@@ -126,8 +126,21 @@ class Architecture:
             with contextlib.suppress(CheckpointError, IncompatibleModelsError):
                 aligned = self.align(base)
                 lora_source(aligned, folder)
-                return aligned
+                return Composed(
+                    base.name, {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
+                )
         return base
+
+    def _pooler(self, base: StateSource) -> dict[str, tuple[StateSource, str]]:
+        """What a core has of the head behind it, which adapters leave as it was, under the whole model's names."""
+        core = f"{getattr(self.skeleton, 'base_model_prefix', '')}."
+        names = () if self.own_head is None else self.own_head.names.values()
+        return {
+            name: (base, key)
+            for name in names
+            for key in base.headers
+            if name.startswith(core) and f".{key}".endswith(f".{name.removeprefix(core)}")
+        }
 
     def classifier_keys(self, stored: StateSource) -> tuple[str, ...] | None:
         """Keys of a classifier's weights in a checkpoint under its own names; None where it holds none.

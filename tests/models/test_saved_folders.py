@@ -383,3 +383,47 @@ def test_files_of_every_form_hold_the_same_model(
                 place,
                 key,
             )
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*tied:UserWarning")
+@pytest.mark.parametrize(
+    ("prepare", "targets", "whole"),
+    [
+        (decoder_folder("Llama"), ["q_proj", "v_proj", "down_proj"], None),
+        (decoder_folder("Llama, untied"), "all-linear", None),
+        (t5_folder, ["q", "v", "wo"], None),
+        (encoder_folder("BERT"), ["query", "value"], ["classifier"]),
+        (encoder_folder("RoBERTa"), ["query", "value"], ["classifier"]),
+        (encoder_folder("DistilBERT"), ["q_lin", "lin1"], ["pre_classifier", "classifier"]),
+    ],
+)
+def test_adapters_of_language_models_are_what_peft_merges(
+    prepare: Callable[[pathlib.Path], tuple[str, Any]],
+    targets: Any,
+    whole: list[str] | None,
+    tmp_path: pathlib.Path,
+) -> None:
+    """And the heads that were trained beside them."""
+    peft = pytest.importorskip("peft")
+    loader, model = prepare(tmp_path / "base")
+    found = load_architecture(loader, str(tmp_path / "base"))
+    base = found.align(stored := open_checkpoint(tmp_path / "base"))
+    kind = "SEQ_CLS" if whole else "CAUSAL_LM" if loader == "hf-decoder" else "SEQ_2_SEQ_LM"
+    config = peft.LoraConfig(r=2, target_modules=targets, modules_to_save=whole, task_type=kind)
+    adapted = peft.get_peft_model(model, config)
+    for seed, (name, value) in enumerate(adapted.named_parameters()):
+        if "lora_" in name or "modules_to_save" in name:
+            value.data = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)) / 10
+    adapted.save_pretrained(tmp_path / "lora")
+    opened = open_checkpoint(tmp_path / "lora", base=found.lora_base(stored, str(tmp_path / "lora")))
+    expert, merged = found.align(opened, fallback=base), adapted.merge_and_unload().state_dict()
+    changed = {key for key in base.headers if not torch.equal(expert.read(key), base.read(key))}
+    assert changed
+    for key in base.headers:
+        torch.testing.assert_close(expert.read(key), merged[key], rtol=1e-6, atol=1e-6)
+    if whole:
+        keys = found.classifier_keys(opened)
+        assert found.own_head is not None and keys is not None
+        for name, key in zip(found.own_head.names, keys, strict=True):
+            assert torch.equal(opened.read(key), merged[name]), name

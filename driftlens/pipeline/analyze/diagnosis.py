@@ -6,6 +6,7 @@ numbers that follow from a model taken apart wrongly, or from products of eight 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -334,9 +335,12 @@ def precision_error(
     if study.pool.dtype == torch.float64:
         return math.nan
     dtype = str(study.pool.dtype).removeprefix("torch.")
-    first = study.tasks[task].diagnosis.batches(0, min(VERIFIED_SAMPLES, len(study.tasks[task].diagnosis)))
+    samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
+    first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
     worst = math.nan
-    for view in walk(study.pool.in_float64(), task, study.variants, first):
+    # One variant after the other: in float64 a vocabulary's embeddings are four times as large as in most files.
+    walks = (walk(exact_pool, task, [variant], first) for variant in study.variants)
+    for view in itertools.chain.from_iterable(walks):
         rows = slice(view.start, view.stop)
         found, expert = (
             features[name, view.layer.index][rows].astype(np.float64) for name in (view.variant, "expert")

@@ -37,7 +37,10 @@ Layers = Annotated[
 ]
 Sites = Annotated[
     list[str] | None,
-    typer.Option(help="Modules to calibrate, patterns on their paths: linear and norm modules if left out."),
+    typer.Option(
+        help="Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms, ...); linear "
+        "and norm modules if left out."
+    ),
 ]
 Parameters = Annotated[
     list[str],

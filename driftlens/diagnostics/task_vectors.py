@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from driftlens.diagnostic import diagnostic
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.site_selection import GROUPS, site_groups
 from driftlens.models.chain import Layer, LayerChain, Slot
 from driftlens.records.schema import PARAMS
 from driftlens.variants import expert_of
@@ -73,31 +74,56 @@ def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
     "task_vectors", table="params", columns=PARAMS.columns[len(PARAMS.key) :], needs="weights", option=""
 )
 def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[str, object]]:
-    """Rows of the `params` table for one task and variant: every module, every layer, the whole backbone.
+    """Rows of the `params` table for one task and variant: every module, layer and group of them, the whole backbone.
 
-    A parameter counts once, in the first layer that lists it. Reads one layer of three models at a time.
+    A parameter counts once, in the first layer that lists it. A head that is in no layer, as that of a language model,
+    is a group and no part of the backbone.
     """
-    backbone = Alignment()
-    for layer in pool.chain.layers:
-        modules = _module_alignments(pool, layer, task, variant)
+    chain = pool.chain
+    backbone, groups = Alignment(), {name: Alignment() for name in GROUPS}
+    for layer in chain.layers:
+        modules: dict[str, Alignment] = {}
+        known, usual = site_groups(layer), _USUAL[layer.role]
+        for name, slot in chain.owned(layer).items():
+            path, group = _module_path(chain, layer, name, slot), known.get(name.rpartition(".")[0], usual)
+            alignment = _alignment(pool, slot, task, variant)
+            modules[path] = modules.get(path, Alignment()) + alignment
+            groups[group] += alignment
         for path, alignment in modules.items():
             yield {"scope": "module", "path": path, **alignment.values()}
         if modules:
             whole = sum(modules.values(), Alignment())
             yield {"scope": "layer", "path": layer.path, **whole.values()}
             backbone = backbone + whole
+    for key in _outside(pool, ("base", variant, expert_of(task))):
+        groups["head"] += _alignment(pool, Slot(key), task, variant)
+    for group, alignment in groups.items():
+        if alignment.expert_energy or alignment.variant_energy:
+            yield {"scope": "group", "path": group, **alignment.values()}
     yield {"scope": "backbone", "path": "", **backbone.values()}
 
 
-def _module_alignments(pool: ModelPool, layer: Layer, task: str, variant: str) -> dict[str, Alignment]:
-    modules: dict[str, Alignment] = {}
-    for name, slot in pool.chain.owned(layer).items():
-        weights = (pool.parameter(model, slot) for model in ("base", variant, expert_of(task)))
-        path = _module_path(pool.chain, layer, name, slot)
-        for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):
-            base, moved, expert = (part.double() for part in piece)
-            modules[path] = modules.get(path, Alignment()) + Alignment.of(moved - base, expert - base)
-    return modules
+_USUAL = {"stem": "embeddings", "block": "other", "head": "head"}
+"""The group of what is no site of a layer, by its role."""
+
+
+def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
+    """Keys of matrices that all these models hold alike, and no layer."""
+    inside = {*pool.chain.parameter_keys(), *pool.chain.tied}
+    first, *others = (pool.source(model).headers for model in models)
+    for key, header in first.items():
+        is_matrix = len(header.shape) == 2 and header.dtype.is_floating_point
+        if key not in inside and is_matrix and all(key in found for found in others):
+            yield key
+
+
+def _alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignment:
+    found = Alignment()
+    weights = (pool.parameter(model, slot) for model in ("base", variant, expert_of(task)))
+    for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):
+        base, moved, expert = (part.double() for part in piece)
+        found += Alignment.of(moved - base, expert - base)
+    return found
 
 
 def _module_path(chain: LayerChain, layer: Layer, name: str, slot: Slot) -> str:

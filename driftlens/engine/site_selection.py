@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,38 @@ def site_path(layer: Layer, site: Site) -> str:
     return layer.parameters[f"{site.name}.weight"].key.removesuffix(".weight")
 
 
+GROUPS = ("embeddings", "q", "k", "v", "qkv", "o", "gate", "up", "down", "norms", "head", "other")
+"""Parts that modules play in any transformer; `qkv` is an in-projection that is one module."""
+_LETTERS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v", "attn": "qkv"}
+
+
+def site_groups(layer: Layer) -> dict[str, str]:
+    """Site name -> one of `GROUPS`.
+
+    Queries, keys and values are known by a word of their name. All else is told by what shares an input and by order:
+    behind them comes `o`, and what is left widens (`up`, with a second one on the same input `gate`), then narrows.
+    """
+    found = {site.name: "norms" for site in layer.sites if site.kind != "linear"}
+    linear = [site for site in layer.sites if site.kind == "linear"]
+    if layer.role != "block":
+        return found | {site.name: "head" if layer.role == "head" else "embeddings" for site in linear}
+    awaited = ""
+    for _, run in itertools.groupby(linear, key=lambda site: site.input):
+        names = sorted(site.name for site in run)
+        told = {name: letter for name in names if (letter := _letter(name))}
+        rest = [name for name in names if name not in told]
+        wide = ("gate", "up") if len(rest) == 2 else ("up",) * len(rest)
+        found |= told | dict(zip(rest, [awaited] * len(rest) if awaited else wide, strict=True))
+        awaited = "o" if told else "" if awaited else "down"
+    return found
+
+
+def _letter(name: str) -> str:
+    leaf = name.rpartition(".")[2].lower()
+    letters = {_LETTERS[word] for word in leaf.split("_") if word in _LETTERS}
+    return "qkv" if "qkv" in leaf or len(letters) > 1 else next(iter(letters), "")
+
+
 def select_sites(
     chain: LayerChain,
     *,
@@ -34,9 +67,9 @@ def select_sites(
     Args:
         chain: the model taken apart.
         layers: which layers, as `driftlens.layers.select_layers` takes them; None means all.
-        sites: globs on module paths (`*.attn.*`); None means every linear and norm module inside blocks. Stem, final
-            norm and projection are calibrated only where a pattern names them. Modules whose weight serves another
-            place too are left out, see `tied_sites`.
+        sites: globs on module paths (`*.attn.*`), or `GROUPS`; None means every linear and norm module inside blocks.
+            Stem, final norm and projection are calibrated only where a pattern names them. Modules whose weight serves
+            another place too are left out, see `tied_sites`.
         update: what is solved for; sites of which nothing would change are left out.
 
     Raises:
@@ -47,7 +80,7 @@ def select_sites(
     paths = {
         (layer.index, site.name): site_path(layer, site) for layer in chain.layers for site in layer.sites
     }
-    for pattern in sites or ():
+    for pattern in set(sites or ()) - set(GROUPS):
         _require_match(pattern, list(paths.values()))
     wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
     found: dict[int, tuple[str, ...]] = {}
@@ -179,7 +212,7 @@ def _require_match(pattern: str, paths: Sequence[str]) -> None:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
         raise LayerNotFoundError(
             f"no site matches {pattern!r}; the nearest are {', '.join(near)}",
-            hint="Use patterns on module paths such as `*.mlp.*`.",
+            hint=f"Use patterns on module paths such as `*.mlp.*`, or one of {', '.join(GROUPS)}.",
             nearest=near,
         )
 
@@ -199,4 +232,5 @@ def _is_updated(site: Site, update: Collection[str]) -> bool:
 def _is_meant(layer: Layer, site: Site, path: str, sites: Sequence[str] | None) -> bool:
     if sites is None:
         return layer.role == "block" and not site.only_named
-    return any(fnmatchcase(path, pattern) for pattern in sites)
+    group = site_groups(layer)[site.name]
+    return any(fnmatchcase(path, pattern) or pattern == group for pattern in sites)

@@ -300,8 +300,8 @@ PARAMS = Table(
     (
         VARIANT,
         TASK,
-        _text("scope", "module, layer or backbone."),
-        _text("path", "Path of the module or layer; empty for the backbone."),
+        _text("scope", "module, layer, group of modules by the part they play, or backbone."),
+        _text("path", "Path of the module or layer; name of the group; empty for the backbone."),
         _pure("cos", "Cosine of the variant's task vector to the expert's.", "lower", COSINE),
         _pure("norm_ratio", "Norm of the variant's task vector against the expert's."),
         _pure("sign_agreement", "Share of entries whose signs agree.", "lower", SHARE),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from driftlens.diagnostics.task_vectors import Alignment, alignment_rows, task_vector_cosine
-from tests.cases import CASES, family
+from driftlens.models.chain import adapters
+from tests.cases import CASES, Case, family
+from tests.tiny import token_batch
 
 
 def test_sums_of_parts_are_the_whole(generator: torch.Generator) -> None:
@@ -76,3 +80,26 @@ def test_the_experts_own_task_vector_aligns_with_itself() -> None:
     models = family(CASES["open_clip_vit"])
     *_, backbone = alignment_rows(models.pool, "a", "expert:a")
     assert (backbone["cos"], backbone["norm_ratio"], backbone["sign_agreement"]) == pytest.approx((1, 1, 1))
+
+
+def test_a_group_is_all_its_modules_at_once_and_groups_are_the_backbone_and_its_head() -> None:
+    t5 = adapters["hf_t5"]
+    models = family(Case(t5.tiny, t5.chain, lambda generator, n: token_batch(generator, n, targets=True)))
+    rows = {row["path"]: row for row in alignment_rows(models.pool, "a", "merged") if row["scope"] == "group"}
+    state = {name: module.state_dict() for name, module in models.modules.items()}
+
+    def cosine(wanted: Callable[[str], bool]) -> float | None:
+        vectors = [
+            torch.cat(
+                [(state[m][key] - state["base"][key]).flatten() for key in state["base"] if wanted(key)]
+            )
+            for m in ("merged", "expert:a")
+        ]
+        return task_vector_cosine(*vectors)
+
+    assert rows["q"]["cos"] == pytest.approx(cosine(lambda key: key.endswith(".q.weight")), rel=1e-9)
+    assert rows["down"]["cos"] == pytest.approx(cosine(lambda key: key.endswith(".wo.weight")), rel=1e-9)
+    assert rows["norms"]["cos"] == pytest.approx(cosine(lambda key: "layer_norm" in key), rel=1e-9)
+    assert rows["embeddings"]["cos"] == pytest.approx(cosine(lambda key: key == "shared.weight"), rel=1e-9)
+    assert rows["head"]["cos"] == pytest.approx(cosine(lambda key: key == "lm_head.weight"), rel=1e-9)
+    assert set(rows) == {"embeddings", *"qkvo", "gate", "up", "down", "norms", "head", "other"}

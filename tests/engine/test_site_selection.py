@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 
-from driftlens.engine.site_selection import select_sites, site_path
+from driftlens.engine.site_selection import select_sites, site_groups, site_path
 from driftlens.errors import LayerNotFoundError
+from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import adapters
+from tests.cases import with_seed
+from tests.models.test_hf_decoder import CONFIGS
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +60,34 @@ def test_an_unknown_pattern_is_refused_with_the_three_nearest(chain) -> None:  #
         select_sites(chain, layers="resblock.*")
     with pytest.raises(LayerNotFoundError, match="nothing to calibrate"):
         select_sites(chain, sites=["proj"], update=("norm",))
+
+
+_ATTENTION, _GATED = {"q", "k", "v", "o"}, {"gate", "up", "down"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Llama", _ATTENTION | _GATED | {"norms"}),
+        ("Gemma 3", _ATTENTION | _GATED | {"norms"}),
+        ("Phi-3", {"qkv", "o", "up", "down", "norms"}),
+    ],
+)
+def test_parts_of_a_block_are_known_whatever_the_library_calls_them(name: str, expected: set[str]) -> None:
+    model = with_seed(lambda: transformers.AutoModelForCausalLM.from_config(CONFIGS[name]))().eval()
+    ids = {"input_ids": torch.arange(10).reshape(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    for layer in architecture_of(model, ids).chain.blocks:
+        assert set(site_groups(layer).values()) == expected
+        assert {site.name for site in layer.sites} == set(site_groups(layer))
+
+
+def test_each_attention_of_a_decoder_block_has_its_own_parts() -> None:
+    t5 = adapters["hf_t5"]
+    chain = t5.chain(t5.tiny())
+    groups = site_groups(chain.blocks[-1])
+    for name, group in groups.items():
+        leaf = name.rpartition(".")[2]
+        assert group == {"wi_0": "gate", "wi_1": "up", "wo": "down", "layer_norm": "norms"}.get(leaf, leaf)
+    assert sorted(groups.values()).count("q") == sorted(groups.values()).count("o") == 2
+    chosen = select_sites(chain, sites=["q", "*.wo"], update=("linear",))
+    assert chosen[2] == ("layer.0.SelfAttention.q", "layer.1.DenseReluDense.wo")

@@ -327,6 +327,10 @@ def backbone_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 OUTSIDE = "stem and head"
+_PARTS = (
+    "Groups: q, k, v and o of attention (qkv: in one module), gate, up and down of the feed-forward part; a cosine is "
+    "over all parameters of a group at once."
+)
 _VALUE = "mean cosine of task vectors"
 
 
@@ -345,7 +349,7 @@ def block_of(run: DriftRun, path: str) -> str:
 
 def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rows = run.params()
-    rows = rows[rows["scope"].isin(["layer", "module"]) & rows["cos"].notna()]
+    rows = rows[rows["scope"].isin(["layer", "module", "group"]) & rows["cos"].notna()]
     return picking.chosen(run, options, rows)
 
 
@@ -358,13 +362,13 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
 
 @chart(
     "alignment",
-    title="Task vectors by layer and module",
+    title="Task vectors by layer and group of modules",
     section="parameters",
     rank=20,
     needs=("params", ("cos",)),
     rows=_params,
-    caption="Mean cosine of each variant's task vector to the same task's expert's, left by layer and right by kind of "
-    "module, with whiskers from the lowest to the highest task and module; no samples are involved.",
+    caption="Mean cosine of each variant's task vector to the same task's expert's, left by layer and right by "
+    "group of modules, with whiskers from the lowest to the highest task; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "
     "expert's direction. Calibration may lower these cosines while it brings features closer: it repairs what the "
     "merged model computes, not how its weights look.",
@@ -376,8 +380,12 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     own, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
     own = own.assign(layer=own["path"].map(index)).dropna(subset="layer").astype({"layer": int})
     layers = _summary(picking.chosen(run, options, own), "layer")
-    inside = modules["path"].map({path: group_of(run, path) for path in modules["path"].unique()})
-    groups = _summary(modules.assign(**{"module group": inside}), "module group")
+    named = params[params["scope"] == "group"]
+    if len(named):
+        groups = _summary(named.assign(**{"module group": named["path"]}), "module group")
+    else:  # of an older run
+        inside = modules["path"].map({path: group_of(run, path) for path in modules["path"].unique()})
+        groups = _summary(modules.assign(**{"module group": inside}), "module group")
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
     for variant in map(str, params["variant"].unique()):
         style = theme.look(run.variants, variant, dark=options.dark)
@@ -404,7 +412,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         scattermode="group",
         scattergap=0.4,
         xaxis={**panels.layer_axis(run), "title_text": panels.layer_title(run)},
-        xaxis2={"type": "category", "title_text": "module (name inside its block)", "showgrid": False},
+        xaxis2={"type": "category", "title_text": "group of modules (name)", "showgrid": False},
         yaxis={"tickformat": theme.TICK_NUMBER, "title_text": "cosine of task vectors (1: same direction)"},
         yaxis2={"tickformat": theme.TICK_NUMBER, "showticklabels": False},
     )
@@ -417,5 +425,7 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         figure,
         alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {said}.",
         data=pd.concat([layers, groups], ignore_index=True).astype({"layer": "Int64"}),
-        notes=(f"Means over {tasks}, right also over blocks. Whiskers: lowest to highest of them.",),
+        notes=(
+            f"Means over {tasks}; whiskers: lowest to highest of them. {_PARTS if len(named) else ''}".strip(),
+        ),
     )

@@ -75,6 +75,19 @@ def test_modules_of_all_blocks_that_play_one_part_are_one_group(full: DriftRun) 
         assert value == pytest.approx(modules.loc[modules["path"].str.endswith(site), "cos"].mean())
 
 
+def test_groups_of_modules_are_drawn_as_the_run_measured_them(full: DriftRun) -> None:
+    params = full.params()
+    modules = params[params["scope"] == "backbone"]
+    groups = pd.concat([modules.assign(scope="group", path=name) for name in ("q", "norms")])
+    drawn = charts["alignment"].draw(with_rows(full, "params", pd.concat([params, groups])))
+    right = next(
+        trace for trace in drawn.figure.data if trace.legendgroup == "merged" and not trace.showlegend
+    )
+    assert list(right.x) == ["q", "norms"]
+    mean = modules.loc[modules["variant"] == "merged", "cos"].mean()
+    assert list(right.y) == pytest.approx([mean, mean])
+
+
 def test_block_one_does_not_hold_the_modules_of_block_ten() -> None:
     layers = (
         LayerInfo(1, "stem", "conv1"),

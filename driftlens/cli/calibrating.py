@@ -38,7 +38,7 @@ Layers = Annotated[
 Sites = Annotated[
     list[str] | None,
     typer.Option(
-        help="Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms, ...); linear "
+        help="Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); linear "
         "and norm modules if left out."
     ),
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
 from driftlens.models.chain import Head, LinearHead, ScoreMap
 from driftlens.models.loading import library_folder, open_checkpoint, read_json
-from driftlens.models.sources import StateSource
+from driftlens.models.sources import StateSource, check_finite
 from driftlens.models.weight_files import WEIGHT_FILES
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ def linear_head(
         CheckpointError: there is no such tensor, or no single matrix.
         DataError: rows and names differ in number, or names repeat.
         ShapeError: the weight is no matrix, or the bias does not fit it.
+        NumericsError: it is NaN or infinite somewhere.
     """
     matrices = [key for key, header in source.headers.items() if len(header.shape) == 2]
     if weight is None and len(matrices) != 1:
@@ -202,6 +203,9 @@ def linear_head(
     beside = bias or f"{key.removesuffix('weight')}bias"
     found = source.read(key).float()
     shift = source.read(beside).float() if bias is not None or beside in source.headers else None
+    check_finite(source.name, key, found)
+    if shift is not None:
+        check_finite(source.name, beside, shift)
     names = class_names([str(row) for row in range(len(found))] if classes is None else classes)
     if found.dim() != 2 or (shift is not None and shift.shape != found.shape[:1]):
         rest = "" if shift is None else f", its bias {list(shift.shape)}"

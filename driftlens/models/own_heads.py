@@ -16,7 +16,7 @@ from driftlens.models.chain import Pool, pooled
 from driftlens.models.frames import find_features, result
 from driftlens.models.heads import class_names
 from driftlens.models.interception import call
-from driftlens.models.sources import StateSource
+from driftlens.models.sources import StateSource, check_finite
 
 _SLOPES = {"__getitem__": 1.0, "dropout": 1.0, "gelu": 1.13, "relu": 1.0, "tanh": 1.0}
 """How much each function stretches at most; GELU does by 1.1290, at the square root of 2."""
@@ -128,8 +128,11 @@ class HeadForm:
         Raises:
             IncompatibleModelsError: they are of another head.
             DataError: there are more or fewer scores than names, or names repeat.
+            NumericsError: a weight is NaN or infinite.
         """
         weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
+        for key, value in zip(keys, weights.values(), strict=True):
+            check_finite(source.name, key, value)
         found = OwnHead(class_names(classes), self, weights)
         try:
             count = found.scores(torch.zeros(1, self.width)).shape[1]

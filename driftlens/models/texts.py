@@ -30,6 +30,7 @@ Form = Literal["encoder", "decoder", "encoder-decoder"]
 _UNLIMITED = 1 << 30
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 """Model types whose positions are counted from behind the number of the padding token."""
+_FILLERS = ("pad_token", "eos_token", "sep_token")
 MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
 """Parts of a tokenizer.json that decide on token ids; the others are settings of calls, and the format's version."""
 _BEFORE = ":"
@@ -246,12 +247,13 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline, trust_remote_code=False)
     except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
         tokenizer = None
-    # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
+    filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
+    # transformers 5 makes a tokenizer of special tokens alone where there are no files, rather than fail.
     if (
         tokenizer is None
         or not len(tokenizer("a few words")["input_ids"])
-        or len(tokenizer) > size
-        or (tokenizer.pad_token or tokenizer.eos_token) is None
+        or not len(set(tokenizer.all_special_ids)) + 2 < len(tokenizer) <= size
+        or filler is None
     ):
         code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
         own = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
@@ -261,7 +263,7 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
             hint="Put the base's tokenizer files beside its config.json.",
         )
     if tokenizer.pad_token is None:  # as the mask says what is padding, any token may stand for it
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = filler
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
     if config.model_type in _OFFSET:
         limit -= 1 + (config.pad_token_id or 0)

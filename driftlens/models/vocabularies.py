@@ -38,6 +38,17 @@ def changed_special_tokens(base: pathlib.Path, own: pathlib.Path) -> dict[str, s
     }
 
 
+def changed_ends(base: pathlib.Path, own: pathlib.Path) -> list[str]:
+    """Where both folders say with which tokens the model ends an answer, and these differ, as messages say it."""
+    found = [
+        json_object(place, "generation_config.json").get("eos_token_id")
+        or json_object(place, "config.json").get("eos_token_id")
+        for place in (base, own)
+    ]
+    ours, theirs = (ends if isinstance(ends, list) else [ends] for ends in found)
+    return [f"eos_token_id {theirs} for {ours}"] if None not in found and ours != theirs else []
+
+
 def require_same_tokenizer(base: pathlib.Path, own: pathlib.Path) -> None:
     """Refuse a model whose tokenizer gives texts other ids; tokens that only one of both has added are no reason.
 

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.errors import CheckpointError, DataError, DriftLensError, ShapeError, SpecError
+from driftlens.errors import CheckpointError, DataError, DriftLensError, NumericsError, ShapeError, SpecError
 from driftlens.models.architecture import TextTower, load_architecture
 from driftlens.models.chain import Head
-from driftlens.models.heads import class_names, file_head, text_head
+from driftlens.models.heads import class_names, file_head, linear_head, text_head
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.sources import StateSource, TensorsSource
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
@@ -226,3 +226,11 @@ def test_text_towers_that_need_more_than_open_clip_are_refused(
 def test_unusable_templates_are_refused(open_clip: pathlib.Path, templates: list[str]) -> None:
     with pytest.raises(SpecError):
         text_head(tower_of(open_clip), CLASSES, templates)
+
+
+@pytest.mark.parametrize("key", ["weight", "bias"])
+def test_a_classifier_that_is_not_finite_is_refused(key: str) -> None:
+    tensors = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    tensors[key][1] = torch.inf
+    with pytest.raises(NumericsError, match=f"head: tensor '{key}' holds"):
+        linear_head(TensorsSource("head", tensors), None)

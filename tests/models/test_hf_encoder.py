@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from driftlens.diagnostics.output import score_gains
-from driftlens.errors import DataError, IncompatibleModelsError
+from driftlens.errors import DataError, IncompatibleModelsError, NumericsError
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.chain import State, pooled
 from driftlens.models.loading import open_checkpoint
@@ -125,6 +125,10 @@ def test_heads_that_don_t_fit_are_refused(tmp_path: pathlib.Path) -> None:
         architecture.own_head.head(stored, keys[::-1], NAMES)
     with pytest.raises(DataError, match="reads 16 features"):
         own_head(architecture, tmp_path).scores(torch.zeros(2, 3))
+    model = encoder("RoBERTa", seed=2)
+    model.classifier.dense.bias.data[3] = torch.nan
+    with pytest.raises(NumericsError, match=r"'classifier.dense.bias' holds 1 NaN"):
+        architecture.own_head.head(open_checkpoint(save(model, tmp_path / "nan")), keys, NAMES)
     model = encoder("RoBERTa").roberta  # a core alone holds no classifier
     assert architecture.classifier_keys(open_checkpoint(save(model, tmp_path / "core"))) is None
 

@@ -103,8 +103,17 @@ def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> No
     tokenizer = word_tokenizer("encoder-decoder", model_max_length=9, padding_side="left")
     config = transformers.T5Config(vocab_size=len(tokenizer), decoder_start_token_id=None)
     config.save_pretrained(tmp_path)
-    with pytest.raises(SpecError, match="no tokenizer that fits"):
-        hf_text_preprocess(str(tmp_path), config, True, "encoder-decoder")
+    # From nothing the library makes tokenizers of special tokens and spaces.
+    for found in (
+        config,
+        transformers.BertConfig(),
+        transformers.RobertaConfig(),
+        transformers.DebertaV2Config(),
+    ):
+        found.save_pretrained(tmp_path)
+        with pytest.raises(SpecError, match="no tokenizer that fits"):
+            hf_text_preprocess(str(tmp_path), found, True, "encoder-decoder")
+    config.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     config.decoder_start_token_id = None
     with pytest.raises(SpecError, match="with which token its decoder begins"):
@@ -118,6 +127,15 @@ def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> No
     assert found.settings["packing"] == "none"
     with pytest.raises(SpecError, match="fits its 5 tokens"):
         hf_text_preprocess(str(tmp_path), transformers.T5Config(vocab_size=5), True, "encoder-decoder")
+    # Of encoders too, any token may stand for padding.
+    word_tokenizer("encoder", pad_token=None).save_pretrained(tmp_path)
+    reader = hf_text_preprocess(str(tmp_path), transformers.BertConfig(), True, "encoder").texts
+    assert reader is not None and reader([Text("is it"), Text("no")])["attention_mask"].tolist()[1] == [
+        1,
+        1,
+        1,
+        0,
+    ]
     # Positions of RoBERTa begin behind the number of its padding token.
     roberta = transformers.RobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=8, pad_token_id=1)
     reader = hf_text_preprocess(str(tmp_path), roberta, True, "encoder").texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from driftlens.access import Access
 from driftlens.errors import DriftLensError, IncompatibleModelsError
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
 from driftlens.spec import load_spec
 from tests.models.test_generation import llama, t5
@@ -145,6 +147,24 @@ def test_another_tokenizer_is_refused_by_what_decides_on_ids(
         opened(spec)
     found = preflight(load_spec(spec), access=Access(device="cpu")).problems
     assert any("its tokenizer gives texts other ids" in problem.text for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (edited(more_tokens), "tokenizer.json"),
+        (edited(lambda s: s.update(bos_token="red"), "tokenizer_config.json"), "bos_token 'red' for '<s>'"),
+        (
+            edited(lambda s: s.update(eos_token_id=[7]), "generation_config.json"),
+            r"eos_token_id \[7\] for \[\d\]",
+        ),
+    ],
+)
+def test_tokens_that_change_no_id_are_said_of_a_run(
+    spec: dict[str, Any], change: Callable[[pathlib.Path], None], told: str
+) -> None:
+    change(pathlib.Path(spec["experts"]["dtd"]["weights"]))
+    assert re.search(f"the expert of dtd differs from the base's: {told}$", companions(opened(spec))[-1].text)
 
 
 CODE = "import pathlib\npathlib.Path({!r}).touch()\n"

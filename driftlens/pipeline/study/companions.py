@@ -11,7 +11,7 @@ from driftlens.models.alignment import beside_tower
 from driftlens.models.lora import is_lora_folder, named_base
 from driftlens.models.refusals import foreign_code
 from driftlens.models.sources import StateSource
-from driftlens.models.vocabularies import changed_files, changed_special_tokens, json_object
+from driftlens.models.vocabularies import changed_ends, changed_files, changed_special_tokens, json_object
 from driftlens.pipeline.study.opening import OpenModels, model_folder
 from driftlens.pipeline.study.suspicion import Finding, is_equal, label
 
@@ -116,12 +116,16 @@ def _tokenizer(base: Path, name: str, folder: Path | None) -> Iterator[Finding]:
     changed = (
         []
         if folder is None
-        else [*changed_files(base, folder), *changed_special_tokens(base, folder).values()]
+        else [
+            *changed_files(base, folder),
+            *changed_special_tokens(base, folder).values(),
+            *changed_ends(base, folder),
+        ]
     )
     if changed:
         yield Finding(
             "notice",
             label(name),
             f"the tokenizer of the {label(name)} differs from the base's: {', '.join(changed)}",
-            "Everything is read with the base's; where ids mean other words, features are those of other words.",
+            "The base's reads and ends everything; where ids mean other words, features are those of other words.",
         )

@@ -15,7 +15,7 @@ from driftlens.settings import resolve, settings_of
 StateDict = Mapping[str, Tensor]
 """Tensors of one model by name, in float32; to be read, not modified."""
 
-Reads = Literal["entry", "tensor", "site", "model", "moments", "samples"]
+Reads = Literal["entry", "tensor", "site", "model", "moments", "prefix", "samples"]
 
 READS: Mapping[Reads, str] = {
     "entry": "every entry by itself",
@@ -23,6 +23,7 @@ READS: Mapping[Reads, str] = {
     "site": "one linear module at a time",
     "model": "all tensors of all models",
     "moments": "one linear module at a time, with the moments of its inputs on calibration samples",
+    "prefix": "one linear module at a time, with the moments of its inputs behind the layers that were merged before",
     "samples": "all models, and calibration samples without labels",
 }
 """What a merge method may read, in words, by its `reads`. The function is called with `base`, `experts` by task, and:
@@ -32,6 +33,7 @@ READS: Mapping[Reads, str] = {
 - `site`: one linear module as `weight` [out, in] and, where it has one, `bias` [out]; queries, keys and values are
   apart and upright however a file stores them. It returns the same, merged.
 - `moments`: as `site`, and third, by task, E[x x'] [in, in] in float64 of the inputs x that the task's expert feeds it.
+- `prefix`: as `moments`, where each expert's layer reads what the layers merged before it make of the samples.
 - `model`: every tensor; each is read whenever it is asked for, so looping over them twice reads all files twice. It
   yields (name, merged tensor) in any order.
 - `samples`: as `model`, and third the opened study, whose samples are the calibration samples without their labels;
@@ -55,9 +57,15 @@ class MergeMethod:
         function: the computation; its keyword-only parameters are the method's settings.
         reads: what the function is called with, see `READS`.
         needs_base: whether the result depends on the base; otherwise any model may stand in its place.
-        others: the `entry` method for what is no linear module, where `reads` is `site` or `moments`; it gets those of
-            the settings that it has too.
+        others: the `entry` method for what is no linear module, where those come one by one; it gets those of the
+            settings that it has too. The method's own name hands it all else too, a tensor at a time under its key, and
+            moments that are empty.
+        norms: whether norms come as modules too, with E[z * z] [k] of their normalised inputs z as moments.
+        scores: whether every task's score map is needed, where `reads` is `samples`.
         passes: how often the function goes through all tensors, where `reads` is `model` or `samples`.
+        held: experts -> how many whole models in float32 the function keeps in memory.
+        runs: (settings, samples of a task, their classes) -> how many forward and backward passes of one sample the
+            function makes for each task, where `reads` is `samples`.
     """
 
     name: str
@@ -68,17 +76,26 @@ class MergeMethod:
     reads: Reads = "entry"
     needs_base: bool = True
     others: str = "average"
+    norms: bool = False
+    scores: bool = False
     passes: int = 1
+    held: Callable[[int], int] = lambda experts: 0
+    runs: Callable[[Mapping[str, Any], int, int], int] = lambda settings, samples, classes: samples
 
     @property
     def reads_sites(self) -> bool:
         """Whether linear modules come one by one, and all else goes to the method called `others`."""
-        return self.reads in ("site", "moments")
+        return self.reads == "site" or self.reads_moments
+
+    @property
+    def reads_moments(self) -> bool:
+        """Whether linear modules come with moments of their inputs."""
+        return self.reads in ("moments", "prefix")
 
     @property
     def runs_models(self) -> bool:
         """Whether calibration samples are needed."""
-        return self.reads in ("moments", "samples")
+        return self.reads_moments or self.reads == "samples"
 
     def resolve(
         self, parameters: Mapping[str, object], *, has_base: bool = True, without: Sequence[str] = ()
@@ -114,6 +131,8 @@ class MergeMethod:
 
     def rest(self, settings: Mapping[str, object]) -> tuple[MergeFunction, dict[str, Any]]:
         """The function for what is no linear module, and its settings, given the method's own."""
+        if self.others == self.name:
+            return self.function, dict(settings)
         entry = merge_methods[self.others]
         known = [setting.name for setting in settings_of(entry.function)]
         return entry.function, entry.resolve({name: settings[name] for name in known if name in settings})

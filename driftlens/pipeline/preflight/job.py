@@ -144,7 +144,7 @@ def _check_merge(
     entry, settings = found
     parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
     text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
-    if entry.reads_sites:
+    if entry.reads_sites and entry.others != entry.name:
         text += f", and merges all else by {merge_methods[entry.others].title}"
     if models is not None and models.sources:
         samples = sum(len(opened.calibration) for opened in data.values())
@@ -193,10 +193,10 @@ def _merge_cost(
     largest = max(torch.Size(header.shape).numel() for header in headers.values())
     # In float32 and at a time: the base's, each expert's, the result, and one to compute with.
     words = (num_tasks + 3) * min(largest, PIECE if entry.reads == "entry" else largest)
-    if entry.reads == "moments":
+    if entry.reads_moments:
         words += max(_moment_words(layer, headers) for layer in models.architecture.chain.layers) * num_tasks
         words += 2 * samples * max((layer.state_bytes for layer in layers), default=0) // 4
-    passes = entry.passes + (entry.reads == "moments")  # which runs the experts first
+    passes = entry.passes + entry.reads_moments  # which runs the experts first
     least = "at least " if entry.reads in ("model", "samples") else ""
     times = "once" if passes == 1 else f"{passes} times"
     return f"every file is read {times}, with {least}{size_text(4 * words)} in memory"

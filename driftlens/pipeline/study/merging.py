@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from driftlens.access import Access
 from driftlens.engine.exactness import exact_products
-from driftlens.engine.layer_sums import UNIFORM
+from driftlens.engine.layer_sums import UNIFORM, normalised
 from driftlens.engine.site_rows import row_weights, rows_and_output
 from driftlens.engine.walk import FiniteWatch, on_device
-from driftlens.errors import ShapeError
+from driftlens.errors import ShapeError, SpecError
 from driftlens.files import PathLike, scratch_beside
 from driftlens.linalg.gram import GramSum
 from driftlens.merging.method import MergeFunction, MergeMethod, merge_methods
-from driftlens.models.chain import Layer, LayerChain, SideInputs, Slot, State
+from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
 from driftlens.models.saving import require_target, save_model
 from driftlens.models.sources import StateSource, TensorHeader, TensorsSource, check_finite, require_key
 from driftlens.pipeline.study.card import merge_card
@@ -128,15 +128,21 @@ def merged_source(
     )
     start = models.sources.get("base", next(iter(experts.values())))
     at_hand = _Models(start, _Weights(start), {task: _Weights(experts[task]) for task in sorted(experts)})
+    if entry.scores and study is not None:
+        _require_scores(entry, study)
     name = f"{entry.title} of {', '.join(sorted(experts))}"
     tensors = _on_disk(start, beside)
     missing = {key: tensors[key].numel() for key in at_hand.base}
     total, reporter = len(missing), reporter or Reporter()
     reporter.step(PHASE, 0, total)
+
+    def place_of(slot: Slot) -> Tensor:
+        return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
+
     with torch.set_grad_enabled(entry.reads == "samples"):
-        for slot, value in _parts(entry, settings, at_hand, models.architecture.chain, study):
+        for slot, value in _parts(entry, settings, at_hand, models.architecture.chain, study, place_of):
             require_key(start, slot.key)
-            place = tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
+            place = place_of(slot)
             value = slot.stored(value)
             if value.shape != place.shape:
                 raise ShapeError(f"{name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
@@ -169,17 +175,31 @@ def _room(file: Path, header: TensorHeader) -> Tensor:
     return torch.from_file(str(file), shared=True, size=count, dtype=header.dtype).reshape(header.shape)
 
 
+def _require_scores(entry: MergeMethod, study: Study) -> None:
+    without = [task for task in study.tasks if study.head(task, expert_of(task)) is None]
+    if without:
+        raise SpecError(
+            f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(without)}",
+            hint=f"Add heads.{without[0]} to the spec, or take a method that needs no scores.",
+        )
+
+
 def _parts(
-    entry: MergeMethod, settings: Mapping[str, Any], models: _Models, chain: LayerChain, study: Study | None
+    entry: MergeMethod,
+    settings: Mapping[str, Any],
+    models: _Models,
+    chain: LayerChain,
+    study: Study | None,
+    place_of: Callable[[Slot], Tensor],
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """Everything that the method makes: where it belongs, and its value."""
+    """Everything that the method makes: where it belongs, and its value; what is done can be read at its place."""
     if entry.reads in ("entry", "tensor"):
         most = PIECE if entry.reads == "entry" else sys.maxsize
         for key in models.base:
             for slot in _pieces(key, models.start.headers[key].shape, most):
                 yield from models.merged(entry.function, settings, {key: slot})
     elif entry.reads_sites:
-        yield from _sites(entry, settings, models, chain, study)
+        yield from _sites(entry, settings, models, chain, study, place_of)
     else:
         more: tuple[Study, ...] = ()
         if study is not None and entry.reads == "samples":
@@ -198,38 +218,55 @@ def _pieces(key: str, shape: tuple[int, ...], most: int) -> list[Slot]:
 
 
 def _sites(
-    entry: MergeMethod, settings: Mapping[str, Any], models: _Models, chain: LayerChain, study: Study | None
+    entry: MergeMethod,
+    settings: Mapping[str, Any],
+    models: _Models,
+    chain: LayerChain,
+    study: Study | None,
+    place_of: Callable[[Slot], Tensor],
 ) -> Iterator[tuple[Slot, Tensor]]:
-    """Linear modules by the method, then all else, tensor by tensor, by the method that it names for this."""
-    others: list[Slot] = []
-    plain = ((layer, None) for layer in chain.layers)
-    for layer, moments in plain if study is None or entry.reads == "site" else site_moments(study):
+    """Layer by layer the modules by the method, then all else, tensor by tensor, by the one that it names for this."""
+    function, shared = entry.rest(settings)
+    none: tuple[Mapping[str, Tensor], ...] = ()
+    walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = ((layer, None) for layer in chain.layers)
+    if study is not None and entry.reads_moments:
+        walk = site_moments(study, norms=entry.norms, merged=place_of if entry.reads == "prefix" else None)
+        none = ({},) if entry.others == entry.name else ()
+    for layer, moments in walk:
         once = {slot: name for name, slot in chain.owned(layer).items()}  # two sites may share a weight
         owned = {name: slot for slot, name in once.items()}
         for site in layer.sites:
             parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
             if (
-                site.kind == "linear"
+                (site.kind == "linear" or entry.norms)
                 and parts["weight"] in owned
                 and (moments is None or site.name in moments)
             ):
                 slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
                 more = () if moments is None else (moments[site.name],)
                 yield from models.merged(entry.function, settings, slots, *more)
-        others += owned.values()
+        for slot in owned.values():
+            yield from models.merged(function, shared, {slot.key: slot}, *none)
     known = set(chain.parameter_keys())
-    others += [Slot(key) for key in models.base if key not in known]
-    function, shared = entry.rest(settings)
-    for slot in others:
-        yield from models.merged(function, shared, {slot.key: slot})
+    for key in models.base:
+        if key not in known:
+            yield from models.merged(function, shared, {key: Slot(key)}, *none)
 
 
 @torch.no_grad()
-def site_moments(study: Study) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
+def site_moments(
+    study: Study, *, norms: bool = False, merged: Callable[[Slot], Tensor] | None = None
+) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
     """Layers in forward order, each with {site: {task: E[x x'] [k, k]}} of what the task's expert feeds its sites.
 
     The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights, masked
     ones left out. Sites that run twice are left out too. One boundary's features of all tasks wait at a time.
+
+    Args:
+        study: models and samples.
+        norms: whether norms are told of too, with E[z * z] [k] of their normalised inputs z.
+        merged: a parameter of the merged model as it is stored, known once its layer has been given; then an expert's
+            layer reads what merged layers have made of the samples. None leaves experts to what their own layers make.
 
     Raises:
         NumericsError: weights or features are NaN or infinite; names layer, task and sample.
@@ -243,33 +280,55 @@ def site_moments(study: Study) -> Iterator[tuple[Layer, dict[str, dict[str, Tens
         for task, samples in sets.items()
     }
     for layer in pool.chain.layers:
-        sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
-        readers = {(site.input, site.token_weights): site for site in sites}
+        sites = [site for site in layer.sites if (norms or site.kind == "linear") and site.runs == 1]
+        readers = {_reader(site): site for site in sites}
         found: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
         for task in waiting:
             parameters = pool.parameters(expert_of(task), layer)
             sums: dict[str, tuple[GramSum, list[float]]] = {}
+            squares: dict[str, Tensor] = {}
             carried, watch = [], FiniteWatch(layer, task, sets[task].ids)
             for state, side in waiting[task]:
                 names = [site.name for site in readers.values()]
                 rows, out = rows_and_output(layer, parameters, state, side, names)
-                for (_, rule), site in readers.items():
-                    name, rules = site.name, pool.chain.token_weights
+                for site in readers.values():
+                    name, rule, rules = site.name, site.token_weights, pool.chain.token_weights
                     x = rows.inputs[name]
                     by_rule = rules[rule](state, side) if rule in rules and rule != UNIFORM else None
                     weights = row_weights(name, x, by_rule, side.mask(site.stream or layer.stream))
                     x = x.flatten(0, -2)
-                    total, counts = sums.setdefault(name, (GramSum(x.shape[-1], torch.float64, x.device), []))
-                    total.add_rows(x if weights is None else x * weights.sqrt()[:, None])
+                    width = x.shape[-1] if site.kind == "linear" else 0
+                    total, counts = sums.setdefault(name, (GramSum(width, torch.float64, x.device), []))
                     counts.append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
+                    if site.kind == "linear":
+                        total.add_rows(x if weights is None else x * weights.sqrt()[:, None])
+                        continue
+                    square = normalised(site, x).double().square()
+                    square = square if weights is None else square * weights[:, None]
+                    squares[name] = squares.get(name, 0) + square.sum(dim=0)
                 watch.see(expert_of(task), out[layer.stream])
-                carried.append((out, side))
+                carried.append((out if merged is None else state, side))
             watch.check()
             waiting[task] = carried
-            means = {name: (total.full() / sum(counts)).cpu() for name, (total, counts) in sums.items()}
+            means = {
+                name: (squares.get(name, total.full()) / sum(counts)).cpu()
+                for name, (total, counts) in sums.items()
+            }
             for site in sites:
-                found[site.name][task] = means[readers[site.input, site.token_weights].name]
+                found[site.name][task] = means[readers[_reader(site)].name]
         yield layer, found
+        if merged is not None and layer.role != "head":
+            parameters = {
+                name: slot.own(merged(slot).to(pool.device, pool.dtype))
+                for name, slot in layer.parameters.items()
+            }
+            for task, states in waiting.items():
+                waiting[task] = [(layer.call(parameters, state, side), side) for state, side in states]
+
+
+def _reader(site: Site) -> tuple[str, str, str]:
+    """What sites of equal moments share."""
+    return site.input, site.token_weights, "" if site.kind == "linear" else site.name
 
 
 @exact_products()

@@ -1,0 +1,46 @@
+"""Merging by task singular vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from driftlens.linalg.partial import polar, singular_parts
+from driftlens.merging.method import StateDict, merge_methods
+from driftlens.merging.steps import stepped
+from driftlens.settings import Bounds
+
+
+@merge_methods.method(
+    "tsv_m",
+    title="TSV-Merge",
+    source="arXiv:2412.00081",
+    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling", "one_expert_at_scaling_one"},
+    reads="site",
+    others="tsv_m",
+)
+def tsv_m(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: Annotated[float, Bounds(), "factor on the merged step"] = 1.0,
+) -> dict[str, Tensor]:
+    """base + scaling * U S V', of every expert's leading singular vectors, brought apart by polar factors.
+
+    Each of N experts gives an Nth of a matrix's rank, and one vector where that is none. Vectors that several experts
+    share count once in the polar factors, so N equal experts give the leading Nth of their common step. What is no
+    matrix of a linear module takes the mean task vector.
+    """
+    return stepped(base, experts, scaling, _step)
+
+
+def _step(vectors: list[Tensor]) -> Tensor:
+    rank = max(1, min(vectors[0].shape) // len(vectors))
+    parts = [singular_parts(vector) for vector in vectors]
+    left = torch.cat([part[0][:, :rank] for part in parts], dim=1)
+    values = torch.cat([part[1][:rank] for part in parts])
+    right = torch.cat([part[2][:rank] for part in parts])
+    return polar(left) * values @ polar(right)

@@ -18,7 +18,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer
 from driftlens.engine.site_selection import select_sites
 from driftlens.engine.walk import walk
-from driftlens.models.architecture import architecture_of
+from driftlens.models.architecture import architecture_of, weightless
 from driftlens.models.chain import LayerChain
 from driftlens.models.hf_decoder import decoder_chain
 from driftlens.models.sources import module_source
@@ -52,7 +52,9 @@ def _decomposition(device: torch.device) -> str:
         for seed, name in enumerate(("expert:a", "merged"))
     }
     batches = _batches(0, device, answer=0)
-    pool = _pool(models, decoder_chain(models["merged"], batches[0].inputs))
+    # As files are opened: what is shared by all models has no weights.
+    skeleton = weightless(lambda: LlamaForCausalLM(config), "decoder")
+    pool = _pool(models, skeleton, decoder_chain(skeleton, batches[0].inputs))
 
     def decomposition() -> None:
         for view in walk(pool, "a", ["merged"], batches):
@@ -90,7 +92,7 @@ def _featcal(device: torch.device) -> str:
         name: _near(T5ForConditionalGeneration, config, seed, device) for seed, name in enumerate(names)
     }
     samples = {str(task): _batches(task, device, answer=ANSWER) for task in range(TASKS)}
-    pool = _pool(models, architecture_of(models["merged"]).chain)
+    pool = _pool(models, models["merged"], architecture_of(models["merged"]).chain)
     found: dict[str, Any] = {}
 
     def ours() -> None:
@@ -123,10 +125,9 @@ def _near(kind: type[nn.Module], config: Any, seed: int, device: torch.device) -
     return model.to(device)
 
 
-def _pool(models: Mapping[str, nn.Module], chain: LayerChain) -> ModelPool:
-    skeleton = models["merged"]
+def _pool(models: Mapping[str, nn.Module], skeleton: nn.Module, chain: LayerChain) -> ModelPool:
     sources = {name: module_source(module, name) for name, module in models.items()}
-    device = next(skeleton.parameters()).device
+    device = next(models["merged"].parameters()).device
     return ModelPool(chain, skeleton, sources, device=device, dtype=torch.float32)
 
 

@@ -119,7 +119,7 @@ def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
 
 def _alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignment:
     found = Alignment()
-    weights = (pool.parameter(model, slot) for model in ("base", variant, expert_of(task)))
+    weights = (pool.stored(model, slot) for model in ("base", variant, expert_of(task)))
     for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):
         base, moved, expert = (part.double() for part in piece)
         found += Alignment.of(moved - base, expert - base)

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from driftlens.engine.tables import Table
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
@@ -180,10 +181,11 @@ class ModelPool:
         Raises:
             NumericsError: a weight is NaN or infinite.
         """
-        return {name: self.parameter(model, slot) for name, slot in layer.parameters.items()}
+        read = self._table if layer.role == "stem" else self._parameter
+        return {name: read(model, slot) for name, slot in layer.parameters.items()}
 
-    def parameter(self, model: str, slot: Slot) -> Tensor:
-        """One parameter of one model in its layer's layout, on `device` in `dtype`.
+    def stored(self, model: str, slot: Slot) -> Tensor:
+        """One parameter of one model in its layer's layout, on the CPU in the dtype of its file; not a copy.
 
         Raises:
             NumericsError: a weight is NaN or infinite.
@@ -193,7 +195,19 @@ class ModelPool:
         if (model, slot) not in self._known_finite:
             check_finite(source.name, slot.key, tensor)
             self._known_finite.add((model, slot))
-        return slot.own(tensor.to(self.device, self.dtype))
+        return slot.own(tensor)
+
+    def _parameter(self, model: str, slot: Slot) -> Tensor:
+        return self.stored(model, slot).to(self.device, self.dtype)
+
+    def _table(self, model: str, slot: Slot) -> Tensor:
+        """A parameter that may be the embeddings of a vocabulary, of which a batch needs some rows."""
+        header = self.source(model).headers[slot.key]
+        if self.device.type != "cpu" or len(header.shape) != 2 or header.dtype == self.dtype:
+            return self._parameter(model, slot)
+        if (model, slot) not in self._known_finite:
+            self.stored(model, slot)  # and read anew: what was looked through would stay in memory
+        return Table.of(self.stored(model, slot), self.dtype)
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
         """One layer of one model for one task, with what is attached behind it; its parameters are read now.
@@ -227,7 +241,20 @@ class ModelPool:
             return nullcontext()
         blocks = [layer.path for layer in self.chain.blocks]
         used = {name for key in self.chain.parameter_keys() for name in self.chain.tied.get(key, (key,))}
-        return streamed_weights(self._skeleton, blocks, self._reader(model), self.device, used)
+        stem = {
+            name: slot
+            for slot in self.chain.layers[0].parameters.values()
+            for name in self.chain.tied.get(slot.key, (slot.key,))
+            if slot == Slot(slot.key)
+        }
+        read = self._reader(model)
+        return streamed_weights(
+            self._skeleton,
+            blocks,
+            lambda name: self._table(model, stem[name]) if name in stem else read(name),
+            self.device,
+            used,
+        )
 
     @contextmanager
     def loaded(self, model: str) -> Iterator[nn.Module]:
@@ -418,7 +445,11 @@ def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Ten
     try:
         for name, (owner, leaf) in zip(names, owners, strict=True):
             if leaf in owner._parameters:
-                owner._parameters[leaf] = nn.Parameter(read(name), requires_grad=False)
+                value = read(name)
+                is_table = isinstance(value, Table)  # a parameter would be made of all of it
+                owner._parameters[leaf] = cast(
+                    "nn.Parameter", value if is_table else nn.Parameter(value, requires_grad=False)
+                )
             else:
                 owner._buffers[leaf] = read(name)
         yield

@@ -45,14 +45,25 @@ class Table(Tensor):
                 return func(args[0], args[1].as_subclass(Tensor), *args[2:], **named).to(args[1]._wide)
             if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return args[0]._wide
-            # Reading a property, such as the shape, needs no entry.
-            asks = getattr(func, "__name__", "") in ("__get__", "size", "dim", "numel", "is_floating_point")
-            plain = [_plain(value, widen=not asks) for value in args]
-            return func(*plain, **{name: _plain(value, widen=not asks) for name, value in named.items()})
+            if (
+                getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point")
+                or func in _ASKS
+            ):
+                return func(*(_plain(value) for value in args), **named)  # of the matrix, not of its entries
+            return func(*map(_converted, args), **{name: _converted(value) for name, value in named.items()})
 
 
-def _plain(value: Any, *, widen: bool) -> Any:
+_ASKS = [
+    getattr(Tensor, name).__get__
+    for name in ("shape", "device", "is_meta", "requires_grad", "ndim", "layout")
+]
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, Table) else value
+
+
+def _converted(value: Any) -> Any:
     if isinstance(value, Table):
-        stored = value.as_subclass(Tensor)
-        return stored.to(value._wide) if widen else stored
-    return type(value)(_plain(part, widen=widen) for part in value) if type(value) in (tuple, list) else value
+        return value.as_subclass(Tensor).to(value._wide)
+    return type(value)(map(_converted, value)) if type(value) in (tuple, list) else value

@@ -131,7 +131,7 @@ def show_parts(page: str, run: DriftRun, options: ChartOptions, *, key: str) -> 
     """Tabs of the charts of the view `page`, by what these declare; returns the heading of the open one."""
     parts = parts_of(page)
     part = open_part([*parts], key=key)
-    for name in parts[part]:
+    for name in (name for name in parts[part] if charts[name].applies(run)):
         show_chart(name, run, options)
     return part
 

@@ -59,8 +59,6 @@ def output_columns(
     scores, expert_scores = head.scores(variant), (expert_head or head).scores(expert)
     drift = scores - expert_scores
     log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
-    prediction, expert_prediction = scores.argmax(dim=1), expert_scores.argmax(dim=1)
-    margin = _margin(expert_scores)
     largest = drift.abs().amax(dim=1)
     mismatch = (
         torch.zeros_like(largest)
@@ -69,9 +67,8 @@ def output_columns(
     )
     gains = score_gains(head, expert, variant)
     columns = {
-        "expert_pred": expert_prediction,
-        "pred": prediction,
-        "flipped": prediction != expert_prediction,
+        "expert_pred": expert_scores.argmax(dim=1),
+        "pred": scores.argmax(dim=1),
         "score_drift_l2": torch.linalg.vector_norm(drift, dim=1),
         "score_drift_inf": largest,
         "score_gain_secant": gains.secant,
@@ -80,11 +77,10 @@ def output_columns(
         "score_gain_certified": gains.certified,
         "score_bound": gains.certified * torch.linalg.vector_norm(variant - expert, dim=1) + mismatch,
         "score_map_mismatch": mismatch,
-        "margin": margin,
-        "certified": largest < margin / 2,
+        "margin": _margin(expert_scores),
+        **decisions(expert_scores, scores),
         "confidence": _largest_probability(log_p),
         "confidence_expert": _largest_probability(expert_log_p),
-        "kl": (expert_log_p.exp() * (expert_log_p - log_p)).sum(dim=1).clamp_min(0),
         "softmax_integral_error": _largest_error(
             softmax_change(expert_scores, drift), log_p.exp() - expert_log_p.exp()
         ),
@@ -98,7 +94,20 @@ def output_columns(
     return columns
 
 
-@diagnostic("output", table="outputs", columns=OUTPUTS.columns[len(OUTPUTS.key) + 1 :], option="")
+def decisions(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
+    """Of scores [n, c]: `flipped`, `certified` and `kl`, [n] each, as `output_columns` has them."""
+    log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
+    return {
+        "flipped": scores.argmax(dim=1) != expert_scores.argmax(dim=1),
+        "certified": (scores - expert_scores).abs().amax(dim=1) < _margin(expert_scores) / 2,
+        "kl": (expert_log_p.exp() * (expert_log_p - log_p)).sum(dim=1).clamp_min(0),
+    }
+
+
+_OWN = [column for column in OUTPUTS.columns[len(OUTPUTS.key) + 1 :] if not column.name.startswith("token_")]
+
+
+@diagnostic("output", table="outputs", columns=_OWN, option="")
 def _of_samples(seen: Seen) -> dict[str, Any]:
     head: ScoreMap = seen.head
     expert, variant = torch.from_numpy(seen.expert), torch.from_numpy(seen.variant)

@@ -67,6 +67,11 @@ class LmHead:
     is_bounded_exactly = True
     """Its gain is not sampled: it is that of a matrix, and a vocabulary has too many rows for that."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the whole vocabulary."""
+        return self.source.headers[self.lm.key].shape[0]
+
     def of(self, source: StateSource) -> LmHead:
         """The same rows of another model."""
         return self if source is self.source else replace(self, source=source)
@@ -97,7 +102,7 @@ class LmHead:
         if self.tokens is not None:
             yield self._rows
             return
-        count = self.source.headers[self.lm.key].shape[0]
+        count = self.num_tokens
         for first in range(0, count, _ROWS):
             yield self.source.read(self.lm.key, (first, min(first + _ROWS, count)))
 

@@ -14,7 +14,7 @@ from driftlens.diagnostic import ANY, Range, Worse
 from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -270,6 +270,9 @@ OUTPUTS = Table(
         _pure("confidence", "Largest class probability of the variant.", None, SHARE),
         _pure("confidence_expert", "Largest class probability of the expert.", None, SHARE),
         _score("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
+        _score("token_kl", "Divergence of the next token over the whole vocabulary.", unit="nat"),
+        Column("token_flipped", "bool", "", "Whether the likeliest next token of all differs.", "higher"),
+        Column("token_certified", "bool", "", "Whether the drift is too small to change it.", "lower"),
         _pure("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
         _score("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
     ),

@@ -146,7 +146,7 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None)
     figures: dict[str, list[Figure]] = {}
     drawn: dict[str, Drawn] = {}
     for name in outline.sections:
-        made = [_figure(run, chart) for chart in outline.charts_of(name)]
+        made = [_figure(run, chart) for chart in outline.charts_of(name) if chart.applies(run)]
         figures[name] = [figure for figure, _ in made]
         drawn |= {figure.name: picture for figure, picture in made if picture is not None}
     everything = [figure for found in figures.values() for figure in found]

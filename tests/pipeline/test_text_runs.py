@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers
 
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.records.layout import LONGEST_TEXT
@@ -50,3 +52,36 @@ def test_answers_stand_beside_each_other_those_that_differ_first(run: DriftRun) 
     assert list(shown)[:2] == ["sample", "target"] and {"base", "merged", "expert"} <= {*shown}
     differ = shown[["merged", "expert"]].nunique(axis=1).tolist()
     assert differ == sorted(differ, reverse=True) and len(shown) == len(PAIRS) + 1
+
+
+def test_the_next_token_is_compared_over_the_whole_vocabulary(run: DriftRun) -> None:
+    """Against the library's own models: what they say comes after each question, of all tokens."""
+    folder = run.path.parent
+    expert, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name).double().eval()
+        for name in ("expert", "base")
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
+    for task in ("pick", "free"):
+        rows = run.outputs(task, "merged").set_index("sample_id")  # the merged model is the base
+        texts = {name: text for name, text in run.texts(task).items() if "…" not in text}
+        assert texts
+        for name, text in texts.items():
+            with torch.no_grad():
+                ids = tokenizer(text, return_tensors="pt")
+                theirs, ours = (model(**ids).logits[0, -1].log_softmax(dim=0) for model in (expert, base))
+            row = rows.loc[name]
+            assert row["token_kl"] == pytest.approx(float((theirs.exp() * (theirs - ours)).sum()), rel=1e-4)
+            assert row["token_flipped"] == bool(theirs.argmax() != ours.argmax())
+            assert not (row["token_certified"] and row["token_flipped"])
+        if task == "free":  # its classes are all tokens: the same numbers
+            assert rows["token_kl"].to_numpy() == pytest.approx(rows["kl"].to_numpy())
+        else:  # a label word may be kept where another token takes the lead
+            assert not rows["token_kl"].equals(rows["kl"])
+    drawn = charts["next-token-divergence"].draw(run)
+    mean = run.outputs("pick", "merged")["token_kl"].mean()
+    found = drawn.data.set_index(["task", "variant"]).loc[("pick", "merged"), "mean KL divergence"]
+    assert found == pytest.approx(mean)
+    shares = charts["next-token"].draw(run).data.set_index(["task", "variant"])
+    flipped = run.outputs("free", "merged")["token_flipped"].astype(float).mean()
+    assert shares.loc[("free", "merged"), "flipped"] == pytest.approx(flipped)

@@ -117,7 +117,9 @@ def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> 
     )
     assert set(other.data["task"]) == {"words"} and "lower is better" in other.figure.layout.yaxis.title.text
     gains = charts["gains"].render(scored, ChartOptions())
-    assert set(gains.data["task"]) == {"match", "pick"} and "exact match" in " ".join(gains.notes)
+    assert (
+        set(gains.data["task"]) == {"match", "pick"} and "exact match" in gains.figure.layout.yaxis.title.text
+    )
     found = {table.name: table for table in Report(scored, "calibration").content.tables}
     assert {f"scores-{NAME}", f"score-change-{NAME}"} <= set(found)
     shown = findings.accuracy_table(scored)

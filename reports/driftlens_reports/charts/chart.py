@@ -19,7 +19,17 @@ from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 
-__all__ = ["SECTIONS", "Chart", "ChartOptions", "Drawn", "by_rank", "chart", "charts", "parts_of"]
+__all__ = [
+    "SECTIONS",
+    "Chart",
+    "ChartOptions",
+    "Drawn",
+    "by_rank",
+    "chart",
+    "charts",
+    "is_of_language",
+    "parts_of",
+]
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,12 @@ class Drawn:
     notes: tuple[str, ...] = ()
 
 
+def is_of_language(run: DriftRun) -> bool:
+    """Whether the run's models say what token comes next, or it was scored by what they answer."""
+    loader = str(run.manifest.architecture.get("loader"))
+    return loader in ("hf-t5", "hf-decoder") or bool(run.outputs()["token_kl"].notna().any())
+
+
 Render = Callable[[DriftRun, ChartOptions], Drawn]
 
 
@@ -98,6 +114,7 @@ class Chart:
         rows: the rows that it draws, where a number in every needed column is not enough to have any.
         also: what a spec must give besides for there to be rows.
         lacks: what `missing` says where rows are not the question either.
+        applies: whether a run is of models that it can be about; a page leaves it out elsewhere.
         render: draws it; call `draw`.
     """
 
@@ -113,6 +130,7 @@ class Chart:
     rows: Callable[[DriftRun, ChartOptions], pd.DataFrame] | None = None
     also: str = ""
     lacks: Callable[[DriftRun, ChartOptions], str | None] | None = None
+    applies: Callable[[DriftRun], bool] = lambda run: True
     render: Render
 
     def __post_init__(self) -> None:

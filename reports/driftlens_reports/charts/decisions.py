@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from driftlens.records.intervals import wilson
 from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts import marks, picking, theme, words
-from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
 from driftlens_reports.charts.panels import panel_grid
+from driftlens_reports.charts.per_task import spread, task_figure
 
 _BINS, CONFIDENCE_BINS = 20, 10
 _CERTIFIED, _KEPT_ONLY, _KEPT, _FLIPPED = "certified", "kept without certificate", "kept", "flipped"
@@ -59,10 +61,10 @@ def _stacks(
     return grid.figure
 
 
-def _outcomes(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+def _outcomes(run: DriftRun, options: ChartOptions, of: str = "") -> pd.DataFrame:
     """One row per task and variant with the share of each outcome; only samples with both columns count."""
-    rows = picking.scored_samples(run, options, "flipped", "certified")
-    flipped, certified = rows["flipped"].astype(bool), rows["certified"].astype(bool)
+    rows = picking.scored_samples(run, options, f"{of}flipped", f"{of}certified")
+    flipped, certified = rows[f"{of}flipped"].astype(bool), rows[f"{of}certified"].astype(bool)
     shares = {_CERTIFIED: certified & ~flipped, _KEPT_ONLY: ~certified & ~flipped, _FLIPPED: flipped}
     groups = rows.assign(**shares).groupby(["task", "variant"], sort=False)
     return groups[list(shares)].mean().assign(n=groups.size()).reset_index()
@@ -85,7 +87,10 @@ def _outcomes(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 )
 def margins(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of stacked bars that each add up to all samples."""
-    rows = _outcomes(run, options)
+    return _shares(run, options, _outcomes(run, options))
+
+
+def _shares(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> Drawn:
     tasks = [str(task) for task in rows["task"].unique()]
 
     def bars(part: pd.DataFrame, outcome: str) -> dict[str, Any]:
@@ -106,6 +111,60 @@ def margins(run: DriftRun, options: ChartOptions) -> Drawn:
     said = words.by_variant((row["variant"], f"{percent(row[_FLIPPED])} ({row['task']})") for row in worst)
     alt = f"Share of the expert's decisions that flip, worst task of each variant: {said}."
     return Drawn(figure, alt, rows, tuple(words.sample_notes(run, rows)))
+
+
+_next_token = partial(_outcomes, of="token_")
+_OF_LANGUAGE = "models with a language-model head"
+
+
+@chart(
+    "next-token",
+    title="Next token, of all: certified, kept, flipped",
+    section="decisions",
+    rank=50,
+    presets=("standard", "calibration"),
+    needs=("outputs", ("token_flipped", "token_certified")),
+    rows=_next_token,
+    also=_OF_LANGUAGE,
+    applies=is_of_language,
+    caption="The same over the whole vocabulary: share of diagnosis samples whose likeliest next token is certified to "
+    "be the expert's, kept without a certificate or flipped, for every task and one panel per variant.",
+    hint="Label words are few and far apart; among all tokens a small drift flips more. A model that would not answer "
+    "with a label word at all flips here and perhaps not above.",
+)
+def next_token(run: DriftRun, options: ChartOptions) -> Drawn:
+    """As `margins`, of all tokens."""
+    return _shares(run, options, _next_token(run, options))
+
+
+@chart(
+    "next-token-divergence",
+    title="Divergence of the next token",
+    section="probabilities",
+    rank=60,
+    presets=("calibration",),
+    needs=("outputs", ("token_kl",)),
+    rows=lambda run, options: picking.scored_samples(run, options, "token_kl"),
+    also=_OF_LANGUAGE,
+    applies=is_of_language,
+    caption="Kullback-Leibler divergence from the expert's distribution of the next token, over all tokens, to "
+    "the variant's: mean over the diagnosis samples of every task, with whiskers from the 10 % to the 90 % quantile.",
+    hint="In nats: 0 is the same distribution. It sees what decisions don't: how sure a model is, and of what else.",
+)
+def next_token_divergence(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Mean divergence per task and variant."""
+    samples, column = picking.scored_samples(run, options, "token_kl"), "mean KL divergence"
+    means = samples.groupby(["task", "variant"], sort=False)["token_kl"].agg(["mean", "size"]).reset_index()
+    ends = spread(samples, "token_kl", ["task", "variant"], ChartOptions(band="q10-q90"))
+    rows = means.merge(ends, on=["task", "variant"]).rename(columns={"mean": column, "size": "n"})
+    title, said = "mean KL divergence of the next token (nat)", "10 % to 90 % quantiles over samples"
+    worst = rows.loc[rows.groupby("variant", sort=False)[column].idxmax()].to_dict("records")
+    told = words.by_variant((row["variant"], f"{number(row[column])} ({row['task']})") for row in worst)
+    figure = task_figure(run, rows, column, title, interval=said, dark=options.dark)
+    alt = f"Mean divergence of the next token in nats, worst task of each variant: {told}."
+    return Drawn(
+        figure, alt, rows, (f"Whiskers: {said}.", *words.table_notes(run, samples, over_tasks=False))
+    )
 
 
 def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:

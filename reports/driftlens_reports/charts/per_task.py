@@ -19,7 +19,7 @@ from driftlens.records.reading import estimate, number, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
 from driftlens_reports.charts import marks, panels, picking, theme, words
-from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
 
 AVERAGE = "mean of tasks"
 
@@ -192,6 +192,7 @@ def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:
     rank=20,
     needs=("accuracy", ("value",)),
     lacks=_no_perplexity,
+    applies=is_of_language,
     caption="Perplexity of the targets of every task's test samples with 95 % intervals, from base to expert.",
     hint="Lower is better; 1 is certainty. Perplexities of different tasks have no common mean.",
 )

@@ -252,7 +252,8 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     if (
         tokenizer is None
         or not len(tokenizer("a few words")["input_ids"])
-        or not len(set(tokenizer.all_special_ids)) + 2 < len(tokenizer) <= size
+        or not set(tokenizer.get_vocab()) - {*tokenizer.all_special_tokens, "▁"}
+        or len(tokenizer) > size
         or filler is None
     ):
         code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")

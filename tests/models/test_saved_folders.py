@@ -306,7 +306,7 @@ def clip_folder(folder: pathlib.Path) -> tuple[str, Any]:
 def bert_folder(folder: pathlib.Path) -> tuple[str, Any]:
     model = trained(Family("hf-auto", bert), 3, 1)
     model.save_pretrained(folder)
-    spelling_tokenizer(folder).save_pretrained(folder)
+    spelling_tokenizer().save_pretrained(folder)
     return "hf-auto", model
 
 

@@ -479,7 +479,7 @@ def test_a_function_of_the_users_loads_when_it_is_trusted(
     assert found.preprocess is not None and found.chain.modality.name == "image"
 
 
-WORDS = ("a", "b", "c", "red", "green", "blue", "[PAD]", "[UNK]", "[CLS]", "[SEP]")
+WORDS = ("a", "b", "c", "red", "green", "blue", "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def bert(classes: int) -> Any:
@@ -501,9 +501,7 @@ def bert(classes: int) -> Any:
 @pytest.mark.shows("reloads", files="hf-auto", heads="classifier of each expert")
 def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path: pathlib.Path) -> None:
     """Padded batches through `hf-auto`: the accuracy is that of the library's own model, and padding plays no part."""
-    vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("\n".join(WORDS))
-    tokenizer = transformers.BertTokenizerFast(vocab_file=str(vocabulary))
+    tokenizer = spelling_tokenizer()
     family, generator = Family("hf-auto", bert), np.random.default_rng(0)
     experts, spec_data = {}, {}
     for seed, (name, classes) in enumerate(
@@ -564,16 +562,14 @@ def test_texts_are_classified_by_an_encoder_with_each_experts_own_head(tmp_path:
         assert accuracy[task] == pytest.approx(np.mean(hits))
 
 
-def spelling_tokenizer(folder: pathlib.Path) -> Any:
-    vocabulary = folder / "vocab.txt"
-    vocabulary.write_text("\n".join(WORDS))
-    return transformers.BertTokenizerFast(vocab_file=str(vocabulary))
+def spelling_tokenizer() -> Any:
+    return transformers.BertTokenizerFast(vocab={word: row for row, word in enumerate(WORDS)})
 
 
 def test_the_first_names_of_layer_norms_are_understood(tmp_path: pathlib.Path) -> None:
     model = with_seed(lambda: bert(3))()
     model.save_pretrained(tmp_path)
-    spelling_tokenizer(tmp_path).save_pretrained(tmp_path)
+    spelling_tokenizer().save_pretrained(tmp_path)
     state = open_state(tmp_path / "model.safetensors")
     found = load_architecture("hf-auto", str(tmp_path))
     renamed = {
@@ -591,7 +587,7 @@ def test_texts_and_functions_of_the_users_are_checked_before_an_analysis(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_seed(lambda: bert(3))().save_pretrained(tmp_path / "bert")
-    spelling_tokenizer(tmp_path).save_pretrained(tmp_path / "bert")
+    spelling_tokenizer().save_pretrained(tmp_path / "bert")
     (tmp_path / "own_costs.py").write_text(LOADED)
     monkeypatch.syspath_prepend(str(tmp_path))
     for loader, source, sample in (

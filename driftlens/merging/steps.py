@@ -1,9 +1,10 @@
-"""Task vectors, as several methods take them."""
+"""A step from the base along task vectors, as several methods take it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from driftlens.merging.method import StateDict
@@ -12,22 +13,19 @@ MATRIX = "weight"
 """The name under which a linear module's matrix comes; all else comes under other names."""
 
 
-def vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
-    """The task vectors of one tensor."""
-    return [expert[name] - base[name] for expert in experts.values()]
-
-
 def stepped(
     base: StateDict,
     experts: Mapping[str, StateDict],
     scaling: float,
-    of_matrices: Callable[[list[Tensor]], Tensor],
+    of_matrices: Callable[[list[Tensor]], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """base + scaling * step: of a matrix what `of_matrices` makes of its task vectors, of all else their mean."""
     merged = {}
     for name, start in base.items():
-        vectors = vectors_of(base, experts, name)
-        is_matrix = name == MATRIX and start.dim() == 2
-        step = of_matrices(vectors) if is_matrix else sum(vectors, start=0 * start) / len(vectors)
+        vectors = [expert[name] - start for expert in experts.values()]
+        if of_matrices is not None and name == MATRIX and start.dim() == 2:
+            step = of_matrices(vectors)
+        else:
+            step = torch.stack(vectors).mean(dim=0)
         merged[name] = start + scaling * step.to(start)
     return merged

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from driftlens.merging.method import merge_methods
-from tests.merging.applying import apply, random_model, states
+from tests.merging.applying import apply, open_models, random_model, states, study_of
 from tests.reference import matrix_merging as reference
+from tests.tiny import TinyStack
 
 SVD = ("tsv_m", "iso_c", "iso_cts")
 SLOW: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -85,3 +86,126 @@ def test_what_is_no_matrix_of_a_module_takes_the_mean_step(name: str) -> None:
         mean = sum(expert[key] - base[key] for expert in experts.values()) / 3
         torch.testing.assert_close(found[key], base[key] + 0.5 * mean)
     assert random_model(0).keys() == found.keys()
+
+
+def grams(count: int, width: int, rows: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    inputs = [matrices(rows, width, count=0, seed=10 + task)[0] for task in range(count)]
+    return inputs, {task: x.mT @ x / len(x) for task, x in zip("abc", inputs, strict=False)}
+
+
+def test_regmean_solves_its_normal_equations_and_leaves_the_mean_where_no_input_reaches() -> None:
+    _, *experts = matrices(5, 8)
+    by_task = {task: {"weight": expert} for task, expert in zip("abc", experts, strict=True)}
+    inputs, moments = grams(3, 8, 40)
+    regmean = merge_methods["regmean"].function
+    for keep in (0.95, 1.0):
+        found = regmean(by_task["a"], by_task, moments, off_diagonal=keep)["weight"]
+        expected = reference.regmean([e.numpy() for e in experts], [x.numpy() for x in inputs], keep)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
+    residual = sum((found - expert) @ moments[task] for task, expert in zip("abc", experts, strict=True))
+    assert residual.abs().max() < 1e-12
+
+    dead = {task: gram.clone() for task, gram in moments.items()}
+    for gram in dead.values():
+        gram[:, 3], gram[3] = 0, 0
+    found = regmean(by_task["a"], by_task, dead, off_diagonal=0.95)["weight"]
+    torch.testing.assert_close(found[:, 3], torch.stack(experts).mean(dim=0)[:, 3])
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("rows", [40, 2])
+def test_lot_equals_the_slow_reference_of_full_rank_and_without(rows: int) -> None:
+    base, *experts = matrices(5, 8)
+    inputs, moments = grams(3, 8, rows)
+    by_task = {task: {"weight": expert} for task, expert in zip("abc", experts, strict=True)}
+    found = merge_methods["lot"].function({"weight": base}, by_task, moments, scaling=1.5)["weight"]
+    step = reference.lot([(e - base).numpy() for e in experts], [x.numpy() for x in inputs])
+    np.testing.assert_allclose(found.numpy(), base.numpy() + 1.5 * step, rtol=1e-7, atol=1e-9)
+
+
+def test_wudi_descends_as_published_and_its_closed_form_is_where_that_would_end() -> None:
+    base, *experts = matrices(6, 9)
+    base, experts = base / 100, [base / 100 + expert / 1000 for expert in experts]
+    deltas = [expert - base for expert in experts]
+    found = merged("wudi", base, experts, steps=40) - base
+    torch.testing.assert_close(found, reference.wudi(deltas, 40, 1e-5), rtol=1e-9, atol=1e-12)
+
+    end = (merged("wudi", base, experts, solver="closed_form", ridge=0.0) - base).requires_grad_()
+    (slope,) = torch.autograd.grad(reference.interference(end, deltas), end)
+    (before,) = torch.autograd.grad(reference.interference(start := found.requires_grad_(), deltas), start)
+    assert slope.abs().max() < 1e-9 * before.abs().max()
+    losses = [float(reference.interference(at.detach(), deltas)) for at in (sum(deltas), found, end)]
+    assert losses[0] > losses[1] > losses[2]
+    pulled = merged("wudi", base, experts, solver="closed_form", ridge=1e6) - base
+    torch.testing.assert_close(pulled, sum(deltas), rtol=1e-4, atol=1e-8)
+
+    still = merged("wudi", base, [base, experts[0]], solver="closed_form", ridge=0.0)
+    torch.testing.assert_close(still, experts[0], rtol=1e-9, atol=1e-12)  # one that did not move has no say
+    assert torch.equal(merged("wudi", base, [base, base]), base)
+
+
+def stacks() -> tuple[TinyStack, dict[str, TinyStack]]:
+    """Base and experts of `states` as modules."""
+    models = []
+    for seed in range(4):
+        models.append(TinyStack().eval())
+        models[-1].load_state_dict(random_model(seed))
+    return models[0], dict(zip("abc", models[1:], strict=True))
+
+
+def calibration_images() -> Tensor:
+    study = study_of(open_models(random_model(0), {"a": random_model(1)}))
+    samples = study.tasks["a"].calibration
+    assert samples is not None
+    images: Tensor = samples.load(range(len(samples)))
+    return images
+
+
+def test_moments_are_those_of_each_experts_own_forward_and_of_the_merged_prefix() -> None:
+    base, experts = stacks()
+    by_task = {task: random_model(seed) for seed, task in enumerate("abc", start=1)}
+    images = calibration_images()
+    inputs = {task: reference.heard(expert, images) for task, expert in experts.items()}
+    plain = apply(merge_methods["regmean"], random_model(0), by_task)
+    moved = apply(merge_methods["lot"], random_model(0), by_task, scaling=0.5)
+    for name, part in base.named_modules():
+        weight = f"{name}.weight"
+        if name == "norm" or weight not in plain or name == "patches":
+            continue
+        theirs = [by_task[task][weight].double().numpy() for task in by_task]
+        rows = [inputs[task][name].astype(np.float64) for task in by_task]
+        start = random_model(0)[weight].double().numpy()
+        if isinstance(part, torch.nn.Linear):
+            np.testing.assert_allclose(
+                plain[weight], reference.regmean(theirs, rows, 0.95), rtol=1e-3, atol=1e-4
+            )
+            step = reference.lot([each - start for each in theirs], rows)
+            np.testing.assert_allclose(moved[weight], start + 0.5 * step, rtol=1e-3, atol=1e-4)
+        else:
+            normed = [(x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5) for x in rows]
+            step = reference.lot_scale([each - start for each in theirs], normed)
+            np.testing.assert_allclose(moved[weight], start + 0.5 * step, rtol=1e-4, atol=1e-5)
+
+    found = apply(merge_methods["regmean_pp"], random_model(0), by_task)
+    expected = reference.regmean_pp(experts, images, 0.95).state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(found["blocks.2.up.weight"], plain["blocks.2.up.weight"], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", [*SVD, "wudi", "lot", "regmean", "regmean_pp"])
+def test_two_threads_give_what_one_gives(name: str) -> None:
+    base, experts = states(merge_methods[name])
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(apply(merge_methods[name], base, experts))
+    finally:
+        torch.set_num_threads(before)
+    for key in base:
+        if merge_methods[name].runs_models:  # whose features are products in float32
+            torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(found[0][key], found[1][key])

@@ -42,6 +42,11 @@ def one_expert_at_scaling_one(method: MergeMethod) -> Sides:
     return apply(method, base, {"a": experts["a"]}, scaling=1.0), experts["a"]
 
 
+def one_expert_is_fixed(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    return apply(method, base, {"a": experts["a"]}), experts["a"]
+
+
 LAWS = {
     law.__name__: law
     for law in (
@@ -50,6 +55,7 @@ LAWS = {
         zero_scaling_is_base,
         affine_in_scaling,
         one_expert_at_scaling_one,
+        one_expert_is_fixed,
     )
 }
 

@@ -5,10 +5,13 @@ Weights are [out, in]; a module maps x to W x. `deltas` are task vectors. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor, nn
 
 Array = npt.NDArray[np.float64]
 
@@ -55,3 +58,95 @@ def iso_cts(deltas: Sequence[Array], fraction: float) -> Array:
     rights.append(vt[:common].T)
     size = np.concatenate(sizes).mean()
     return size * procrustes(np.hstack(lefts)) @ procrustes(np.hstack(rights)).T
+
+
+def regmean(weights: Sequence[Array], inputs: Sequence[Array], keep: float) -> Array:
+    """RegMean (arXiv:2212.09849), token by token; `inputs` are [tokens, in]."""
+    width = weights[0].shape[1]
+    left, right = np.zeros_like(weights[0]), np.zeros((width, width))
+    for weight, rows in zip(weights, inputs, strict=True):
+        gram = np.zeros((width, width))
+        for x in rows:
+            gram += np.outer(x, x) / len(rows)
+        for i in range(width):
+            for j in range(width):
+                gram[i, j] *= 1 if i == j else keep
+        left += weight @ gram
+        right += gram
+    return left @ np.linalg.inv(right)
+
+
+def lot(deltas: Sequence[Array], inputs: Sequence[Array]) -> Array:
+    """LOT (arXiv:2505.23859) of a linear module."""
+    total = np.sum([rows.T @ rows for rows in inputs], axis=0)
+    wanted = np.sum([d @ rows.T @ rows for d, rows in zip(deltas, inputs, strict=True)], axis=0)
+    return wanted @ np.linalg.pinv(total, rcond=len(total) * np.finfo(np.float64).eps, hermitian=True)
+
+
+def lot_scale(deltas: Sequence[Array], normalised: Sequence[Array]) -> Array:
+    """LOT of a norm's scale, entry by entry."""
+    found = np.zeros_like(deltas[0])
+    for d in range(len(found)):
+        above = sum(
+            x[d] ** 2 * delta[d] for delta, rows in zip(deltas, normalised, strict=True) for x in rows
+        )
+        found[d] = above / sum(x[d] ** 2 for rows in normalised for x in rows)
+    return found
+
+
+def interference(step: Tensor, deltas: Sequence[Tensor]) -> Tensor:
+    """The loss of WUDI (arXiv:2503.08099)."""
+    parts = [((step - delta) @ delta.T).square().sum() / delta.square().sum() for delta in deltas]
+    return torch.stack(parts).sum()
+
+
+def wudi(deltas: Sequence[Tensor], steps: int, rate: float) -> Tensor:
+    """WUDI's descent, with Adam written out and the slope by autograd."""
+    step = torch.stack(list(deltas)).sum(dim=0)
+    first, second = torch.zeros_like(step), torch.zeros_like(step)
+    for t in range(1, steps + 1):
+        here = step.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(interference(here, deltas), here)
+        first = 0.9 * first + 0.1 * slope
+        second = 0.999 * second + 0.001 * slope**2
+        step = step - rate * (first / (1 - 0.9**t)) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
+    return step
+
+
+def heard(module: nn.Module, x: Tensor) -> dict[str, Array]:
+    """What every linear module and norm inside reads, [tokens, in]."""
+    found: dict[str, Array] = {}
+    hooks = [
+        part.register_forward_hook(
+            lambda _m, given, _out, name=name: found.update({name: given[0].flatten(0, -2).numpy()})
+        )
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | nn.LayerNorm)
+    ]
+    with torch.no_grad():
+        module(x)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def regmean_pp(experts: Mapping[str, nn.Module], images: Tensor, keep: float) -> nn.Module:
+    """RegMean++ (arXiv:2508.03121) of models with `blocks`: each is merged on what those before make."""
+    merged = copy.deepcopy(next(iter(experts.values())))
+    with torch.no_grad():
+        for name, value in merged.named_parameters():
+            value.copy_(torch.stack([expert.get_parameter(name) for expert in experts.values()]).mean(dim=0))
+        for place, block in enumerate(merged.blocks):
+            entered: list[Tensor] = []
+            hook = block.register_forward_pre_hook(
+                lambda _m, given, entered=entered: entered.append(given[0])
+            )
+            merged(images)
+            hook.remove()
+            inputs = {task: heard(expert.blocks[place], entered[0]) for task, expert in experts.items()}
+            for name, part in block.named_modules():
+                if isinstance(part, nn.Linear):
+                    theirs = [e.blocks[place].get_submodule(name).weight.numpy() for e in experts.values()]
+                    solved = regmean(theirs, [inputs[task][name] for task in experts], keep)
+                    part.weight.copy_(torch.from_numpy(solved))
+    return merged

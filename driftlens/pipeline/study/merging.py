@@ -296,14 +296,15 @@ def site_moments(
                     x = rows.inputs[name]
                     by_rule = rules[rule](state, side) if rule in rules and rule != UNIFORM else None
                     weights = row_weights(name, x, by_rule, side.mask(site.stream or layer.stream))
-                    x = x.flatten(0, -2)
+                    # Float32 products would fill the null space of few tokens with rounding.
+                    x = x.flatten(0, -2).double()
                     width = x.shape[-1] if site.kind == "linear" else 0
                     total, counts = sums.setdefault(name, (GramSum(width, torch.float64, x.device), []))
                     counts.append(float(len(x) if weights is None else weights.sum(dtype=torch.float64)))
                     if site.kind == "linear":
                         total.add_rows(x if weights is None else x * weights.sqrt()[:, None])
                         continue
-                    square = normalised(site, x).double().square()
+                    square = normalised(site, x).square()
                     square = square if weights is None else square * weights[:, None]
                     squares[name] = squares.get(name, 0) + square.sum(dim=0)
                 watch.see(expert_of(task), out[layer.stream])

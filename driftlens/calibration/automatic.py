@@ -65,12 +65,14 @@ class Scores:
         """
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
-            return Comparison(other.mean - self.mean, math.inf, 0.0, is_clear=False)
+            return Comparison(other.mean - self.mean, math.inf, 0.0, math.nan, math.nan, is_clear=False)
         gaps = [before - after for before, after in pairs]
         error, freedom = standard_error([gap / len(gaps) for gap in gaps])
         advantage = float(np.mean([gap.mean() for gap in gaps]))
-        is_clear = advantage > student(freedom, 1 - (1 - LEVEL) / among) * error
-        return Comparison(advantage, error, freedom, is_clear)
+        reach = student(freedom, 1 - (1 - LEVEL) / among) * error
+        return Comparison(
+            advantage, error, freedom, advantage - reach, advantage + reach, is_clear=advantage > reach
+        )
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,16 @@ class Comparison:
         advantage: by how much its mean is lower.
         standard_error: of the advantage; infinite where one of them can't be solved for.
         freedom: degrees of freedom of that error.
+        low: lower end of the advantage's interval, after the correction for several comparisons.
+        high: upper end.
         is_clear: whether it is lower by more than chance explains.
     """
 
     advantage: float
     standard_error: float
     freedom: float
+    low: float
+    high: float
     is_clear: bool
 
 

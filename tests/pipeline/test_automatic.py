@@ -23,8 +23,9 @@ from driftlens.models.chain import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search import trials
-from driftlens.pipeline.search.automatic import choose_settings, divergences, drift_scores
-from driftlens.pipeline.search.trials import LANE, Trials
+from driftlens.pipeline.search.automatic import choose_settings
+from driftlens.pipeline.search.judge import LANE, Judge, divergences, drift_scores
+from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.card import escaped
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study, TaskSamples
@@ -256,6 +257,21 @@ def test_candidates_are_read_by_the_merged_models_own_score_map(study: Study) ->
         for made in (study, dataclasses.replace(study, tasks=tasks))
     )
     assert min(turned_too) > max(plain)
+
+
+def test_the_judge_reads_every_model_by_its_own_score_map_and_compares_pairs(study: Study) -> None:
+    task = TASKS[0]
+    at = study.tasks[task]
+    assert isinstance(at.head, Head) and at.calibration is not None
+    turned = Head(at.head.classes, at.head.embeddings.roll(1, dims=0), at.head.logit_scale)
+    samples = {task: dataclasses.replace(at.calibration, labels=None)}
+    given = dataclasses.replace(study, tasks={task: dataclasses.replace(at, own_heads={"base": turned})})
+    expert = f"expert:{task}"
+    plain, found = (Judge(one).scores(["merged", "base", expert], samples) for one in (study, given))
+    assert found["merged"].mean == plain["merged"].mean and found["base"].mean > plain["base"].mean
+    assert found[expert].mean == pytest.approx(0, abs=1e-6)
+    gap = found[expert].compared_with(found["base"])
+    assert gap.is_clear and gap.low > 0 and gap.high == pytest.approx(2 * gap.advantage - gap.low)
 
 
 def test_without_a_head_the_score_is_the_relative_drift() -> None:

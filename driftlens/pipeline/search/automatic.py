@@ -1,11 +1,5 @@
 """Settings of a calibration chosen from its calibration samples alone: candidates run, held-out samples scored.
 
-What is scored is the divergence of the expert's class probabilities from the calibrated model's, through the task's
-head, and the final drift only where there is no head. Over 27 settings of four real tasks (docs/benchmarks.md) the
-held-out divergence ranked the settings nearly as test accuracy did, Spearman -0.91; relative drift did worse, -0.52,
-because it favours targets with more of the expert (alpha 0.6) that class decisions don't gain from. Nats and relative
-drift have no common mean, so relative drift is what counts for all tasks as soon as one of them lacks a head.
-
 Where no calibration is clearly better than the merged model as it is, that is what is chosen: the calibration then
 solves no module, and its variant is the merged model, whose numbers stand under the name that was asked for.
 """
@@ -22,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from driftlens.calibration.automatic import (
     CHOSEN,
@@ -42,8 +34,8 @@ from driftlens.calibration.calibrator import Calibrator, closed_form
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
 from driftlens.errors import DataError, SpecError
-from driftlens.models.chain import ScoreMap
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
+from driftlens.pipeline.search.judge import Judge
 from driftlens.pipeline.search.trials import Trials, part_of, with_settings
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
@@ -71,19 +63,10 @@ def choose_settings(
     settings = start.get_params()
     first = Candidate(*(float(settings[field.name]) for field in dataclasses.fields(Candidate)))
     parts = _folds(study)
-    heads = {task: at.head for task, at in study.tasks.items()}
-    bare = [task for task, head in heads.items() if head is None]
+    judge = Judge(study)
 
     def calibrator(candidate: Candidate) -> Calibrator:
         return start if candidate == first else with_settings(start, dataclasses.asdict(candidate))
-
-    def measure(model: str, task: str, found: Tensor, expert: Tensor) -> Any:
-        head = heads[task]
-        if bare or head is None:
-            return drift_scores(found, expert).cpu().numpy()
-        # A candidate is the merged model with other weights, so it is read as the merged model is.
-        own = study.head(task, "merged") or head
-        return divergences(found, own, expert, head).cpu().numpy()
 
     def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
         others = frozenset(range(NUM_FOLDS)) - {fold}
@@ -103,12 +86,12 @@ def choose_settings(
             for fold in (SEARCH_FOLD, DECISION_FOLD)
         }
         trials = {
-            fold: Trials(study, sites, samples, measure, reporter, PHASE, spill)
+            fold: Trials(study, sites, samples, judge, reporter, PHASE, spill)
             for fold, samples in held_out.items()
         }
         found = choose(first, evaluate, lambda fold: Scores(trials[fold].of("merged")), varies=varies)
     num_held_out = {task: len(samples) for task, samples in held_out[SEARCH_FOLD].items()}
-    record = _record(found, first, bare, num_held_out)
+    record = _record(found, first, judge.score, num_held_out)
     record["seconds"] = round(time.perf_counter() - started, 3)
     return calibrator(found.chosen or first), record
 
@@ -148,38 +131,10 @@ def _folds(study: Study) -> dict[str, list[SampleSet]]:
     return found
 
 
-def drift_scores(found: Tensor, expert: Tensor) -> Tensor:
-    """Norms of final drift, [n], against the mean norm of the expert's features: their mean is `drift_rel`.
-
-    Args:
-        found: final features of the model, [n, d].
-        expert: the same of the expert.
-    """
-    sizes = torch.linalg.vector_norm(expert, dim=1).double()
-    return torch.linalg.vector_norm(found - expert, dim=1).double() / sizes.mean()
-
-
-def divergences(found: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """KL(expert || model) of each sample's class probabilities, [n], in nat; no label is needed.
-
-    Args:
-        found: final features of the model, [n, d].
-        head: its score map.
-        expert: final features of the expert.
-        expert_head: its score map.
-    """
-    wanted = F.log_softmax(expert_head.scores(expert).double(), dim=1)
-    given = F.log_softmax(head.scores(found).double(), dim=1)
-    return (wanted.exp() * (wanted - given)).sum(dim=1)
-
-
-def _record(
-    found: Choice, start: Candidate, bare: Sequence[str], num_held_out: Mapping[str, int]
-) -> dict[str, Any]:
-    """The search as plain values, for `config.yaml`; `bare` are the tasks without a head."""
-    drift = f"relative final drift of all tasks, as there is no head for {', '.join(bare)}"
+def _record(found: Choice, start: Candidate, score: str, num_held_out: Mapping[str, int]) -> dict[str, Any]:
+    """The search as plain values, for `config.yaml`."""
     return {
-        "score": drift if bare else "KL(expert || calibrated) of class probabilities, nat",
+        "score": score,
         "start": dataclasses.asdict(start),
         "chosen": None if found.chosen is None else dataclasses.asdict(found.chosen),
         "is_start_kept": found.chosen == start,

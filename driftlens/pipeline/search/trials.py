@@ -22,12 +22,10 @@ from driftlens.errors import SingularGramError
 from driftlens.models.chain import ParameterKey
 from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.variants import with_parameters
+from driftlens.pipeline.search.judge import LANE
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.variants import expert_of
-
-LANE = "lane"
-"""Name in the study's pool of the calibrated model at hand."""
 
 T = TypeVar("T")
 

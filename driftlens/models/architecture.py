@@ -20,7 +20,7 @@ from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.refusals import LIVE, running
 from driftlens.models.sequential import sequential_chain
-from driftlens.models.sources import Composed, StateSource
+from driftlens.models.sources import Composed, StateSource, renamed
 from driftlens.registry import Registry
 
 
@@ -35,6 +35,10 @@ class TextTower:
 
     embed: Callable[[Sequence[str]], Tensor]
     logit_scale: float
+
+
+HEADS = "heads"
+"""Where saved folders hold the tasks' own heads."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,17 @@ class Architecture:
                 return None
             keys.append(min(ends, key=len))  # the whole model's own, if another module ends so too
         return tuple(keys) or None
+
+    def head_of(self, stored: StateSource) -> StateSource | None:
+        """The classifier of a checkpoint under the names that the library has in memory; None where it holds none."""
+        keys = self.classifier_keys(stored)
+        if keys is None:
+            return None
+        if self.own_head is not None:
+            return renamed(stored, dict(zip(self.own_head.names, keys, strict=True)))
+        places = {"weight": keys[0], "bias": f"{keys[0].removesuffix('weight')}bias"}
+        held = {part: key for part, key in places.items() if key in stored.headers}
+        return renamed(stored, {f"{self.classifier}.{part}": key for part, key in held.items()})
 
     def text_tower(self, base: StateSource) -> TextTower:
         """The text tower of a base, which is given under its own key names.

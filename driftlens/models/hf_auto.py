@@ -19,6 +19,7 @@ from torch import nn
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.alignment import Spellings
 from driftlens.models.architecture import (
+    HEADS,
     Architecture,
     ArchitectureRequest,
     FolderFormat,
@@ -64,6 +65,18 @@ folder = "."  # this one, or the model's id on the Hub
 model, reader = {model}.from_pretrained(folder), {reader}.from_pretrained(folder)
 {change}inputs = reader({sample}, return_tensors="pt")
 features = model(**inputs).{output}
+"""
+
+
+_HEADS = """
+# The scores of a task, by its own head (there is {heads}):
+from safetensors.torch import load_file
+from transformers import AutoModelFor{kind}Classification as Classifier
+
+head = load_file(f"{{folder}}/{first}")
+model = Classifier.from_pretrained(folder, num_labels=len(head["{last}"]), ignore_mismatched_sizes=True)
+model.load_state_dict(head, strict=False)
+scores = model(**inputs).logits
 """
 
 
@@ -187,7 +200,11 @@ def _usage(
     needed = ("preprocessor_config.json", "processor_config.json") if reads_images else TOKENIZERS
     if set(needed).isdisjoint(files):
         return ""
-    return _USAGE.format(
+    heads = [file for file in files if file.startswith(f"{HEADS}/")]
+    last = f"{classifier}.weight" if own_head is None else list(own_head.names)[-1]
+    kind = "Image" if reads_images else "Sequence"
+    scores = _HEADS.format(heads=", ".join(heads), first=heads[0], last=last, kind=kind) if heads else ""
+    features = _USAGE.format(
         model=model,
         imports="import torch\n" * bool(classifier) + "from PIL import Image\n" * reads_images,
         reader="AutoImageProcessor" if reads_images else "AutoTokenizer",
@@ -199,6 +216,7 @@ def _usage(
         else "last_hidden_state"
         + "[:, 0]  # what the experts' heads read" * (own_head is not None and own_head.pool == "cls"),
     )
+    return features + scores
 
 
 def read_plain_config(request: ArchitectureRequest) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -188,6 +189,7 @@ def save_model(
     *,
     metadata: Mapping[str, str] | None = None,
     card: Callable[[str], str] | None = None,
+    heads: Mapping[str, StateSource] = MappingProxyType({}),
 ) -> None:
     """Write a model the way its base is stored: the base's keys, dtypes and shards, and what else its file holds.
 
@@ -201,6 +203,7 @@ def save_model(
         path: ending in `.safetensors`, a state dict; anything else, a folder that the original library loads.
         metadata: strings for the header of the weights.
         card: Python that uses the folder (see `FolderFormat`) -> text of its README.md.
+        heads: by their place in the folder, the tasks' own heads.
 
     Raises:
         SpecError: a folder is asked for, but the architecture has no such form or the base is only a part.
@@ -223,7 +226,7 @@ def save_model(
     names = _library_names(architecture, base, form)
     files = _files(base, names, form)
     beside = _companions(architecture, base, form)
-    usage = form.usage(names, [*form.configs, *beside])
+    usage = form.usage(names, [*form.configs, *beside, *heads])
     with atomic_folder(target) as folder:
         for name, place in beside.items():
             _copy(place, folder / name)
@@ -231,6 +234,9 @@ def save_model(
             write_json_atomic(folder / name, _without_code(content, name))
         if card is not None:
             write_text_atomic(folder / "README.md", card(usage))
+        for name, head in heads.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            save_state_dict(folder / name, Patched(head, {}))
         for name, part in files.items():
             save_state_dict(folder / name, patched(part), metadata)
         if len(files) > 1:

@@ -267,6 +267,9 @@ def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
             np.testing.assert_allclose(of_run, found[order], rtol=2e-3, atol=2e-3 * np.abs(found).max())
             with_classifier(model, classifier, made.experts[task].get_submodule(classifier))
             assert accuracy[task, variant] == pytest.approx(right(made, model, task))
+            head = open_state(tmp_path / place / "heads" / f"{task}.safetensors")
+            assert head.keys() == {f"{classifier}.weight", f"{classifier}.bias"}
+            assert all(torch.equal(made.experts[task].state_dict()[key], head[key]) for key in head)
     for task in TASKS:
         assert accuracy[task, "expert"] == pytest.approx(right(made, made.experts[task], task))
 

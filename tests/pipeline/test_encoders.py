@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
 import pathlib
+import re
 import zipfile
 from typing import Any
 
@@ -108,6 +110,10 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: pat
     run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
     notices = dl.open_run(tmp_path / "run").manifest.notices
     assert any("is the task's own" in text and "classifier" in text for text in notices)
+    accuracy = dl.open_run(tmp_path / "run").accuracy().set_index(["task", "variant"])["value"]
+    for task in TASKS:
+        used = used_with_head(tmp_path / "saved", task)
+        assert accuracy[task, "calibrated:featcal"] == pytest.approx(suite.accuracy(task, used))
     reloaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
     for key in _head(suite.base):
@@ -121,6 +127,18 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: pat
     lines = [int(str(sample).rpartition(":")[2]) for sample in order]
     np.testing.assert_allclose(stored, found[np.array(lines) - min(lines)], rtol=0, atol=5e-3)
     assert "classifier" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def used_with_head(folder: pathlib.Path, task: str) -> Any:
+    """The model of a saved folder with a task's own head, by the lines that its card has."""
+    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert all(f"heads/{task}.safetensors" in code for task in TASKS)
+    code = re.sub(r"heads/\w+\.safetensors\"\)", f'heads/{task}.safetensors")', code)
+    names: dict[str, Any] = {}
+    with contextlib.chdir(folder):
+        exec(code, names)
+    assert names["scores"].shape == (1, len(TASKS[task]))
+    return names["model"]
 
 
 def _head(model: Any) -> set[str]:

@@ -40,7 +40,7 @@ from driftlens.pipeline.calibrate.scratch import CalibrationScratch
 from driftlens.pipeline.calibrate.variants import save_variants, weights_metadata
 from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve, train
 from driftlens.pipeline.study.card import model_card
-from driftlens.pipeline.study.opening import OpenModels
+from driftlens.pipeline.study.opening import OpenModels, head_files
 from driftlens.pipeline.study.reopening import (
     Live,
     add_calibration,
@@ -136,7 +136,15 @@ def calibrate(
         models = opened.models
         model = models.architecture.align(open_checkpoint(folder / plan.weights[plan.variant]))
         card = functools.partial(model_card, run, plan.name)
-        save_model(models.architecture, models.own_form, model, save_weights, metadata=metadata, card=card)
+        save_model(
+            models.architecture,
+            models.own_form,
+            model,
+            save_weights,
+            metadata=metadata,
+            card=card,
+            heads=head_files(models),
+        )
     return run
 
 

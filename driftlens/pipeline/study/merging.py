@@ -30,6 +30,7 @@ from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.opening import (
     OpenModels,
     dtype_notices,
+    head_files,
     head_notices,
     open_models,
     open_pool,
@@ -364,7 +365,8 @@ def save_merge(
         described = {"loader": known.loader, "source": known.source}
         return merge_card(record, described, models.origins, notices, usage)
 
-    save_model(known, models.own_form, source, path, metadata=metadata, card=card)
+    heads = head_files(models)
+    save_model(known, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
 
 
 def merge_of(

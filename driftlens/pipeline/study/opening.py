@@ -19,7 +19,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.errors import CheckpointError, SpecError
 from driftlens.layers import select_layers
 from driftlens.metrics import METRICS
-from driftlens.models.architecture import Architecture, TextTower, load_architecture
+from driftlens.models.architecture import HEADS, Architecture, TextTower, load_architecture
 from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.generation import generate
 from driftlens.models.heads import (
@@ -39,6 +39,7 @@ from driftlens.models.pretrained import resolve_pretrained
 from driftlens.models.sources import StateSource
 from driftlens.models.vocabularies import require_head, require_same_tokenizer, vocabulary_keys, with_rows
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
+from driftlens.records.layout import escape
 from driftlens.settings import resolve
 from driftlens.spec import RunSpec
 from driftlens.spec.sections import FileHead, Head, LinearHead
@@ -499,19 +500,26 @@ def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
 
 def head_notices(models: OpenModels) -> list[str]:
     """That experts bring heads of several layers, which no merged model holds, if they do."""
-    form = models.architecture.own_head
-    bring = [
-        name
-        for name, stored in models.stored.items()
-        if task_of(name) is not None and models.architecture.classifier_keys(stored) is not None
-    ]
+    form, bring = models.architecture.own_head, [expert_of(task) for task in own_heads(models)]
     if form is None or not bring:
         return []
     held = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
     text = (
         f"{', '.join(bring)}: all that reads the features of tokens ({held}) is the task's own; saved models"
     )
-    return [f"{text} hold that of the base, if it has one, and the experts' checkpoints hold theirs"]
+    return [f"{text} hold that of the base, if it has one, and saved folders the experts' in {HEADS}/"]
+
+
+def head_files(models: OpenModels) -> dict[str, StateSource]:
+    """The experts' own heads by their places in a saved folder."""
+    return {f"{HEADS}/{escape(task)}.safetensors": head for task, head in own_heads(models).items()}
+
+
+def own_heads(models: OpenModels) -> dict[str, StateSource]:
+    """By task, the heads that experts bring."""
+    experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
+    found = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
+    return {task: head for task, head in found.items() if head is not None}
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

@@ -212,8 +212,10 @@ def attach(
     as_json: JsonFlag = False,
 ) -> None:
     """Put results of the lm-evaluation-harness beside a variant's own scores."""
+    from driftlens.pipeline.study.card import renew_cards
     from driftlens.records.attaching import attach as attach_results
     from driftlens_reports.terminal import accuracy_text
 
     found = attach_results(run, variant, results)
+    renew_cards(found)
     say_json(found.accuracy()) if as_json else say(accuracy_text(found))

@@ -230,7 +230,8 @@ def _notices(
         )
     texts = sets["test"].texts
     if sets["test"].labels is None and (texts is None or not texts.read(0).target):
-        yield f"{task}: the test samples have no labels, so there is no accuracy"
+        lacking = "labels, so there is no accuracy" if texts is None else "targets, so answers aren't scored"
+        yield f"{task}: the test samples have no {lacking}"
 
 
 def require_same_classes(

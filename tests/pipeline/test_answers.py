@@ -15,6 +15,7 @@ from driftlens.models.likelihoods import log_likelihoods
 from driftlens.models.texts import TextReader
 from driftlens.pipeline.analyze.job import analyze, evaluate
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.models.test_generation import llama, t5
 from tests.models.tokenizers import word_tokenizer
 
@@ -151,7 +152,12 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathli
     small = suite.spec(data) | {"compute": {"feature_budget": 4096}}
     bare = analyze(small, out=tmp_path / "small", attribution=False)
     assert bare.accuracy().empty
-    assert any("exact_match of expert not measured" in text for text in bare.manifest.notices)
+    (said,) = (
+        text
+        for text in bare.manifest.notices
+        if "exact_match of expert not measured" in text and "free" in text
+    )
+    assert said in charts["accuracy"].missing(bare, ChartOptions())
 
 
 def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import re
+import shutil
 
 import pytest
 from huggingface_hub import EvalResult, ModelCard
@@ -13,9 +15,12 @@ from scipy import stats
 import driftlens as dl
 from driftlens.merging.method import merge_methods
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.study.card import escaped, merge_card, model_card
+from driftlens.pipeline.study.card import escaped, merge_card, model_card, renew_cards
+from driftlens.records.attaching import attach
 from driftlens.records.before_after import score_changes
+from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.pipeline.world import TASKS, World, build
 
@@ -199,3 +204,23 @@ def test_names_that_a_user_chose_are_shown_and_not_read(tmp_path: pathlib.Path) 
 )
 def test_escaping_keeps_one_readable_line(text: str, expected: str) -> None:
     assert escaped(text) == expected
+
+
+def test_scores_of_other_tools_reach_the_card_and_texts_are_no_images(
+    run: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    folder = pathlib.Path(shutil.copytree(run.path, tmp_path / "run"))
+    manifest = read_manifest(folder)
+    architecture = {**manifest.architecture, "loader": "live", "reads": "text"}
+    write_manifest(folder, dataclasses.replace(manifest, architecture=architecture))
+    results = tmp_path / "results.json"
+    results.write_text('{"results": {"arc_easy": {"acc": 0.75}}}')
+    renew_cards(attach(folder, VARIANT, results))
+    text = (folder / "calibrations" / NAME / "README.md").read_text()
+    found = ModelCard(text).data.eval_results
+    (attached,) = (each for each in found if each.dataset_name == "arc_easy")
+    assert attached.metric_value == 0.75 and attached.source_name == "lm-evaluation-harness"
+    assert {each.task_type for each in found} == {"text-classification"}
+    assert "| arc\\_easy | acc |" in text
+    assert f"calibrations/{NAME}/README.md" in open_run(folder).manifest.files
+    assert verify(folder).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -12,9 +13,12 @@ import pytest
 
 from driftlens.errors import DataError
 from driftlens.records.attaching import attach
+from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.outcomes import task_means
 from driftlens.records.run import open_run
 from driftlens.records.verify import verify
+from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+from driftlens_reports.paper.published import family
 from driftlens_reports.terminal import summary
 from tests.records.full_run import Size, write_full_run
 
@@ -94,3 +98,30 @@ def test_an_unknown_variant_is_refused_by_name(folder: pathlib.Path) -> None:
     with pytest.raises(DataError, match="calibrated:featcal"):
         attach(folder, "calibrated:other", written(folder, OLD))
     assert len(attach(folder, "expert:cars", written(folder, OLD)).accuracy())
+
+
+@pytest.mark.parametrize("loader", ["hf-decoder", "hf-encoder"])
+def test_attached_scores_fill_the_exhibits_of_language_models(folder: pathlib.Path, loader: str) -> None:
+    manifest = read_manifest(folder)
+    architecture = {**manifest.architecture, "loader": loader, "reads": "text"}
+    write_manifest(folder, dataclasses.replace(manifest, architecture=architecture))
+    run = open_run(folder)
+    assert family(run) == ("language" if loader == "hf-decoder" else "text")
+    single = exhibits["experts-llm"].draw([run], ExhibitOptions(paper=False)).data
+    if loader == "hf-encoder":
+        assert single.empty
+        return
+    assert set(single["row"]) == {"Base", "cars expert", "Best single"}  # of its own task alone
+    for variant, share in (("base", 0.4), ("expert:cars", 0.6), ("merged", 0.5)):
+        results = {"results": {"gsm8k": {"acc": share}, "mbpp": {"pass@1": 1 - share}}}
+        run = attach(folder, variant, written(folder, results))
+    single, both = (
+        exhibits[name].draw([run], ExhibitOptions(paper=False)).data
+        for name in ("experts-llm", "accuracy-llm")
+    )
+    best = single[single["row"] == "Best single"].set_index("column")["value"]
+    assert best[["gsm8k", "mbpp"]].tolist() == pytest.approx([60, 60])
+    assert single[single["row"] == "cars expert"].set_index("column")["value"]["mbpp"] == pytest.approx(40)
+    shown = both[both["column"] == "gsm8k"].set_index("row")["value"]
+    assert {"Base", "Best single"} < set(shown.index) and "cars expert" not in shown.index
+    assert 50 in shown.to_numpy().round(9)

@@ -111,12 +111,14 @@ def _refused(study: Study, model: str, task: str) -> str:
     """Why a model can't answer; empty where it can."""
     if study.pool.variant(model).attached(task):
         return "what is attached to its features is no part of the library's model"
-    source, keys = study.pool.source(model), study.pool.chain.parameter_keys()
-    count = sum(math.prod(source.headers[key].shape) for key in keys)
+    count = sum(math.prod(header.shape) for header in study.pool.source(model).headers.values())
     bytes_, budget = count * study.pool.dtype.itemsize, study.settings.feature_budget
     if bytes_ <= budget:
         return ""
-    return f"its {size(bytes_)} of weights don't fit compute.feature_budget, {size(budget)}"
+    return (
+        f"its {size(bytes_)} of weights don't fit compute.feature_budget, {size(budget)}; raise it where there is "
+        "memory for a whole model"
+    )
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,11 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         tasks=list(study.tasks),
         variants=list(study.variants),
         layers=[LayerInfo(layer.index, layer.role, layer.path) for layer in pool.chain.layers],
-        architecture={"adapter": pool.chain.architecture, **study.architecture, **pool.chain.settings},
+        architecture={
+            **{"adapter": pool.chain.architecture, "reads": pool.chain.modality.name},
+            **study.architecture,
+            **pool.chain.settings,
+        },
         preprocessing=study.preprocessing,
         classes={
             task: list(at.head.classes)

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from huggingface_hub import metadata_load
 
-from driftlens.metrics import ACCURACY, metric_called
+from driftlens.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.models.loading import is_hub_id, library_folder
 from driftlens.records.before_after import (
     calibration_sentences,
@@ -20,7 +20,8 @@ from driftlens.records.before_after import (
     compared_variants,
     selection_sentences,
 )
-from driftlens.records.layout import SPEC, calibration_attachments
+from driftlens.records.contents import attach
+from driftlens.records.layout import SPEC, calibration_attachments, calibration_folder
 from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
@@ -73,6 +74,19 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     tags = (manifest.calibrations[name].method,)
     front = _front_matter(manifest.architecture, origins, tags, run.name, _measured(run, name))
     return _text(front, f"{run.name}: {title(calibrated(name))}", text, usage, sections)
+
+
+def renew_cards(run: DriftRun) -> None:
+    """Write the cards that lie in a run again, as scores were attached to it since.
+
+    Raises:
+        RunError: one can't be written.
+    """
+    for name in run.manifest.calibrations:
+        place = f"{calibration_folder(name)}/README.md"
+        if (run.path / place).is_file():
+            with attach(run.path, place) as file:
+                file.write_text(model_card(run, name), encoding="utf-8")
 
 
 def merge_card(
@@ -175,8 +189,13 @@ def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
         return []
     spec = from_yaml((run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     data = spec.get("data", {}) if isinstance(spec, Mapping) else {}
-    kind = _TASKS.get(str(run.manifest.architecture.get("loader")))
-    kind = kind or ("image-classification" if run.manifest.preprocessing else "classification")
+    architecture = run.manifest.architecture
+    kind = _TASKS.get(str(architecture.get("loader"))) or _TASKS.get(str(architecture.get("adapter")))
+    # Older runs don't say what their models read.
+    read = architecture.get("reads", "image" if run.manifest.preprocessing else "")
+    kind = kind or {"image": "image-classification", "text": "text-classification"}.get(
+        read, "classification"
+    )
     rows = run.accuracy(variant=calibrated(name))
     return [
         {
@@ -187,6 +206,7 @@ def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
                 "split": "test",
                 **({} if pd.isna(row["n"]) else {"args": {"num_samples": int(row["n"])}}),
             },
+            **({"source": {"name": "lm-evaluation-harness", "url": _HARNESS}} if metric.is_attached else {}),
             "metrics": [
                 {
                     **{"type": metric.hub or metric.name, "value": float(row["value"])},
@@ -203,15 +223,15 @@ def _measured(run: DriftRun, name: str) -> list[dict[str, Any]]:
         }
         for row in rows.to_dict("records")
         for metric in [metric_called(row["metric"])]
-        if not metric.is_attached
     ]
 
 
 _TASKS = {
-    **{"hf-t5": "text2text-generation", "hf-decoder": "text-generation"},
+    **{"hf-t5": "text2text-generation", "hf_t5": "text2text-generation", "hf-decoder": "text-generation"},
     "hf-encoder": "text-classification",
 }
-"""What the Hub calls the tasks of models of text, by loader."""
+"""What the Hub calls the tasks of models of text, by loader or adapter."""
+_HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 
 
 def _recipe(run: DriftRun, name: str) -> str:
@@ -285,7 +305,22 @@ def _results(run: DriftRun, name: str) -> str:
     """The sentences, then every table of the calibration; the first stands directly below the heading."""
     first, *others = (_sheet(sheet) for sheet in calibration_sheets(run, name))
     lines = [escaped(text) for text in calibration_sentences(run, name)]
-    return "\n\n".join(["\n".join(f"- {line}" for line in lines), first, *others])
+    return "\n\n".join(["\n".join(f"- {line}" for line in lines), first, *others, *_attached(run, name)])
+
+
+def _attached(run: DriftRun, name: str) -> Iterator[str]:
+    """What another tool has measured, of the models that the card is about."""
+    rows = run.accuracy()
+    rows = rows[
+        rows["variant"].isin(["base", "merged", calibrated(name)]) & rows["metric"].str.startswith(ATTACHED)
+    ]
+    cells = [
+        (row["task"], row["metric"].removeprefix(ATTACHED), title(row["variant"]), f"{row['value']:.4g}")
+        for row in rows.sort_values(["task", "metric"], kind="stable").to_dict("records")
+    ]
+    if cells:
+        yield "### Scores by other tools (lm-evaluation-harness)"
+        yield _table(("Task", "Metric", "Model", "Score"), [tuple(map(escaped, row)) for row in cells])
 
 
 def _sheet(sheet: Sheet) -> str:

@@ -141,7 +141,7 @@ def _scores(run: DriftRun, options: ChartOptions, *, is_averaged: bool = True) -
     rank=10,
     presets=("standard", "calibration"),
     needs=("accuracy", ("value",)),
-    rows=_scores,
+    lacks=lambda run, options: _no_scores(run, options),
     caption="Accuracy on the test samples of every task, or the other score between -1 and 1 that the task is judged "
     "by, with 95 % intervals, from base to expert, and the mean over tasks at the end.",
     hint="Where intervals overlap widely there may be no difference. The anchor-only control is the "
@@ -171,9 +171,23 @@ def accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
             f"{words.ranged(rows['n'], 'test sample')} per task.",
             f"Whiskers: {said}s; that of the mean over tasks is over samples, of these very tasks.",
             *([] if column == "accuracy" else [f"Metrics: {by_task}."]),
+            *_unmeasured(run),
             *(f"{metric.title}: {metric.described}" for metric in metrics.values() if metric != ACCURACY),
         ),
     )
+
+
+def _unmeasured(run: DriftRun) -> list[str]:
+    """Which scores were left out, and why."""
+    return [f"{text}." for text in run.manifest.notices if " not measured: " in text]
+
+
+def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(_scores(run, options)):
+        return None
+    reasons = _unmeasured(run)
+    lacking = picking.lacking(run, options, "accuracy", ["value"]) or picking.absent("accuracy", ["value"])
+    return " ".join(reasons) if reasons else lacking
 
 
 def _no_perplexity(run: DriftRun, options: ChartOptions) -> str | None:

@@ -200,9 +200,11 @@ def _told(row: PublishedRow, where: str, notes: Iterable[str]) -> str:
 
 
 def family(run: DriftRun) -> Family:
-    """Which kind of model the run is about: image classifiers, text to text, or language models."""
-    known: dict[str, Family] = {"hf-t5": "text", "hf-decoder": "language"}
-    return known.get(str(run.manifest.architecture.get("loader")), "image")
+    """Which kind of model the run is about: of images, of texts (encoders, encoder-decoders), or decoders."""
+    architecture = run.manifest.architecture
+    known: dict[str, Family] = {"hf-t5": "text", "hf-encoder": "text", "hf-decoder": "language"}
+    usual: Family = "text" if architecture.get("reads") == "text" else "image"
+    return known.get(str(architecture.get("loader")), usual)
 
 
 def backbone(run: DriftRun) -> str:

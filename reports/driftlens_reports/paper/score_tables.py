@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.metrics import ACCURACY, Metric
+from driftlens.metrics import ACCURACY, Metric, metric_called
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
-from driftlens.variants import control_of, is_control, part_of, title
+from driftlens.variants import control_of, expert_of, is_control, part_of, title
 from driftlens_reports.paper import published
 from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, span, table
 from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Column, Grid, Line, Role, with_average
@@ -124,19 +124,22 @@ def _table_by_model(
 ) -> None:
     """File a table with the runs about this kind of model, and the paper's rows with a group of blocks per model.
 
-    A kind of None is for scores that no run has.
+    A kind of None is for every expert of language models by itself.
     """
 
     @table(name, title=title, label=label)
     def draw(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
-        used = _scored(runs, kind) if kind else []
+        used = _scored(runs, kind or "language")
         blocks = [
             dataclasses.replace(block, title=model if at == 0 else "", group=model)
             for model in dict.fromkeys(row.model for row in printed.rows)
             for at, block in enumerate(printed_blocks(printed, model=model).values())
         ]
         columns = _score_columns([column for column in printed.columns if column != AVERAGE], options)
-        grids = [*_measured_grids(used, options), Grid(columns, tuple(blocks))]
+        measured = _measured_grids(used, options) if kind else []
+        if kind != "text":
+            measured += [grid for run in used if (grid := _domain_grid(run, options, is_single=kind is None))]
+        grids = [*measured, Grid(columns, tuple(blocks))]
         told = f"{caption} {_BEST_SINGLE}" if printed.rows and kind != "text" else caption
         return _table_of(grids, told, used, how)
 
@@ -162,10 +165,54 @@ _table_by_model(
     "Single experts of merged language models",
     "tab:mergebench-expert-results",
     "Single experts on MergeBench (%): HumanEval+ and MBPP+ report pass@1.",
-    "a run scores each expert on its own task; scores of each expert on every domain come with evaluations of "
-    "language models.",
+    "`driftlens analyze` of decoders (loader hf-decoder) scores each expert on its own task, and `driftlens attach RUN "
+    "--variant expert:TASK` adds what the lm-evaluation-harness measured of it on others.",
     kind=None,
 )
+
+
+def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> Grid | None:
+    """Base, the best single expert and, with `is_single`, every one, else what was merged, by domain.
+
+    Domains are the tasks of attached scores, each by its first metric between 0 and 1; without any those of the run,
+    of which an expert has one.
+    """
+    rows = run.accuracy()
+    rows = rows[rows["value"].notna()]
+    attached = rows[[_is_share(name) for name in rows["metric"]]]
+    if attached.empty and not is_single:
+        return None  # stands in the run's own grid
+    own = _shown_scores(run)
+    own = own.assign(variant=own["variant"].where(own["variant"] != "expert", [*map(expert_of, own["task"])]))
+    rows = attached.drop_duplicates(["variant", "task"]) if len(attached) else own
+    cells: dict[str, dict[str, Cell]] = {}
+    for row in rows.to_dict("records"):
+        cells.setdefault(row["variant"], {})[row["task"]] = _cell(row)
+    columns = list(dict.fromkeys(rows["task"]))
+
+    def line(name: str, label: str, role: Role, found: Mapping[str, Cell]) -> Line:
+        return with_average(Line(label, found, role, "measured", run.id, name), columns)
+
+    singles = {"base": "Base", **{expert_of(task): f"{task} expert" for task in run.tasks}}
+    alone = [line(name, label, "reference", cells[name]) for name, label in singles.items() if name in cells]
+    best: dict[str, Cell] = {}
+    for found in (cells[name] for name in singles if name in cells):
+        best |= {at: cell for at, cell in found.items() if at not in best or cell.number > best[at].number}
+    kept = alone if is_single else [entry for entry in alone if entry.variant == "base"]
+    blocks = [Block((*kept, *([line("", "Best single", "reference", best)] if best else [])))]
+    wanted = {"merged": merger(run), **{name: f"w/ {title(name)}" for name in shown_variants(run, options)}}
+    after = [
+        line(name, label, "plain" if name == "merged" else "own", cells[name])
+        for name, label in wanted.items()
+        if name in cells and not is_single
+    ]
+    blocks += [Block(tuple(after))] if after else []
+    return Grid(_score_columns(columns, options), tuple(blocks)) if cells else None
+
+
+def _is_share(name: str) -> bool:
+    metric = metric_called(name)
+    return metric.is_attached and metric.kind == "share"
 
 
 def _table_of(grids: Sequence[Grid], caption: str, used: Sequence[DriftRun], how: str) -> Table:

@@ -75,6 +75,25 @@ def test_every_weight_is_stationary_and_no_objective_rises(name: str) -> None:
             assert report.objective_after <= report.objective_before
 
 
+def test_keys_and_values_of_every_decoder_block_see_one_gram_of_the_encoders_tokens() -> None:
+    """And none of the padding: whatever stands there changes nothing."""
+    models, found = subject("t5"), []
+    padded = {name: value.clone() for name, value in models.inputs.items()}
+    padded["input_ids"][models.inputs["attention_mask"] == 0] = 7
+    for inputs in (models.inputs, padded):
+        spy = Spy(lam=1e-5, alpha=0.6)
+        layers_of(models, spy, samples={task: lambda given=inputs: batched(given, 3) for task in ("a", "b")})
+        found += [
+            problem.moments.gram
+            for problem in spy.problems
+            if isinstance(problem, LinearProblem) and "EncDecAttention.k" in problem.sites[0].name
+        ]
+    first, *others = found
+    assert len(found) == 2 * 2 and float(first.norm()) > 0
+    for gram in others:
+        torch.testing.assert_close(gram, first, rtol=1e-12, atol=1e-12)
+
+
 def test_reported_objectives_are_those_of_the_moments() -> None:
     spy = Spy()
     reports = {r.site: r for layer in layers_of(subject("hf_clip_vit"), spy) for r in layer.reports}

@@ -13,6 +13,12 @@ MATRIX = "weight"
 """The name under which a linear module's matrix comes; all else comes under other names."""
 
 
+def vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
+    """The task vectors of one tensor."""
+    start = base[name]
+    return [expert[name] - start for expert in experts.values()]
+
+
 def stepped(
     base: StateDict,
     experts: Mapping[str, StateDict],
@@ -22,7 +28,7 @@ def stepped(
     """base + scaling * step: of a matrix what `of_matrices` makes of its task vectors, of all else their mean."""
     merged = {}
     for name, start in base.items():
-        vectors = [expert[name] - start for expert in experts.values()]
+        vectors = vectors_of(base, experts, name)
         if of_matrices is not None and name == MATRIX and start.dim() == 2:
             step = of_matrices(vectors)
         else:

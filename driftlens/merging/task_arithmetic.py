@@ -13,7 +13,13 @@ from driftlens.merging.method import StateDict, merge_methods
     "task_arithmetic",
     title="Task Arithmetic",
     source="arXiv:2212.04089",
-    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling", "one_expert_at_scaling_one"},
+    laws={
+        "expert_order_free",
+        "zero_scaling_is_base",
+        "affine_in_scaling",
+        "one_expert_at_scaling_one",
+        "homogeneous",
+    },
 )
 def task_arithmetic(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: float = 0.3

@@ -27,8 +27,8 @@ def random_state(seed: int) -> Tensors:
     """A few tensors in float64, for methods that are plain functions of tensors."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        "linear.weight": torch.randn(4, 3, generator=generator, dtype=torch.float64),
-        "norm.weight": torch.randn(4, generator=generator, dtype=torch.float64),
+        "linear.weight": torch.randn(6, 12, generator=generator, dtype=torch.float64),
+        "norm.weight": torch.randn(12, generator=generator, dtype=torch.float64),
     }
 
 
@@ -38,9 +38,10 @@ def random_model(seed: int) -> Tensors:
 
 
 def states(method: MergeMethod) -> tuple[Tensors, dict[str, Tensors]]:
-    """A base and three experts of the kind that the method can merge here."""
+    """A base and three experts, or two where the method takes no more, of the kind that it can merge here."""
     draw = random_state if method.reads in ("entry", "tensor") else random_model
-    return draw(0), {task: draw(seed) for seed, task in enumerate("abc", start=1)}
+    tasks = "ab" if method.name == "slerp" else "abc"
+    return draw(0), {task: draw(seed) for seed, task in enumerate(tasks, start=1)}
 
 
 def open_models(base: StateDict, experts: Mapping[str, StateDict]) -> OpenModels:

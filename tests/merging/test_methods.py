@@ -23,7 +23,7 @@ def expert_order_free(method: MergeMethod) -> Sides:
 def equal_experts_are_fixed(method: MergeMethod) -> Sides:
     base, experts = states(method)
     one = experts["a"]
-    return apply(method, base, {"x": one, "y": one, "z": one}), one
+    return apply(method, base, dict.fromkeys(experts, one)), one
 
 
 def zero_scaling_is_base(method: MergeMethod) -> Sides:
@@ -47,9 +47,41 @@ def one_expert_is_fixed(method: MergeMethod) -> Sides:
     return apply(method, base, {"a": experts["a"]}), experts["a"]
 
 
+def experts_at_base(method: MergeMethod) -> Sides:
+    base, experts = states(method)
+    return apply(method, base, dict.fromkeys(experts, base)), base
+
+
+def homogeneous(method: MergeMethod) -> Sides:
+    """Task vectors twice as long make a step twice as long."""
+    base, experts = states(method)
+    longer = {
+        task: {name: 2 * expert[name] - start for name, start in base.items()}
+        for task, expert in experts.items()
+    }
+    merged = apply(method, base, experts)
+    return apply(method, base, longer), {name: 2 * merged[name] - start for name, start in base.items()}
+
+
+def unbiased_over_masks(method: MergeMethod) -> Sides:
+    """Of one expert at scaling 1 the mean over seeds is the expert: within 6 standard errors, everywhere."""
+    base, experts = states(method)
+    one = {"a": experts["a"]}
+    drawn = [apply(method, base, one, scaling=1.0, seed=seed) for seed in range(400)]
+    beyond = {}
+    for name in base:
+        merged = torch.stack([each[name] for each in drawn])
+        error = merged.std(dim=0) / len(drawn) ** 0.5
+        beyond[name] = ((merged.mean(dim=0) - one["a"][name]).abs() > 6 * error).to(base[name])
+    return beyond, {name: torch.zeros_like(value) for name, value in base.items()}
+
+
 LAWS = {
     law.__name__: law
     for law in (
+        experts_at_base,
+        homogeneous,
+        unbiased_over_masks,
         expert_order_free,
         equal_experts_are_fixed,
         zero_scaling_is_base,

@@ -1,0 +1,144 @@
+"""What methods that drop entries of task vectors share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from driftlens.merging.method import StateDict
+
+MergeFunc = Literal["mean", "sum", "max"]
+TrimScope = Literal["global", "per_tensor"]
+LOW_BITS = 15
+"""Of a float32's 31 bits of magnitude, those that the first count of `_limits` leaves to the second."""
+
+
+def keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
+    """Independent draws, true with probability `keep`; they depend on nothing but what is given."""
+    key = hashlib.sha256(repr((seed, task, name)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    return torch.rand(keep.shape, generator=generator).to(keep.device) < keep
+
+
+def dare(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
+    """A task vector with entries dropped at random, and the rest divided by the share that stays."""
+    keep = keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
+    return torch.where(keep, vector / (1 - drop_rate), 0)
+
+
+def ranked(magnitudes: Tensor, first: int, count: int) -> Tensor:
+    """Which entries along the last dimension come at places first to first + count, the largest at place 0."""
+    order = magnitudes.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(
+        -1, order[..., first : first + count], True
+    )
+
+
+def agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
+    """What entries make that have the sign of their sum; an exact tie elects no sign, and makes 0."""
+    stacked = torch.stack(list(vectors))
+    sign = stacked.sum(dim=0).sign()
+    same = torch.where(stacked.sign() == sign, stacked, 0)
+    if merge_func == "max":
+        return sign * same.abs().amax(dim=0)
+    total = same.sum(dim=0)
+    return total if merge_func == "sum" else total / (same != 0).sum(dim=0).clamp(min=1)
+
+
+def elected(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    scaling: float,
+    density: float,
+    merge_func: MergeFunc,
+    trim_scope: TrimScope,
+    drop: Callable[[Tensor, str, str], Tensor] = lambda vector, task, name: vector,
+) -> Iterator[tuple[str, Tensor]]:
+    """Trim, elect and merge of TIES, tensor by tensor; `drop` makes something of a task vector first.
+
+    Args:
+        base: the base.
+        experts: by task.
+        scaling: factor on the merged step.
+        density: K; entries are kept that reach the (D - int(K * D))-th smallest of D magnitudes.
+        merge_func: what is made of the entries whose signs agree.
+        trim_scope: whether D counts the entries of a model or of a tensor.
+        drop: (task vector, task, name) -> task vector.
+    """
+    limits = _limits(base, experts, density, drop) if trim_scope == "global" else {}
+    for name, start in base.items():
+        trimmed = []
+        for task, expert in experts.items():
+            vector = drop(expert[name] - start, task, name)
+            size = vector.abs()
+            lowest = size.numel() - int(density * size.numel())
+            limit = limits[task] if limits else size.flatten().kthvalue(lowest).values if lowest else 0.0
+            trimmed.append(torch.where(size >= limit, vector, 0))
+        yield name, start + scaling * agreed(trimmed, merge_func)
+
+
+def _limits(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    density: float,
+    drop: Callable[[Tensor, str, str], Tensor],
+) -> dict[str, float]:
+    """By task the least magnitude of float32 that stays in a trim over all tensors, exactly, in two passes.
+
+    The first counts magnitudes by their high bits, the second the low bits of those whose high bits are the limit's.
+    Tensors that moved and have a copy under another name, as tied ones do in some files, count once.
+    """
+    high = {task: torch.zeros(2 ** (31 - LOW_BITS), dtype=torch.int64) for task in experts}
+    low = {task: torch.zeros(2**LOW_BITS, dtype=torch.int64) for task in experts}
+    seen, names, total = set(), [], 0
+    for name, start in base.items():
+        mark, counts, moved = hashlib.blake2b(_bytes(start)), {}, False
+        for task, expert in experts.items():
+            vector = expert[name] - start
+            moved |= bool(vector.any())
+            mark.update(_bytes(vector))
+            counts[task] = torch.bincount(
+                _bits(drop(vector, task, name)) >> LOW_BITS, minlength=len(high[task])
+            )
+        if not moved or mark.digest() not in seen:
+            seen.add(mark.digest())
+            names.append(name)
+            total += start.numel()
+            for task, count in counts.items():
+                high[task] += count
+    place = total - int(density * total)
+    if not place:
+        return dict.fromkeys(experts, 0.0)
+    bins = {task: _bin(count, place) for task, count in high.items()}
+    for name in names:
+        start = base[name]
+        for task, expert in experts.items():
+            bits = _bits(drop(expert[name] - start, task, name))
+            bits = bits[bits >> LOW_BITS == bins[task][0]] & (2**LOW_BITS - 1)
+            low[task] += torch.bincount(bits, minlength=len(low[task]))
+    found = {task: bins[task][0] << LOW_BITS | _bin(low[task], bins[task][1])[0] for task in experts}
+    return {
+        task: float(torch.tensor(bits, dtype=torch.int32).view(torch.float32)) for task, bits in found.items()
+    }
+
+
+def _bin(counts: Tensor, place: int) -> tuple[int, int]:
+    """In which bin the place-th smallest lies, and which place it has there."""
+    upto = counts.cumsum(dim=0)
+    found = int(torch.searchsorted(upto, place))
+    return found, place - (int(upto[found - 1]) if found else 0)
+
+
+def _bits(vector: Tensor) -> Tensor:
+    """The magnitudes as whole numbers in the same order."""
+    return vector.float().abs().flatten().view(torch.int32)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    data: bytes = tensor.float().cpu().numpy().tobytes()
+    return data

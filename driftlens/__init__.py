@@ -25,6 +25,7 @@ _HOMES = {
     "Contributions": "driftlens.diagnostics.attribution",
     "DriftRun": "driftlens.records.run",
     "FeatCal": "driftlens.estimators",
+    "ResidualCal": "driftlens.estimators",
     "Head": "driftlens.models.heads",
     "JacobianSettings": "driftlens.diagnostics.attribution",
     "merge": "driftlens.api",

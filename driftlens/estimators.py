@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from driftlens.calibration import featcal
+from driftlens.calibration import featcal, residual
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.forward_order import calibrate
-from driftlens.engine.problems import SiteReport
+from driftlens.engine.problems import ClosedForm, SiteReport
 from driftlens.engine.site_selection import coverage, select_sites, tied_sites
 from driftlens.models.chain import ParameterKey
 from driftlens.models.frames import Mask
@@ -23,13 +23,8 @@ from driftlens.pipeline.calibrate.walk import history_rows
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 
 
-class FeatCal(featcal.FeatCal):
-    """Closed-form feature calibration of a merged model (arXiv:2605.13030); settings as in the base class.
-
-        fitted = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3).fit(merged, base, {"cars": expert}, {"cars": loader})
-        fitted.model_
-
-    A run measures before and after, and keeps both: `dl.analyze(...)`, then `run.calibrate(dl.FeatCal(...), name=...)`.
+class Fitting(ClosedForm):
+    """Adds `fit` to a calibrator.
 
     Attributes:
         model_: after `fit`, a calibrated copy of the merged module, in eval mode.
@@ -133,3 +128,20 @@ class FeatCal(featcal.FeatCal):
         share, text = coverage(chain, study.pool.source("merged"), chosen, self.update)
         self.notices_ += (f"only a part is calibrated: {text}",) if share < 1 else ()
         return self
+
+
+class FeatCal(featcal.FeatCal, Fitting):
+    """Closed-form feature calibration of a merged model (arXiv:2605.13030); settings as in the base class.
+
+        fitted = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3).fit(merged, base, {"cars": expert}, {"cars": loader})
+        fitted.model_
+
+    A run measures before and after, and keeps both: `dl.analyze(...)`, then `run.calibrate(dl.FeatCal(...), name=...)`.
+    """
+
+
+class ResidualCal(residual.ResidualCal, Fitting):
+    """Calibration that also repairs what earlier modules left, as far as held-out samples bear it.
+
+    Settings as in the base class, and used like `FeatCal`.
+    """

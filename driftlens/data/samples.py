@@ -32,15 +32,24 @@ class Batch:
 
     def first(self, count: int) -> Batch:
         """Its first samples, padded as they are."""
+        return self._part(0, count)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Digest of every sample's content, however far it is padded at its end."""
+        parts = (self._part(at, at + 1).inputs for at in range(self.stop - self.start))
+        return tuple(_digest(_unpadded(inputs)) for inputs in parts)
+
+    def _part(self, first: int, last: int) -> Batch:
 
         def cut(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: cut(entry) for name, entry in value.items()}
             if isinstance(value, list | tuple):
                 return tuple(map(cut, value))
-            return value[:count] if hasattr(value, "shape") else value
+            return value[first:last] if hasattr(value, "shape") else value
 
-        return Batch(self.start, min(self.stop, self.start + count), cut(self.inputs))
+        return Batch(self.start + first, min(self.stop, self.start + last), cut(self.inputs))
 
 
 Shown = Literal["target", "expert", "none"]

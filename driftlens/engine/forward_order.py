@@ -28,14 +28,18 @@ from driftlens.data.samples import Batch
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import LayerSums, solve_layer
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
+from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport, Stepwise
 from driftlens.engine.site_rows import SiteRows, rows_and_output
+from driftlens.engine.steps import StepWalk
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError, SpecError
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool, State
 from driftlens.variants import expert_of
+
+FEATURE_BUDGET = 2 * 2**30
+"""Bytes of waiting features that stay in memory where nobody says otherwise."""
 
 Samples = Mapping[str, Callable[[], Iterable[Batch]]]
 """Task -> a function that gives its calibration samples, each time anew; it is called once."""
@@ -126,6 +130,22 @@ def calibrate(
     """
     calibrator.check(has_base=base is not None)
     named = ids or {}
+    if isinstance(calibrator, Stepwise):
+        _require_tasks(pool, samples)
+        done = options.get("done") or {}
+        walk = StepWalk(
+            pool,
+            samples,
+            calibrator,
+            options["sites"],
+            FeatureStore(options.get("feature_budget", FEATURE_BUDGET), options.get("spill")),
+            options.get("merged", "merged"),
+            base,
+            options.get("on_step") or (lambda layer, task: None),
+            options.get("pooling") or pool.chain.modality.pool,
+            named,
+        )
+        return walk.layers(done)
     parts = {task: [_WholeTask(read, named.get(task, ()))] for task, read in samples.items()}
     together = calibrate_side_by_side(
         pool, parts, [Lane(calibrator)], base=base, objectives=objectives, **options
@@ -141,7 +161,7 @@ def calibrate_side_by_side(
     sites: Mapping[int, Collection[str]],
     merged: str = "merged",
     base: str | None = "base",
-    feature_budget: int = 2 * 2**30,
+    feature_budget: int = FEATURE_BUDGET,
     spill: Path | None = None,
     done: Mapping[int, Mapping[str, Tensor]] | None = None,
     on_step: Callable[[int, str], None] | None = None,
@@ -430,7 +450,7 @@ def _in_words(model: str, *, calibrated: bool = False) -> str:
     return "the merged model"
 
 
-def _require_tasks(pool: ModelPool, parts: Parts) -> None:
+def _require_tasks(pool: ModelPool, parts: Collection[str]) -> None:
     if not parts:
         raise DataError("there is no task to calibrate on", hint="Give the calibration samples of a task.")
     missing = [task for task in parts if expert_of(task) not in pool]

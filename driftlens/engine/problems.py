@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.linalg.gram import GramPool, GramSum, add_scaled
+from driftlens.linalg.joint_ridge import JointMoments
 from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments
@@ -46,7 +47,28 @@ class NormProblem:
     base: Parameters | None
 
 
-Problem = LinearProblem | NormProblem
+@dataclass(frozen=True)
+class StepProblem:
+    """Linear sites of one layer that read the same rows, their inputs taken after all sites before them were solved.
+
+    Attributes:
+        sites: in the order in which their outputs are stacked.
+        folds: moments of every fold of the samples, all tasks together, each counting its task weight.
+        tasks: output metric and moments of every task over all folds, where the calibrator has an output metric.
+        has_bias: whether the last input is the constant that the biases belong to.
+        merged: the sites' parameters in the merged model, by the layer's own names.
+        task_weight_sum: sum over tasks of the task weights.
+    """
+
+    sites: tuple[Site, ...]
+    folds: Sequence[JointMoments]
+    tasks: Sequence[tuple[Tensor, JointMoments]]
+    has_bias: bool
+    merged: Parameters
+    task_weight_sum: float
+
+
+Problem = LinearProblem | NormProblem | StepProblem
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,8 @@ class SiteReport:
         task_weight_share: task_weight_sum / (task_weight_sum + lam): how much of a bias is the tasks', not the
             anchor's; None where there is no bias.
         seconds: time spent on the solve.
+        upstream_ridge: ridge of the repair of what upstream sites left; None where a calibrator has no such repair.
+        upstream_share: share in [0, 1] of that repair which held-out samples supported.
     """
 
     site: str
@@ -80,6 +104,8 @@ class SiteReport:
     task_weight_sum: float | None = None
     task_weight_share: float | None = None
     seconds: float = 0.0
+    upstream_ridge: float | None = None
+    upstream_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -262,6 +288,33 @@ class ClosedForm(ABC):
             NumericsError: the moments hold NaN or infinite entries.
             SingularGramError: a system can't be solved as asked.
         """
+
+
+class Stepwise(ClosedForm):
+    """A calibrator whose sites are solved step by step inside a layer, the inputs of each collected after the last.
+
+    Attributes:
+        order: `steps`, or `block` to solve all sites of a layer from one snapshot.
+        residual: the largest share of upstream repair; 0 asks for none.
+        weights: `gradient` for token weights from random backward passes of the experts, or `uniform`.
+        mu: share of the gradients' second moment in the output metric.
+        seed: of the backward passes.
+    """
+
+    order: str
+    residual: float
+    weights: str
+    mu: float
+    seed: int
+
+    @property
+    @abstractmethod
+    def num_folds(self) -> int:
+        """Parts that the samples fall into; 1 where nothing is held out."""
+
+    @abstractmethod
+    def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
+        """New parameters of the sites of a `StepProblem`."""
 
 
 @dataclass(frozen=True)

@@ -318,14 +318,19 @@ def _tap(
         copy = rows_of(x)
         heard.append((copy, tap(copy)))
 
-    def after(_module: nn.Module, _args: object, output: Tensor) -> None:
+    def after(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
         x, hear = heard.pop()
         if hear is not None:
+            if output.requires_grad:  # then what is heard is what the gradient comes back to
+                rows = _places(output) if is_image else output
+                hear(rows)
+                return rows.mT.reshape(output.shape) if is_image else rows.clone()
             if computes:
                 own = dict(module.named_parameters(recurse=False))
                 hear(F.linear(x, own["weight"], own.get("bias")))
             else:
                 hear(_places(output) if is_image else output.clone())
+        return None
 
     hooks.callback(_on_input(module, before))
     hooks.callback(module.register_forward_hook(after, prepend=True).remove)

@@ -371,6 +371,8 @@ CALIBRATION = Table(
         _pure(
             "task_weight_share", "Share of a bias that the tasks decide; the anchor the rest.", None, SHARE
         ),
+        _pure("upstream_ridge", "Ridge of the repair of what earlier modules left."),
+        _pure("upstream_share", "Share of that repair which held-out samples bear.", None, SHARE),
     ),
     "driftlens calibrate RUN --name NAME",
 )

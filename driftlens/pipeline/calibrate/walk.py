@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from driftlens.calibration.calibrator import Trained, closed_form
+from driftlens.calibration.calibrator import Trained
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import Attachment
-from driftlens.engine.problems import SiteReport
+from driftlens.engine.problems import ClosedForm, SiteReport
 from driftlens.engine.training import train_attachments
 from driftlens.models.chain import ParameterKey
 from driftlens.models.sources import OnDemand
@@ -72,6 +72,7 @@ def solve(
         NumericsError: weights or features are NaN or infinite, or a system can't be solved as asked.
         Cancelled: somebody asked to stop; what was solved is kept.
     """
+    assert isinstance(plan.calibrator, ClosedForm)
     solution, started = Solution(dict(solved)), time.monotonic() - scratch.seconds
     total = max(plan.sites, default=0)
     metrics: dict[str, float] = {}  # of the last finished layer: enough to draw a curve while it runs
@@ -83,7 +84,7 @@ def solve(
     for layer in calibrate(
         study.pool,
         {task: samples.batches for task, samples in plan.samples.items()},
-        closed_form(plan.calibrator),
+        plan.calibrator,
         base="base" if study.has_base else None,
         sites=plan.sites,
         feature_budget=study.settings.feature_budget,

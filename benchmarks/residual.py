@@ -1,0 +1,159 @@
+"""Residual calibration beside FeatCal on real images: test accuracy, KL to the experts, time and memory."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.calibration import _models
+from driftlens.calibration.featcal import FeatCal
+from driftlens.calibration.residual import ResidualCal
+from driftlens.data.samples import Batch
+from driftlens.engine.forward_order import calibrate
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.problems import ClosedForm
+from driftlens.engine.site_selection import select_sites
+from driftlens.models.chain import adapters
+from driftlens.models.saving import fused
+from driftlens.models.sources import module_source
+
+REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
+TASKS = ("clothing10", "fashion_mnist", "omniglot_alphabets", "sign_digits")
+SAMPLES, DRAWS, SCALE, BATCH = 64, 5, 0.3, 32
+LOGIT_SCALE = 16.834815979003906
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Data:
+    """One task: pixels to draw calibration samples from, pixels and labels to test on, class embeddings."""
+
+    train: Tensor
+    test: Tensor
+    labels: Tensor
+    head: Tensor
+
+
+def run(device: str, draws: int = DRAWS, methods: Sequence[ClosedForm] = (FeatCal(), ResidualCal())) -> str:
+    """A line per method on real images, and one on towers of ViT-B/32's shape, 8 tasks of 16 samples."""
+    where = torch.device(device)
+    lines = _real(where, draws, methods) if REAL.is_dir() else [f"residual: {REAL} is not there"]
+    pixels = {str(task): torch.randn(16, 3, 224, 224).to(where) for task in range(8)}
+    models = _models(8, where)
+    for method in methods if draws == DRAWS else ():
+        _, seconds = _calibrated(models, "open_clip_vit", pixels, method)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        lines.append(
+            f"  ViT-B/32, 8 x 16, {method}: {seconds:.1f} s of the processors, peak so far {peak:.2f} GiB"
+        )
+    return "\n".join(lines)
+
+
+def _real(device: torch.device, draws: int, methods: Sequence[ClosedForm]) -> list[str]:
+    from transformers import CLIPVisionModelWithProjection
+
+    names = {"base": "base"} | {f"expert:{task}": task for task in TASKS}
+    models: dict[str, nn.Module] = {
+        name: CLIPVisionModelWithProjection.from_pretrained(REAL / "hf" / folder).to(device).eval()
+        for name, folder in names.items()
+    }
+    models["merged"] = _task_arithmetic(models)
+    data = {task: _data(task, device) for task in TASKS}
+    lines = [
+        f"residual, {SAMPLES} samples a task: merged {_shown([_judged(models['merged'], models, data)])}"
+    ]
+    for method in methods:
+        found, spent = [], 0.0
+        for draw in range(draws):
+            generator = torch.Generator().manual_seed(draw)
+            pixels = {
+                task: of.train[torch.randperm(len(of.train), generator=generator)[:SAMPLES]]
+                for task, of in data.items()
+            }
+            model, seconds = _calibrated(models, "hf_clip_vit", pixels, method)
+            found.append(_judged(model, models, data))
+            spent += seconds / draws
+        lines.append(f"  {method}: {_shown(found)}, {spent:.2f} s of the processors a draw")
+    return lines
+
+
+def _calibrated(
+    models: dict[str, nn.Module], adapter: str, pixels: dict[str, Tensor], method: ClosedForm
+) -> tuple[nn.Module, float]:
+    merged = models["merged"]
+    chain, device = adapters[adapter].chain(merged), next(merged.parameters()).device
+    sources = {name: module_source(module, name) for name, module in models.items()}
+    pool = ModelPool(chain, merged, sources, device=device, dtype=torch.float32)
+    samples = {task: lambda x=x: _batches(x) for task, x in pixels.items()}
+    started = time.process_time()
+    layers = list(calibrate(pool, samples, method, sites=select_sites(chain, update=method.update)))
+    seconds = time.process_time() - started
+    updates = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
+    model = copy.deepcopy(merged)
+    state: Any = model.state_dict()
+    for key, value in fused(chain, updates, sources["merged"]).items():
+        state[key].copy_(value)
+    return model, seconds
+
+
+def _batches(x: Tensor) -> list[Batch]:
+    return [Batch(at, min(at + BATCH, len(x)), x[at : at + BATCH]) for at in range(0, len(x), BATCH)]
+
+
+@torch.no_grad()
+def _task_arithmetic(models: dict[str, nn.Module]) -> nn.Module:
+    merged = copy.deepcopy(models["base"])
+    experts = [dict(module.named_parameters()) for name, module in models.items() if name != "base"]
+    for (key, value), start in zip(merged.named_parameters(), models["base"].parameters(), strict=True):
+        for expert in experts:
+            value += SCALE * (expert[key] - start)
+    return merged
+
+
+def _data(task: str, device: torch.device) -> Data:
+    from safetensors.torch import load_file
+
+    stored = np.load(REAL / "data" / f"{task}.npz")
+
+    def pixels(name: str) -> Tensor:
+        x = torch.from_numpy(stored[name]).permute(0, 3, 1, 2).float() / 255
+        return ((x - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]).to(device)
+
+    labels = torch.from_numpy(stored["y_test"]).long().to(device)
+    return Data(
+        pixels("x_train"), pixels("x_test"), labels, load_file(REAL / "heads.safetensors")[task].to(device)
+    )
+
+
+@torch.no_grad()
+def _judged(model: Any, models: dict[str, Any], data: dict[str, Data]) -> tuple[float, float]:
+    """Mean over tasks of the test accuracy and of the KL divergence from the experts' answers."""
+    found = []
+    for task, of in data.items():
+        own, theirs = (
+            torch.cat([_scores(m, x, of.head) for x in of.test.split(256)])
+            for m in (model, models[f"expert:{task}"])
+        )
+        right = (own.argmax(1) == of.labels).double().mean()
+        found.append((float(right), float((theirs.exp() * (theirs - own)).sum(1).mean())))
+    return float(np.mean([a for a, _ in found])), float(np.mean([k for _, k in found]))
+
+
+def _scores(model: Any, x: Tensor, head: Tensor) -> Tensor:
+    features = nn.functional.normalize(model(pixel_values=x).image_embeds, dim=-1)
+    return (LOGIT_SCALE * features @ head.mT).log_softmax(1)
+
+
+def _shown(found: list[tuple[float, float]]) -> str:
+    parts = [np.array(values) for values in zip(*found, strict=True)]
+    error = [part.std(ddof=1) / len(part) ** 0.5 if len(part) > 1 else 0.0 for part in parts]
+    return f"accuracy {parts[0].mean():.4f} +- {error[0]:.4f}, KL {parts[1].mean():.3f} +- {error[1]:.3f}"

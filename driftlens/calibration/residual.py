@@ -1,0 +1,135 @@
+"""Residual calibration: linear modules repair what the modules before them left, as far as held-out samples bear it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+
+from driftlens.calibration.calibrator import Calibrator, calibrators
+from driftlens.calibration.solves import relative_change
+from driftlens.engine.problems import Problem, SiteReport, SiteUpdate, StepProblem, Stepwise
+from driftlens.errors import SpecError
+from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
+from driftlens.settings import Bounds, Label
+
+
+@calibrators.register("residual")
+class ResidualCal(Calibrator, Stepwise):
+    """Cross-validated closed-form calibration towards the experts' own outputs and residual streams.
+
+    Weights and biases of linear modules are solved for, step by step in the order in which a block runs them; norms,
+    stem and projection stay as merged. `mu` is worth trying where samples are ample.
+
+    Args:
+        order: `steps` collects inputs again after every step inside a block; `block` solves from one snapshot.
+        residual: the largest share of upstream repair; 0 repairs what each module itself gets wrong, and no more.
+        weights: how tokens and tasks count: by random backward passes of the experts, or `uniform`.
+        cv: whether ridges and share are chosen on held-out folds; otherwise they are `ridge` and `residual`.
+        folds: of the samples, by their content.
+        ridge: both ridges where nothing is chosen, relative to a mean Gram matrix of norm 1.
+        mu: share in [0, 1] of the gradients' second moment in the output metric; it holds every task's Gram matrix.
+        seed: of the random backward passes.
+    """
+
+    title = "Residual calibration"
+    update: Sequence[str] = ("linear", "bias")
+
+    def __init__(
+        self,
+        order: Annotated[
+            Literal["steps", "block"], Label("Order"), "inputs collected after every step, or once per block"
+        ] = "steps",
+        residual: Annotated[
+            float, Bounds(low=0, high=1), Label("Upstream repair"), "largest share of it; 0 is off"
+        ] = 1.0,
+        weights: Annotated[
+            Literal["gradient", "uniform"],
+            Label("Token weights"),
+            "by random backward passes of the experts, or all alike",
+        ] = "gradient",
+        cv: Annotated[
+            Literal["on", "off"], Label("Cross-validation"), "chooses ridges and share of every module"
+        ] = "on",
+        folds: Annotated[int, Bounds(low=2), Label("Folds"), "parts of the samples held out in turn"] = 4,
+        ridge: Annotated[
+            float, Bounds(low=0, low_open=True), Label("Ridge λ"), "where cross-validation is off"
+        ] = 0.03,
+        mu: Annotated[
+            float, Bounds(low=0, high=1), Label("Output metric μ"), "share of the gradients' second moment"
+        ] = 0.0,
+        seed: Annotated[int, Bounds(low=0), Label("Seed"), "of the random backward passes"] = 0,
+    ) -> None:
+        self.order = order
+        self.residual = residual
+        self.weights = weights
+        self.cv = cv
+        self.folds = folds
+        self.ridge = ridge
+        self.mu = mu
+        self.seed = seed
+
+    def check(self, *, has_base: bool = True) -> None:
+        """Refuse settings that make no sense.
+
+        Raises:
+            SpecError: names the setting, its value and what was expected.
+        """
+        super().check(has_base=has_base)
+        if self.mu and self.weights == "uniform":
+            raise SpecError(
+                f"mu is {self.mu:g}, which needs the experts' gradients, and weights is uniform",
+                hint="Set weights to gradient, or mu to 0.",
+            )
+
+    @property
+    def num_folds(self) -> int:
+        """Parts that the samples fall into; 1 where nothing is held out."""
+        return self.folds if self.cv == "on" else 1
+
+    def solve(self, problem: Problem) -> list[SiteUpdate]:
+        """New weights and biases of sites that share a Gram matrix, and with it their ridges and share.
+
+        Raises:
+            NumericsError: the moments hold NaN or infinite entries.
+            SingularGramError: gram + ridge * I is singular to working precision.
+        """
+        assert isinstance(problem, StepProblem)
+        if self.cv == "on":
+            ridges = choose_ridges(problem.folds, most=self.residual)
+        else:
+            ridges = Ridges(self.ridge, self.ridge, self.residual)
+        moments = total(problem.folds)
+        change = solve_joint(moments, ridges, tasks=problem.tasks)
+        merged, updates, start = problem.merged, [], 0
+        share = float(moments.energy) / len(change)
+        for site in problem.sites:
+            weight = merged[f"{site.name}.weight"].to(change)
+            stop = start + len(weight)
+            mine = change[start:stop]
+            parameters = {f"{site.name}.weight": weight + mine[:, : weight.shape[1]]}
+            if problem.has_bias:
+                bias = merged[f"{site.name}.bias"].to(change)
+                parameters[f"{site.name}.bias"] = bias + BIAS_INPUT * mine[:, -1]
+            part = len(mine) / len(change)
+            updates.append(
+                SiteUpdate(
+                    parameters,
+                    SiteReport(
+                        site=site.name,
+                        kind=site.kind,
+                        lam=ridges.local,
+                        objective_before=share * len(mine),
+                        objective_after=None if ridges.held_out is None else ridges.held_out * part,
+                        weight_change=relative_change(
+                            parameters[f"{site.name}.weight"], torch.as_tensor(merged[f"{site.name}.weight"])
+                        ),
+                        task_weight_sum=problem.task_weight_sum,
+                        upstream_ridge=ridges.upstream if self.residual else None,
+                        upstream_share=ridges.share if self.residual else None,
+                    ),
+                )
+            )
+            start = stop
+        return updates

@@ -1,0 +1,223 @@
+"""How much tokens and tasks count by random backward passes of the experts, without labels.
+
+With v ~ N(0, I) and f a sample's final feature, g = d<v, f / |f|> / dy at the output y of a site; e is, token by token,
+the mean of |g|^2 over two such v. Features run forward layer by layer and gradients back layer by layer, each layer
+computed again on its own: one layer of one expert and the features of one task at its boundaries are alive at a time,
+those beyond the store's budget on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from driftlens.engine.layer_sums import UNIFORM
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.site_rows import row_weights
+from driftlens.engine.waiting import WaitingBatch
+from driftlens.errors import NumericsError
+from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Site, State
+from driftlens.variants import expert_of
+
+NUM_PASSES = 2
+_LEAST, _FLOOR = 1e-4, 0.02
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear sites that read the same rows and all have a bias, or none; `has_bias` says which."""
+
+    sites: tuple[Site, ...]
+    has_bias: bool
+
+
+def groups_of(layer: Layer, names: Collection[str]) -> list[Group]:
+    """The named linear sites of a layer in the order in which they run, those that read the same rows together."""
+    found: dict[tuple[str, str, bool], list[Site]] = {}
+    for site in layer.sites:
+        if site.name in names and site.kind == "linear":
+            key = site.input, site.token_weights, f"{site.name}.bias" in layer.parameters
+            found.setdefault(key, []).append(site)
+    return [Group(tuple(sites), has_bias) for (_, _, has_bias), sites in found.items()]
+
+
+@dataclass
+class Weighted:
+    """Token weights of one group and task: the rows of every batch, which sum to 1, and how much the task counts."""
+
+    rows: list[Tensor]
+    energy: float
+    metric: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    @classmethod
+    def of(cls, counts: Sequence[Tensor], energies: Sequence[Tensor] | None) -> Weighted:
+        """Token weights of rows that count so much, by the energy of their gradients; all alike without."""
+        mean = 0.0
+        if energies is not None:
+            size = sum(float(count.sum()) for count in counts)
+            mean = sum(float(count @ e) for count, e in zip(counts, energies, strict=True)) / max(
+                size, 1e-300
+            )
+        if energies is not None and mean > 0:
+            rows = [
+                count * ((e / mean).clamp_min(_LEAST).sqrt() + _FLOOR)
+                for count, e in zip(counts, energies, strict=True)
+            ]
+        else:
+            rows = list(counts)
+        size = sum(float(row.sum(dtype=torch.float64)) for row in rows)
+        return cls([row / max(size, 1e-300) for row in rows], mean)
+
+
+def row_counts(
+    chain: LayerChain, layer: Layer, site: Site, y: Tensor, state: State, side: SideInputs
+) -> Tensor:
+    """How much each row of a site's output counts by its rule and its mask, [T]."""
+    rule = site.token_weights
+    weights = None if rule == UNIFORM else chain.token_weights[rule](state, side)
+    found = row_weights(site.name, y, weights, side.mask(site.stream or layer.stream))
+    return y.new_ones(y.shape[:-1].numel()) if found is None else found
+
+
+class ExpertGradients:
+    """Token weights of one task at every chosen group, by backward passes of its expert.
+
+    Args:
+        pool: holds the expert.
+        pooling: how one vector per sample is taken of the final features.
+        chosen: layer index -> its groups.
+        metric: whether the second moment of the gradients is wanted, too.
+        on_step: called with layer index and task before every batch.
+    """
+
+    def __init__(
+        self,
+        pool: ModelPool,
+        pooling: Pool,
+        chosen: Mapping[int, Sequence[Group]],
+        *,
+        metric: bool,
+        on_step: Callable[[int, str], None],
+    ) -> None:
+        self._pool = pool
+        self._pooling = pooling
+        self._chosen = chosen
+        self._metric = metric
+        self._on_step = on_step
+
+    def weigh(
+        self, task: str, batches: Sequence[WaitingBatch], draws: Sequence[Callable[[int], Tensor]], start: str
+    ) -> dict[tuple[int, int], Weighted]:
+        """(layer, number of the group) -> token weights.
+
+        Args:
+            task: whose expert.
+            batches: where the model `start` has the expert's features at the first chosen layer.
+            draws: per batch, width of the final feature -> the random directions, [passes, n, width].
+            start: the name.
+        """
+        first = min(self._chosen)
+        layers = self._pool.chain.layers[first - 1 :]
+        boundary = {first - 1: start}
+        for layer in layers[:-1]:
+            parameters = self._pool.parameters(expert_of(task), layer)
+            boundary[layer.index] = f"passed-{layer.index}"
+            for batch in batches:
+                self._on_step(layer.index, task)
+                out = layer.call(parameters, batch.get(boundary[layer.index - 1]), batch.side)
+                batch.put(boundary[layer.index], out)
+        found: dict[tuple[int, int], Weighted] = {}
+        for layer in reversed(layers):
+            parameters = self._pool.parameters(expert_of(task), layer)
+            groups = self._chosen.get(layer.index, ())
+            counts: list[list[Tensor]] = [[] for _ in groups]
+            energies: list[list[Tensor]] = [[] for _ in groups]
+            metrics = [torch.zeros(()) for _ in groups]
+            for batch, draw in zip(batches, draws, strict=True):
+                self._on_step(layer.index, task)
+                seen = self._back(layer, parameters, batch, boundary[layer.index - 1], draw)
+                for at, group in enumerate(groups):
+                    y, gradients = seen[at]
+                    state = batch.get(boundary[layer.index - 1])
+                    count = row_counts(self._pool.chain, layer, group.sites[0], y, state, batch.side)
+                    counts[at].append(count)
+                    rows = [g.reshape(-1, g.shape[-1]) for g in gradients]
+                    energies[at].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
+                    for g in rows if self._metric else ():
+                        metrics[at] = metrics[at].to(g) + (g * count[:, None]).mT @ g
+                if layer.index - 1 != first - 1:
+                    batch.put(boundary[layer.index - 1], {})
+            for at in range(len(groups)):
+                weighted = Weighted.of(counts[at], energies[at])
+                weighted.metric = metrics[at]
+                if not bool(torch.isfinite(torch.cat(weighted.rows)).all()):
+                    raise NumericsError(
+                        f"gradients of the expert of {task!r} are NaN or infinite at layer {layer.index}",
+                        hint="In a half-precision dtype, try compute.dtype: float32; or set weights to uniform.",
+                    )
+                found[layer.index, at] = weighted
+        for batch in batches:
+            for number in range(NUM_PASSES):
+                batch.put(f"back-{number}", {})
+        return found
+
+    def _back(
+        self,
+        layer: Layer,
+        parameters: Parameters,
+        batch: WaitingBatch,
+        entered: str,
+        draw: Callable[[int], Tensor],
+    ) -> list[tuple[Tensor, list[Tensor]]]:
+        """Output and gradients of every group; the gradients at the boundary before take the place of those behind."""
+        groups = self._chosen.get(layer.index, ())
+        wanted = {site.name for group in groups for site in group.sites}
+        outputs: dict[str, Tensor] = {}
+
+        def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+            return (lambda y: outputs.__setitem__(site, y)) if site in wanted else None
+
+        with torch.enable_grad():
+            state = {
+                name: value.detach().requires_grad_(value.is_floating_point())
+                for name, value in batch.get(entered).items()
+            }
+            out = layer.call(parameters, state, batch.side, tap if wanted else None)
+            if layer.role == "head":
+                f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self._pooling), dim=-1)
+                heads = [[(f * v.to(f)).sum()] for v in draw(f.shape[-1])]
+                arriving: list[list[Tensor | None]] = [[None]] * NUM_PASSES
+            else:
+                heads = [list(out.values())] * NUM_PASSES
+                backs = [batch.get(f"back-{number}") for number in range(NUM_PASSES)]
+                arriving = [[back[name] for name in out] for back in backs]
+        leaves = [value for value in state.values() if value.requires_grad]
+        sites = [outputs[site.name] for group in groups for site in group.sites]
+        gradients: list[list[Tensor]] = []
+        for number in range(NUM_PASSES):
+            more = number + 1 < NUM_PASSES
+            pairs = [
+                pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad
+            ]
+            given = torch.autograd.grad(
+                [value for value, _ in pairs],
+                [*leaves, *sites],
+                [gradient for _, gradient in pairs],
+                retain_graph=more,
+                allow_unused=True,
+            )
+            full = [
+                torch.zeros_like(value) if g is None else g
+                for value, g in zip([*leaves, *sites], given, strict=True)
+            ]
+            batch.put(f"back-{number}", dict(zip(state, full, strict=False)))
+            gradients.append(full[len(leaves) :])
+        found, start = [], 0
+        for group in groups:
+            mine = slice(start, start + len(group.sites))
+            found.append((sites[start].detach(), [torch.cat(g[mine], dim=-1) for g in gradients]))
+            start = mine.stop
+        return found

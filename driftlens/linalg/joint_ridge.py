@@ -1,0 +1,193 @@
+"""Ridge of a linear map and its bias around given ones, with two targets, chosen by cross-validation over folds.
+
+The inputs are x~ = [x; c] with c^2 = 1000, so that the bias is hardly penalised, or x alone where there is no bias. The
+local target is what an expert's own map makes of x, the residual target what the expert really gives:
+
+    D(l0, l1, t) = C0 (A + l0 I)^-1 + t Cd (A + l1 I)^-1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from driftlens.errors import NumericsError
+from driftlens.linalg.cholesky import factorize
+
+BIAS_INPUT = math.sqrt(1000.0)
+GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
+"""Values of l0 and l1: 1e-4 to 1 by half decades, and 3."""
+WIDEST = 512
+"""Inputs beyond which folds are compared in the span of this many directions, not in all of their space."""
+_STEPS = 5
+
+
+@dataclass
+class JointMoments:
+    """Weighted sums over rows, all in one dtype.
+
+    Attributes:
+        gram: A, of x~ x~', [k, k].
+        local: C0, of (y0 - W_m x - b_m) x~', [o, k].
+        upstream: Cd, of (y1 - y0) x~', [o, k].
+        energy: of |y1 - W_m x - b_m|^2, [].
+    """
+
+    gram: Tensor
+    local: Tensor
+    upstream: Tensor
+    energy: Tensor
+
+    def add(self, other: JointMoments, scale: float | Tensor = 1.0) -> None:
+        """Add other moments, multiplied by a number."""
+        for name, value in vars(other).items():
+            getattr(self, name).add_(value * scale)
+
+    def scaled(self, scale: float | Tensor) -> JointMoments:
+        """All of them multiplied by a number."""
+        return JointMoments(**{name: value * scale for name, value in vars(self).items()})
+
+    @classmethod
+    def zeros(cls, outputs: int, inputs: int, like: Tensor) -> JointMoments:
+        """Moments of no rows."""
+        return cls(
+            like.new_zeros(inputs, inputs),
+            like.new_zeros(outputs, inputs),
+            like.new_zeros(outputs, inputs),
+            like.new_zeros(()),
+        )
+
+
+def total(parts: Sequence[JointMoments]) -> JointMoments:
+    """The sum of moments."""
+    found = parts[0].scaled(1.0)
+    for part in parts[1:]:
+        found.add(part)
+    return found
+
+
+class Ridges(NamedTuple):
+    """Ridges of the two parts, the share t of the second, and the held-out misfit with them where it is known."""
+
+    local: float
+    upstream: float
+    share: float
+    held_out: float | None = None
+
+
+def choose_ridges(
+    folds: Sequence[JointMoments], *, most: float = 1.0, grid: Sequence[float] = GRID, widest: int = WIDEST
+) -> Ridges:
+    """The ridges and the share in [0, most] whose maps, each fitted without a fold, miss that fold least.
+
+    Misfits are those to the residual target; with `most` 0, the folds hold no other than the local one. One
+    eigendecomposition per fold serves the whole grid. Where there are more than `widest` inputs, maps are compared
+    inside the span that a few products with the Gram matrix of all folds leave of as many random directions; that
+    changes the choice, and not what is solved with it.
+
+    Raises:
+        NumericsError: the moments hold NaN or infinite entries.
+    """
+    everything = total(folds)
+    require_finite(everything)
+    if len(everything.gram) > widest:
+        basis = _span(everything.gram, widest)
+        folds = [
+            JointMoments(basis.mT @ f.gram @ basis, f.local @ basis, f.upstream @ basis, f.energy)
+            for f in folds
+        ]
+        everything = total(folds)
+    ridges = everything.gram.new_tensor(grid)
+    plain = everything.gram.new_zeros(len(grid))
+    square = everything.gram.new_zeros(len(grid))
+    mixed = everything.gram.new_zeros(len(grid), len(grid))
+    for fold in folds:
+        values, vectors = torch.linalg.eigh(everything.gram - fold.gram)
+        held_out = vectors.mT @ fold.gram @ vectors
+        local = (everything.local - fold.local) @ vectors
+        upstream = (everything.upstream - fold.upstream) @ vectors
+        target = (fold.local + fold.upstream) @ vectors
+        inverse = 1 / (values.clamp_min(0)[:, None] + ridges)  # [k, grid]
+        by_local, by_upstream = (inverse.mT @ (part.mT @ part * held_out) for part in (local, upstream))
+        plain += (by_local * inverse.mT).sum(1) - 2 * inverse.mT @ (local * target).sum(0)
+        square += (by_upstream * inverse.mT).sum(1)
+        linear = inverse.mT @ (upstream * target).sum(0)
+        mixed += inverse.mT @ (local.mT @ upstream * held_out) @ inverse - linear
+    best = torch.where(square > 0, -mixed / square, 0.0).clamp(0, most)
+    scores = plain[:, None] + best * (2 * mixed + best * square)
+    # Of equal scores the largest ridges, which change least.
+    flat = int(scores.flip(0, 1).argmin())
+    at, beside = (len(grid) - 1 - place for place in divmod(flat, len(grid)))
+    return Ridges(
+        grid[at], grid[beside], float(best[at, beside]), float(everything.energy + scores[at, beside])
+    )
+
+
+def _span(gram: Tensor, width: int) -> Tensor:
+    """An orthonormal basis [k, width] of nearly the leading eigenvectors' span."""
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(len(gram), width, generator=generator, dtype=torch.float64).to(gram)
+    for _ in range(2):
+        basis = torch.linalg.qr(gram @ basis).Q
+    return basis
+
+
+def solve_joint(
+    moments: JointMoments, ridges: Ridges, *, tasks: Sequence[tuple[Tensor, JointMoments]] = ()
+) -> Tensor:
+    """D, [o, k].
+
+    Args:
+        moments: of all folds.
+        ridges: how much each part is held back.
+        tasks: the output metric S_i of every task and its moments, which add up to those of all folds: then it is
+            sum_i S_i D A_i + l D = sum_i S_i C_i that is solved, by a few preconditioned conjugate-gradient steps from
+            the solution without metric.
+
+    Raises:
+        NumericsError: the moments hold NaN or infinite entries.
+        SingularGramError: a system is singular to working precision.
+    """
+    require_finite(moments)
+    found = torch.zeros_like(moments.local)
+    for part, ridge, share in (("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)):
+        if share == 0:
+            continue
+        factor = factorize(moments.gram, what=f"gram + {ridge:g} I", shift=ridge)
+        solution = factor.solve_rows(getattr(moments, part).clone())
+        if tasks:
+            residual = -ridge * solution
+            for metric, of in tasks:
+                residual += metric @ (getattr(of, part) - solution @ of.gram)
+            direction, before = torch.zeros_like(residual), residual.new_tensor(math.inf)
+            for _ in range(_STEPS):
+                better = factor.solve_rows(residual.clone())
+                size = (residual * better).sum()
+                if not bool(size > 0):
+                    break
+                direction, before = better + size / before * direction, size
+                image = ridge * direction
+                for metric, of in tasks:
+                    image = image + metric @ (direction @ of.gram)
+                step = size / (direction * image).sum()
+                solution, residual = solution + step * direction, residual - step * image
+        found += share * solution
+    return found
+
+
+def require_finite(moments: JointMoments) -> None:
+    """Refuse moments with NaN or infinite entries.
+
+    Raises:
+        NumericsError: there are some.
+    """
+    if not all(bool(torch.isfinite(value).all()) for value in vars(moments).values()):
+        raise NumericsError(
+            "the moments hold NaN or infinite entries",
+            hint="Look at the features and weights that they were computed from.",
+        )

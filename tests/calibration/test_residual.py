@@ -1,0 +1,139 @@
+"""Residual calibration: its identities, and what it must not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from driftlens.calibration.residual import ResidualCal
+from driftlens.data.samples import Batch
+from driftlens.engine.step_weights import groups_of
+from driftlens.engine.steps import added_to
+from driftlens.errors import DataError
+from driftlens.linalg.joint_ridge import JointMoments, Ridges, choose_ridges, solve_joint, total
+from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
+
+SMALL = ResidualCal(folds=2)
+
+
+def moments(generator: torch.Generator, *, folds: int, k: int = 5, o: int = 3) -> list[JointMoments]:
+    found = []
+    for _ in range(folds):
+        x = torch.randn(7, k, generator=generator, dtype=torch.float64)
+        local, upstream = torch.randn(2, 7, o, generator=generator, dtype=torch.float64)
+        found.append(JointMoments(x.mT @ x, local.mT @ x, upstream.mT @ x, (local + upstream).square().sum()))
+    return found
+
+
+def misfit(change: Tensor, fold: JointMoments) -> Tensor:
+    cross = fold.local + fold.upstream
+    return (change @ fold.gram * change).sum() - 2 * (change * cross).sum() + fold.energy
+
+
+def test_ridges_are_those_of_refits_without_each_fold(generator: torch.Generator) -> None:
+    folds, grid = moments(generator, folds=3), (0.1, 1.0, 30.0)
+    found = choose_ridges(folds, grid=grid)
+
+    def refitted(ridges: Ridges) -> float:
+        whole = total(folds)
+        parts = []
+        for fold in folds:
+            rest = whole.scaled(1.0)
+            rest.add(fold, -1.0)
+            parts.append(float(misfit(solve_joint(rest, ridges), fold)))
+        return sum(parts)
+
+    assert found.held_out == pytest.approx(refitted(found), rel=1e-10)
+    shares = [step / 50 for step in range(51)]
+    others = [refitted(Ridges(one, other, t)) for one in grid for other in grid for t in shares]
+    assert found.held_out <= min(others) + 1e-10
+
+
+@pytest.mark.parametrize("with_metric", [False, True])
+def test_the_joint_solve_is_stationary(generator: torch.Generator, with_metric: bool) -> None:
+    tasks = moments(generator, folds=2, k=2, o=2)
+    whole, ridges = total(tasks), Ridges(0.3, 0.3, 1.0)
+    metrics = [torch.eye(2, dtype=torch.float64)] * 2
+    if with_metric:
+        roots = torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)
+        metrics = [torch.eye(2, dtype=torch.float64) + 0.3 * root @ root.mT for root in roots]
+    change = solve_joint(whole, ridges, tasks=list(zip(metrics, tasks, strict=True)) if with_metric else ())
+    gradient = 0.3 * change + sum(
+        m @ (change @ t.gram - t.local - t.upstream) for m, t in zip(metrics, tasks, strict=True)
+    )
+    assert float(gradient.norm()) < 1e-9 * float(whole.local.norm())  # 4 unknowns, 5 steps: to the end
+
+
+def test_large_ridges_leave_the_merged_model_and_equal_models_are_a_fixed_point() -> None:
+    models = subject(n=4)
+    kept = calibrated(models, ResidualCal(cv="off", ridge=1e13))
+    same = {name: models.pool.source("merged") for name in ("merged", "expert:a", "expert:b")}
+    for name, source in same.items():
+        models.pool.add(name, source)
+    fixed = calibrated(models, SMALL)
+    for found in (kept, fixed):
+        for (layer, name), value in found.items():
+            want = models.pool.parameters("merged", models.pool.chain.layers[layer - 1])[name]
+            torch.testing.assert_close(value, want, rtol=0, atol=1e-8)
+
+
+def test_order_of_tasks_and_samples_and_size_of_batches_change_nothing() -> None:
+    models = subject(n=5)
+    turned = part(models.inputs, torch.tensor([3, 0, 4, 1, 2]))
+
+    def shuffled() -> Iterable[Batch]:
+        return [Batch(0, 2, part(turned, slice(0, 2))), Batch(2, 5, part(turned, slice(2, 5)))]
+
+    other: dict[str, Callable[[], Iterable[Batch]]] = dict.fromkeys(reversed(TASKS), shuffled)
+    for settings in (SMALL, ResidualCal(folds=2, mu=0.5)):
+        one, two = calibrated(models, settings), calibrated(models, settings, samples=other)
+        for key, value in one.items():
+            torch.testing.assert_close(two[key], value, rtol=1e-7, atol=1e-9)
+
+
+def test_resuming_gives_the_same_weights() -> None:
+    models = subject(n=4)
+    first, *rest = layers_of(models, SMALL)
+    again = layers_of(models, SMALL, done={first.layer: first.updates})
+    assert [layer.layer for layer in again] == [layer.layer for layer in rest]
+    want = updates_of(rest)
+    for key, value in updates_of(again).items():
+        assert torch.equal(value, want[key])
+
+
+@pytest.mark.parametrize(
+    ("settings", "n", "says"), [(ResidualCal(folds=4), 3, "folds"), (ResidualCal(cv="off"), 1, "")]
+)
+def test_fewer_samples_than_folds_are_refused(settings: ResidualCal, n: int, says: str) -> None:
+    models = subject(n=n)
+    if not says:
+        assert calibrated(models, settings)
+        return
+    with pytest.raises(DataError, match=says):
+        calibrated(models, settings)
+
+
+@pytest.mark.parametrize("name", ["hf_clip_vit", "t5", "llama", "sequential", "rms_stack"])
+def test_families_calibrate_and_say_where_outputs_are_added(name: str) -> None:
+    models = subject(name, n=4)
+    chain = models.pool.chain
+    merged: Mapping[str, Any] = models.modules
+    found = layers_of(models, SMALL)
+    assert all(bool(torch.isfinite(value).all()) for value in updates_of(found).values())
+    expected = {
+        "hf_clip_vit": {"self_attn.out_proj": "", "mlp.fc2": "layer_norm2"},
+        "llama": {"self_attn.o_proj": "", "mlp.down_proj": "post_attention_layernorm"},
+    }
+    assert merged
+    if name in expected:
+        layer = chain.blocks[0]
+        [batch] = models.batches()
+        state, side = chain.start(batch.inputs)
+        state = chain.layers[0].call(models.pool.parameters("merged", chain.layers[0]), state, side)
+        groups = groups_of(layer, [site.name for site in layer.sites])
+        streams = added_to(layer, models.pool.parameters("merged", layer), state, side, groups)
+        assert streams == expected[name]

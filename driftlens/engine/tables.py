@@ -45,6 +45,8 @@ class Table(Tensor):
                 return func(args[0], args[1].as_subclass(Tensor), *args[2:], **named).to(args[1]._wide)
             if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return args[0]._wide
+            if func is Tensor.detach or func == Tensor.data.__get__:  # type: ignore[attr-defined]
+                return cls.of(_plain(args[0]), args[0]._wide)  # as `state_dict` hands it out
             if (
                 getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point")
                 or func in _ASKS

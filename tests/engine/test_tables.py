@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,10 +41,14 @@ class _Scaled(nn.Module):
 def test_a_look_up_converts_its_rows_alone() -> None:
     stored = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     module, ids = _Scaled(), torch.tensor([[3, 0, 499], [3, 7, 7]])
+    table = Table.of(stored, torch.float32)
     with _Largest() as largest:
-        out = functional_call(module, {"table.weight": Table.of(stored, torch.float32)}, (ids,))
+        out = functional_call(module, {"table.weight": table}, (ids,))
+        module.table._parameters["weight"] = cast("nn.Parameter", table)
+        kept = module.state_dict()["table.weight"]  # as libraries ask for a module's dtype and device
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, F.embedding(ids, stored.float()) * torch.tensor(1.7), rtol=0, atol=0)
+    assert (kept.dtype, kept.shape) == (torch.float32, (500, 8))
     assert 0 < largest.entries <= out.numel()
 
 

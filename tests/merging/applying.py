@@ -12,6 +12,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
+from driftlens.models.chain import LinearHead
 from driftlens.models.sources import TensorsSource
 from driftlens.models.vit import scrambled
 from driftlens.pipeline.study.merging import merged_source
@@ -21,6 +22,8 @@ from driftlens.variants import expert_of
 from tests.tiny import TinyStack
 
 Tensors = dict[str, Tensor]
+FEW: dict[str, dict[str, Any]] = {"adamerging": {"steps": 3, "batch_size": 4}, "wudi": {"steps": 20}}
+"""Settings with which methods that take long don't."""
 
 
 def random_state(seed: int) -> Tensors:
@@ -52,6 +55,12 @@ def open_models(base: StateDict, experts: Mapping[str, StateDict]) -> OpenModels
     return OpenModels(architecture, sources, sources, {})
 
 
+def head_of(task: str) -> LinearHead:
+    """A random classifier of three classes."""
+    generator = torch.Generator().manual_seed(ord(task[0]))
+    return LinearHead(("x", "y", "z"), torch.randn(3, 16, generator=generator))
+
+
 def study_of(models: OpenModels, *, count: int = 6) -> Study:
     """The same with a few random calibration images of every task."""
     images = torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(9))
@@ -73,7 +82,10 @@ def study_of(models: OpenModels, *, count: int = 6) -> Study:
         name="tiny",
         pool=pool,
         variants=("base",),
-        tasks={task: TaskSamples(diagnosis=samples(task), calibration=samples(task)) for task in tasks},
+        tasks={
+            task: TaskSamples(diagnosis=samples(task), calibration=samples(task), head=head_of(task))
+            for task in tasks
+        },
         settings=Settings("cls", frozenset()),
     )
 
@@ -82,6 +94,7 @@ def apply(
     method: MergeMethod, base: StateDict, experts: Mapping[str, StateDict], **settings: Any
 ) -> dict[str, Tensor]:
     """What the method makes of a base and experts."""
+    settings = FEW.get(method.name, {}) | settings
     if method.reads in ("entry", "tensor"):
         found: dict[str, Tensor] = method.function(base, experts, **method.resolve(settings))
         return found

@@ -150,3 +150,77 @@ def regmean_pp(experts: Mapping[str, nn.Module], images: Tensor, keep: float) ->
                     solved = regmean(theirs, [inputs[task][name] for task in experts], keep)
                     part.weight.copy_(torch.from_numpy(solved))
     return merged
+
+
+def chances(module: nn.Module, head: nn.Linear, image: Tensor) -> Tensor:
+    """Class probabilities of one image."""
+    return head(module(image[None]))[0].softmax(dim=0)
+
+
+def fisher_diagonal(module: nn.Module, head: nn.Linear, images: Tensor) -> dict[str, Tensor]:
+    """Sample by sample and class by class (arXiv:2111.09832)."""
+    names = dict(module.named_parameters())
+    total = {name: torch.zeros_like(value) for name, value in names.items()}
+    for image in images:
+        for row in range(head.out_features):
+            module.zero_grad()
+            p = chances(module, head, image)
+            p[row].log().backward()
+            for name, value in names.items():
+                assert value.grad is not None
+                total[name] += p[row].detach() * value.grad**2 / len(images)
+    return total
+
+
+def fisher_batches(module: nn.Module, head: nn.Linear, images: Tensor, size: int) -> dict[str, Tensor]:
+    """The square of whole batches' gradients, as published code has it."""
+    total = {name: torch.zeros_like(value) for name, value in module.named_parameters()}
+    for batch in images.split(size):
+        module.zero_grad()
+        logs = torch.log_softmax(head(module(batch)), dim=1)
+        (logs.exp().sqrt().detach() * logs).sum().backward()
+        for name, value in module.named_parameters():
+            assert value.grad is not None
+            total[name] += value.grad**2 / len(images)
+    return total
+
+
+def fisher_merge(values: Sequence[Tensor], fishers: Sequence[Tensor], norms: Sequence[float]) -> Tensor:
+    """Entries weighted by information of unit norm."""
+    weights = [(fisher + 1e-6) / (norm + 1e-6) for fisher, norm in zip(fishers, norms, strict=True)]
+    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+
+def adamerging(
+    base: nn.Module,
+    experts: Mapping[str, nn.Module],
+    heads: Mapping[str, nn.Linear],
+    batches: Sequence[Mapping[str, Tensor]],
+    *,
+    by_layer: bool,
+) -> dict[str, Tensor]:
+    """AdaMerging (arXiv:2310.02575) by autograd through the whole merged model, all tasks in one graph."""
+    start = {name: value.detach() for name, value in base.named_parameters()}
+    shape = (len(experts), len(start) if by_layer else 1)
+    coefficients = torch.full(shape, 0.3, requires_grad=True)
+    adam = torch.optim.Adam([coefficients], lr=1e-3)
+
+    def merged() -> dict[str, Tensor]:
+        found = {}
+        for place, (name, value) in enumerate(start.items()):
+            for row, expert in zip(coefficients, experts.values(), strict=True):
+                value = value + row[place if by_layer else 0] * (
+                    expert.get_parameter(name).detach() - start[name]
+                )
+            found[name] = value
+        return found
+
+    for batch in batches:
+        weights, loss = merged(), torch.zeros(())
+        for task, images in batch.items():
+            p = heads[task](torch.func.functional_call(base, weights, (images,))).softmax(dim=1)
+            loss = loss - (p * p.log()).sum(dim=1).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return {name: value.detach() for name, value in merged().items()}

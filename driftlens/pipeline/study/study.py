@@ -15,6 +15,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.diagnostic import Diagnostic, chosen
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import Attachments, ModelPool
+from driftlens.engine.scored import Asked
 from driftlens.models.chain import Pool, ScoreMap
 from driftlens.models.sources import TensorsSource, content_digest
 from driftlens.records.manifest import ModelInfo
@@ -114,6 +115,12 @@ class Study:
         """The score map of a variant for a task; the expert's own for any other name."""
         at = self.tasks[task]
         return self.pool.score_map(at.own_heads.get(variant, at.head), variant)
+
+    def asked(self, task: str) -> Asked:
+        """A task's calibration samples before its expert's score map, which it must have."""
+        samples, head = self.tasks[task].calibration, self.head(task, self.pool.expert(task))
+        assert samples is not None and head is not None
+        return Asked(self.pool, samples, head, self.settings.pool)
 
     @property
     def has_base(self) -> bool:

@@ -12,6 +12,11 @@ SINGLE = torch.finfo(torch.float32).eps
 """Below this share of the largest singular value, and that by width, float32 entries hold nothing but rounding."""
 
 
+def svd_operations(count: int, rows: int, columns: int) -> float:
+    """Roughly what so many decompositions of a matrix take; far from a product's rate, so each counts tenfold."""
+    return count * 220.0 * rows * columns * min(rows, columns)
+
+
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
     """rows times the pseudoinverse of `gram`, [o, k]; by Cholesky where it is regular to working precision.
 

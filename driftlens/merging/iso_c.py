@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.linalg.partial import singular_parts
+from driftlens.linalg.partial import singular_parts, svd_operations
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.steps import stepped
 from driftlens.settings import Bounds
@@ -21,6 +21,7 @@ from driftlens.settings import Bounds
     laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling"},
     reads="site",
     others="iso_c",
+    work=lambda settings, experts, rows, columns: svd_operations(1, rows, columns),
 )
 def iso_c(
     base: StateDict,

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.linalg.partial import polar, singular_parts
+from driftlens.linalg.partial import polar, singular_parts, svd_operations
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.steps import stepped
 from driftlens.settings import Bounds
@@ -22,6 +22,7 @@ from driftlens.settings import Bounds
     laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling"},
     reads="site",
     others="iso_cts",
+    work=lambda settings, experts, rows, columns: svd_operations(experts + 3, rows, columns),
 )
 def iso_cts(
     base: StateDict,

@@ -22,6 +22,7 @@ from driftlens.settings import Bounds
     reads="moments",
     others="lot",
     norms=True,
+    work=lambda settings, experts, rows, columns: columns**2 * (2 * experts * rows + 20 * columns),
 )
 def lot(
     base: StateDict,

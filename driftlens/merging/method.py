@@ -101,6 +101,8 @@ class MergeMethod:
         held: experts -> how many whole models in float32 the function keeps in memory.
         runs: (settings, samples of a task, their classes) -> how many forward and backward passes of one sample the
             function makes for each task, where `reads` is `samples`.
+        work: (settings, experts, rows, columns) -> floating-point operations on one linear module's matrix, where they
+            are more than a few per entry.
     """
 
     name: str
@@ -116,6 +118,7 @@ class MergeMethod:
     passes: int = 1
     held: Callable[[int], int] = lambda experts: 0
     runs: Callable[[Mapping[str, Any], int, int], int] = lambda settings, samples, classes: samples
+    work: Callable[[Mapping[str, Any], int, int, int], float] = lambda settings, experts, rows, columns: 0
 
     @property
     def reads_sites(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.linalg.partial import polar, singular_parts
+from driftlens.linalg.partial import polar, singular_parts, svd_operations
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.merging.steps import stepped
 from driftlens.settings import Bounds
@@ -21,6 +21,7 @@ from driftlens.settings import Bounds
     laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling", "one_expert_at_scaling_one"},
     reads="site",
     others="tsv_m",
+    work=lambda settings, experts, rows, columns: svd_operations(experts + 2, rows, columns),
 )
 def tsv_m(
     base: StateDict,

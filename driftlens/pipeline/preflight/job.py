@@ -36,7 +36,7 @@ from driftlens.pipeline.preflight.costs import (
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.study.companions import companions
-from driftlens.pipeline.study.merging import PIECE, merge_of
+from driftlens.pipeline.study.merging import PIECE, merge_of, no_scores
 from driftlens.pipeline.study.opening import (
     OpenModels,
     calibration_settings,
@@ -147,9 +147,24 @@ def _check_merge(
     if entry.reads_sites and entry.others != entry.name:
         text += f", and merges all else by {merge_methods[entry.others].title}"
     if models is not None and models.sources:
+        scored = spec.tasks if models.architecture.lm is not None else heads_of(spec, models)
+        without = [task for task in spec.tasks if task not in scored]
+        if entry.scores and without:
+            checks.problem("merge", no_scores(entry, without))
+            return
         samples = sum(len(opened.calibration) for opened in data.values())
         text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
+        if passes := merge_passes(entry, settings, data):
+            text += f", and layers run {passes:,} times on a sample"
     checks.ok("merge", text)
+
+
+def merge_passes(entry: MergeMethod, settings: Mapping[str, Any], data: Mapping[str, TaskData]) -> int:
+    """How often every layer runs on one sample, there and back counted as three, at most."""
+    counts = [(len(opened.calibration), len(opened.class_names or [""])) for opened in data.values()]
+    if entry.reads_moments:
+        return sum(count for count, _ in counts) * (2 if entry.reads == "prefix" else 1)
+    return 3 * sum(entry.runs(settings, *count) for count in counts) if entry.scores else 0
 
 
 def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflight) -> None:
@@ -196,8 +211,10 @@ def _merge_cost(
     if entry.reads_moments:
         words += max(_moment_words(layer, headers) for layer in models.architecture.chain.layers) * num_tasks
         words += 2 * samples * max((layer.state_bytes for layer in layers), default=0) // 4
+    words += entry.held(num_tasks) * sum(torch.Size(header.shape).numel() for header in headers.values())
     passes = entry.passes + entry.reads_moments  # which runs the experts first
-    least = "at least " if entry.reads in ("model", "samples") else ""
+    is_known = entry.held(1) > 0 or entry.reads not in ("model", "samples")
+    least = "" if is_known else "at least "
     times = "once" if passes == 1 else f"{passes} times"
     return f"every file is read {times}, with {least}{size_text(4 * words)} in memory"
 
@@ -240,7 +257,26 @@ def _cost(
         merged_bytes=saved,
     )
     sample = next(iter(data.values())).diagnosis
-    return estimate(work, sample, device, getattr(torch, spec.compute.dtype))
+    more = 0
+    if spec.merge is not None:
+        entry, chosen = merge_of(spec, spec.merge.method, spec.merge.parameters)
+        more = merge_passes(entry, chosen, data) * sum(layer.operations for layer in layers)
+        more += _matrix_operations(entry, chosen, models, len(spec.tasks))
+    return estimate(work, sample, device, getattr(torch, spec.compute.dtype), more_operations=more)
+
+
+def _matrix_operations(
+    entry: MergeMethod, settings: Mapping[str, Any], models: OpenModels, experts: int
+) -> int:
+    """What the method computes of the linear modules' matrices by themselves."""
+    headers, total = next(iter(models.sources.values())).headers, 0
+    for layer in models.architecture.chain.layers:
+        for site in layer.sites:
+            slot = layer.parameters.get(f"{site.name}.weight")
+            if site.kind == "linear" and slot is not None:
+                shape = slot.shape(headers[slot.key].shape)
+                total += int(entry.work(settings, experts, *shape))
+    return total
 
 
 def _check_data(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +129,9 @@ def merged_source(
     )
     start = models.sources.get("base", next(iter(experts.values())))
     at_hand = _Models(start, _Weights(start), {task: _Weights(experts[task]) for task in sorted(experts)})
-    if entry.scores and study is not None:
-        _require_scores(entry, study)
+    headless = [task for task in samples if study is not None and study.head(task, expert_of(task)) is None]
+    if entry.scores and headless:
+        raise no_scores(entry, headless)
     name = f"{entry.title} of {', '.join(sorted(experts))}"
     tensors = _on_disk(start, beside)
     missing = {key: tensors[key].numel() for key in at_hand.base}
@@ -176,13 +177,12 @@ def _room(file: Path, header: TensorHeader) -> Tensor:
     return torch.from_file(str(file), shared=True, size=count, dtype=header.dtype).reshape(header.shape)
 
 
-def _require_scores(entry: MergeMethod, study: Study) -> None:
-    without = [task for task in study.tasks if study.head(task, expert_of(task)) is None]
-    if without:
-        raise SpecError(
-            f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(without)}",
-            hint=f"Add heads.{without[0]} to the spec, or take a method that needs no scores.",
-        )
+def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
+    """The refusal of a method that reads score maps, where some tasks have none."""
+    return SpecError(
+        f"merge method {entry.name!r} reads the score map of every task, and there is none of {', '.join(tasks)}",
+        hint=f"Add heads.{tasks[0]} to the spec, or take a method that needs no scores.",
+    )
 
 
 def _parts(

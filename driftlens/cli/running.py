@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +23,10 @@ from driftlens.cli.app import (
     sharing,
 )
 from driftlens.cli.looking import show_run
+from driftlens.errors import SpecError
+
+if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
 
 SpecFile = Annotated[
     Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")
@@ -160,28 +165,103 @@ def explain(run: RunFolder, *, as_json: JsonFlag = False, job: Job) -> None:
 
 
 @app.command()
-@sharing("device", "offline", "trust")
+@computing
 def merge(
     spec: SpecFile,
-    method: Annotated[str, typer.Option(help="A merge method; one that is not there gets the list.")],
-    out: Annotated[Path, typer.Option(help="A .safetensors file, or a folder the original library loads.")],
+    method: Annotated[
+        str | None, typer.Option(help="A merge method; one that is not there gets the list.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .safetensors file, or a folder the original library loads; of a comparison its folder, "
+            "merges/<name> if left out."
+        ),
+    ] = None,
     parameters: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="name=value", help="A parameter of the method; repeatable."),
     ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B:key=value,...",
+            help="Several merges, ranked without labels by how near they are to the experts; `all` is every method.",
+        ),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Save every compared model too, in the folder.")
+    ] = False,
     *,
+    as_json: JsonFlag = False,
     job: Job,
 ) -> None:
-    """Merge the experts of a spec and save the result in the format of the base.
+    """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
-    Only methods that look at calibration samples open the data of the spec.
+    Only methods that look at calibration samples, and comparisons, open the data of the spec.
     """
-    from driftlens.pipeline.study.merging import merge_experts
     from driftlens.spec import load_spec
 
-    for text in merge_experts(load_spec(spec), method, assignments(parameters), out, job.access):
+    if (method is None) == (compare is None):
+        raise SpecError(
+            "expected exactly one of --method and --compare", hint="`driftlens methods` lists them."
+        )
+    resolved = load_spec(spec)
+    if compare is not None:
+        _compare_merges(
+            resolved, compare, out or Path("merges") / resolved.name, parameters, keep, as_json, job
+        )
+        return
+    if out is None:
+        raise SpecError(
+            "--method merges to a file or folder", hint="Give --out merged.safetensors or --out FOLDER."
+        )
+    from driftlens.pipeline.study.merging import merge_experts
+
+    assert method is not None
+    with job.watched() as watched:
+        notices = merge_experts(resolved, method, assignments(parameters), out, job.access, **watched)
+    for text in notices:
         note(f"notice: {text}")
-    say(f"wrote {out}")
+    _note_memory()
+    say_json({"out": out, "method": method}) if as_json else say(f"wrote {out}")
+
+
+def _compare_merges(
+    spec: RunSpec,
+    given: list[str],
+    out: Path,
+    parameters: list[str] | None,
+    keep: bool,
+    as_json: bool,
+    job: Job,
+) -> None:
+    from driftlens.pipeline.search.merges import compare_merges, wanted_merges
+    from driftlens_reports.merges import merges_text, write_merges
+
+    if parameters:
+        raise SpecError("--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4.")
+    if out.is_file():
+        raise SpecError(f"{out} is a file; a comparison is a folder", hint="Give another --out.")
+    asked = []
+    # Commas inside brackets are those of a list.
+    for text in re.split(r",(?![^\[]*\])", ",".join(given)):
+        name, *settings = text.strip().split(":")
+        asked.append((name, assignments(settings)))
+    wanted = wanted_merges(asked)
+    with job.watched() as watched:
+        found = compare_merges(spec, wanted, keep=out if keep else None, access=job.access, **watched)
+    write_merges(found, out)
+    _note_memory()
+    say_json(found) if as_json else say(merges_text(found))
+    note(f"wrote {out}: merges.csv, .json, .png, .svg, .html")
+
+
+def _note_memory() -> None:
+    from driftlens.records.writer import peak_rss_bytes
+
+    if (peak := peak_rss_bytes()) is not None:
+        note(f"peak memory: {peak / 2**20:.0f} MiB")
 
 
 @app.command()

@@ -148,7 +148,7 @@ class RunWriter(RunContents):
                 self._set_phase(name, PhaseInfo(final_state(error), self._clock() - clock, started))
             raise
         seconds = self._clock() - clock
-        row = {"phase": name, "seconds": seconds, "peak_rss_bytes": _peak_rss_bytes(), **used}
+        row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
         self.append("resources", pd.DataFrame([row]), replace=True)
         self._set_phase(name, PhaseInfo("done", seconds, started))
 
@@ -211,7 +211,7 @@ class RunWriter(RunContents):
         append_event(self.folder, "phase", name=name, state=phase.state, seconds=phase.seconds)
 
 
-def _peak_rss_bytes() -> int | None:
+def peak_rss_bytes() -> int | None:
     """Largest resident memory that this process has had; None where the system does not tell."""
     try:
         import resource

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from driftlens.records.run import DriftRun
 from tests.cli.conftest import Result
 from tests.models.clip import under_transformers_names
-from tests.pipeline.world import SCALING, World, clip, merged_weights, pixels, write_spec
+from tests.pipeline.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, write_spec
 
 Cli = Callable[..., Result]
 METHOD = ("--method", "task_arithmetic", "--set", f"scaling={SCALING}")
@@ -153,3 +155,79 @@ def test_a_merge_that_can_not_be_leaves_no_file(
     assert taken.code == 4 and "exists already" in taken.err
     assert run_cli("merge", spec, "--method", "average", "--set", "scaling=1", "--out", file).code == 2
     assert list(tmp_path.iterdir()) == [spec]
+
+
+def test_merges_are_compared_without_labels_and_failures_are_rows(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    """Numbers are those of the experts' and the merge's own forwards, taken here from open_clip itself."""
+    values, out = world.spec(), tmp_path / "compared"
+    values["data"]["defaults"]["n"] = NUM_TRAIN
+    spec = write_spec(spec_file, values)
+    asked = f"average,task_arithmetic:scaling={SCALING},task_arithmetic:scaling=1e30"
+    done = run_cli("merge", spec, "--compare", asked, "--out", out, "--json", "--keep")
+    assert done.code == 0 and "merge" in done.err and "peak memory: " in done.err
+    document = json.loads(done.out)
+    assert document == json.loads((out / "merges.json").read_text())
+    rows = {row["merge"]: row for row in document["merges"]}
+    own, broken = rows[f"task_arithmetic scaling={SCALING}"], rows["task_arithmetic scaling=1e+30"]
+    assert broken["place"] is None and broken["reason"] and document["merges"][-1] == broken
+    placed = [row for row in document["merges"] if row["place"]]
+    assert [row["place"] for row in placed] == list(range(1, len(placed) + 1)) and "base" in rows
+    assert [row["kl"] for row in placed] == sorted(row["kl"] for row in placed)
+    wanted = []
+    for task in world.tasks:
+        images = pixels(world.data(task), [f"train/{at}" for at in range(NUM_TRAIN)])
+        with torch.no_grad():
+            found, expert = (
+                clip(weights).double().encode_image(images)
+                for weights in (merged_weights(world), world.state(task))
+            )
+        wanted.append(((found - expert).norm(dim=1).mean() / expert.norm(dim=1).mean()).item())
+    assert own["drift_rel"] == pytest.approx(np.mean(wanted), rel=1e-4)
+    assert own["drift_rel_low"] < own["drift_rel"] < own["drift_rel_high"] and own["n"] == 12
+    for row in placed[1:]:
+        assert row["behind_low"] <= row["behind"] == pytest.approx(row["kl"] - placed[0]["kl"])
+        assert row["is_tied"] is (row["behind_low"] <= 0)
+    same(load_file(next(out.glob(f"task_arithmetic*{SCALING}*/*.safetensors"))), merged_weights(world))
+    kinds = {file.suffix for file in out.iterdir() if file.is_file()}
+    assert kinds == {".csv", ".json", ".png", ".svg", ".html"}
+    page = (out / "merges.html").read_text()
+    assert "<script" not in page and html.escape(broken["reason"]) in page and "lane" not in page
+
+
+def test_what_reads_samples_is_judged_on_others(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    """RegMean gets three quarters of the samples; with too few to hold any out, nothing is compared or left behind."""
+    values, out = world.spec(), tmp_path / "compared"
+    few = run_cli("merge", write_spec(spec_file, values), "--compare", "regmean", "--out", out)
+    assert few.code == 4 and "flowers" in few.message and not out.exists()
+    for task in world.tasks:
+        entry = values["data"][task]
+        entry["calibration"] = {"file": entry["file"], "x": "x_test", "y": "y_test"}
+        entry["test"] = {"file": entry.pop("file"), "x": "x_train", "y": "y_train"}
+    values["data"]["defaults"] = values["data"].get("defaults", {}) | {"n": 9}
+    done = run_cli("merge", write_spec(spec_file, values), "--compare", "average,regmean", "--out", out)
+    assert done.code == 0 and "calibration samples that no method has read" in done.out
+    assert json.loads((out / "merges.json").read_text())["samples"] == dict.fromkeys(world.tasks, 2)
+    assert not [file for file in out.iterdir() if file.is_dir()]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--compare", "average", "--method", "average"),
+        ("--compare", "nonsense"),
+        ("--compare", "average,average"),
+        ("--compare", "task_arithmetic:scalin=1"),
+        ("--compare", "task_arithmetic", "--set", "scaling=1"),
+        ("--method", "average"),
+    ],
+)
+def test_what_can_not_be_compared_is_refused_before_anything_is_opened(
+    arguments: tuple[str, ...], world: World, spec_file: pathlib.Path, run_cli: Cli
+) -> None:
+    spec = write_spec(spec_file, world.spec())
+    assert run_cli("merge", spec, *arguments).code == 2

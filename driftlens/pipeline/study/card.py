@@ -111,6 +111,8 @@ def merge_card(
     about = f"One model merged from {len(tasks)} experts. Same architecture, no added modules."
     settings = [(escaped(key), escaped(setting_text(value))) for key, value in merge["parameters"].items()]
     recipe = [("Merge", escaped(merge["method"])), *settings, ("Source", escaped(merge["source"]))]
+    if "samples" in merge:
+        recipe.append(("Calibration samples", escaped(merge["samples"])))
     parents = [(escaped(model), escaped(_shown(origin))) for model, origin in origins.items()]
     unmeasured = "Nothing was measured of it; driftlens analyze says how far it drifts from its experts."
     sections = {

@@ -37,7 +37,7 @@ from driftlens.pipeline.study.opening import (
     open_study,
 )
 from driftlens.pipeline.study.study import Study
-from driftlens.progress import Reporter
+from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.spec import RunSpec
 from driftlens.variants import expert_of, task_of
 
@@ -341,8 +341,10 @@ def save_merge(
     path: PathLike,
     study: Study | None = None,
     reporter: Reporter | None = None,
+    *,
+    source: StateSource | None = None,
 ) -> None:
-    """Merge and write the result in the format of the base.
+    """Merge, unless that was done already, and write the result in the format of the base.
 
     A folder gets a card that says what it was made of, and how.
 
@@ -353,9 +355,13 @@ def save_merge(
     """
     known = models.architecture
     require_target(known, path)
-    source = merged_source(models, method, parameters, study, beside=path, reporter=reporter)
+    if source is None:
+        source = merged_source(models, method, parameters, study, beside=path, reporter=reporter)
     entry = merge_methods[method]
     record = entry.record(entry.resolve(parameters))
+    if entry.runs_models and study is not None:
+        counts = [f"{len(at.calibration)} of {task}" for task, at in study.tasks.items() if at.calibration]
+        record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
@@ -383,7 +389,14 @@ def merge_of(
 
 
 def merge_experts(
-    spec: RunSpec, method: str, parameters: Mapping[str, object], path: PathLike, access: Access
+    spec: RunSpec,
+    method: str,
+    parameters: Mapping[str, object],
+    path: PathLike,
+    access: Access,
+    *,
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
 ) -> list[str]:
     """Open what the method reads of a spec, merge, and write the result in the format of the base.
 
@@ -400,5 +413,5 @@ def merge_experts(
     else:
         models = open_models(spec, access)
         open_pool(spec, models, device="cpu")  # compares keys and shapes
-    save_merge(models, method, parameters, path, study)
+    save_merge(models, method, parameters, path, study, Reporter(on_progress, cancel))
     return [doubt.text for doubt in companions(models)]

@@ -117,7 +117,8 @@ def show_samples(
         alt: what the table shows.
         only: the sample whose story is told while no row is selected.
     """
-    shown = rows.head(MOST_ROWS)
+    unlabelled = [name for name in ("label", "class") if name in rows and rows[name].isna().all()]
+    shown = rows.head(MOST_ROWS).drop(columns=unlabelled)
     ids = shown["sample_id"].tolist()
     images = pictures(run, task, ids)
     if any(image is not None for image in images):

@@ -41,7 +41,9 @@ def test_samples_are_listed_by_falling_drift_with_the_numbers_of_the_table(
     assert "Samples of mnist" in said(app)
 
 
-def test_samples_of_text_are_shown_with_what_they_ask(open_app: Open, root: Path) -> None:
+def test_samples_of_text_are_shown_with_what_they_ask(
+    open_app: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = open_run(root / "full")
     texts = {name: f"<b>question {name}</b>" for name in run.sample_ids("mnist")}
     (run.path / texts_file("mnist")).parent.mkdir(exist_ok=True)
@@ -49,6 +51,10 @@ def test_samples_of_text_are_shown_with_what_they_ask(open_app: Open, root: Path
     app = open_app(root, "features", task="mnist")
     rows = app.dataframe[-1].value
     assert rows["text"].tolist() == [texts[name] for name in rows["sample_id"]]
+    bare = run.samples().assign(label=None)
+    run._frames["samples"] = bare
+    monkeypatch.setattr("driftlens_app.runs.open_run", lambda _folder: run)
+    assert "class" not in open_app(root, "features", task="cars").dataframe[-1].value
     (trace, *_) = charts["scatter"].draw(run, ChartOptions(tasks=("mnist",))).figure.data
     assert all("&lt;b&gt;question" in text for text in trace.text)
 

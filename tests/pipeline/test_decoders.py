@@ -13,7 +13,11 @@ import torch
 import transformers
 
 import driftlens as dl
+from driftlens.errors import SpecError
+from driftlens.merging.method import merge_methods
+from driftlens.settings import settings_of
 from tests.cases import perturbed, with_seed
+from tests.merging.applying import FEW
 from tests.models.test_hf_decoder import CONFIGS
 from tests.models.tokenizers import WORDS, word_tokenizer
 
@@ -112,3 +116,33 @@ def test_from_files_to_a_folder_that_transformers_loads(name: str, tmp_path: pat
     ]
     merged = heads[0] + 0.3 * sum(head - heads[0] for head in heads[1:])
     torch.testing.assert_close(saved.get_output_embeddings().weight.detach(), merged, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param("Llama, untied", marks=LLAMA), pytest.param("Gemma 3", marks=GEMMA)]
+)
+def test_every_merge_method_takes_decoders(name: str, tmp_path: pathlib.Path) -> None:
+    """Fewer keys than queries, tied embeddings of which few rows are read, heads of each model's own."""
+    spec = spec_of(CONFIGS[name], tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for method in merge_methods:
+        settings = {
+            key: value
+            for key, value in FEW.get(method, {}).items()
+            if key in [s.name for s in settings_of(merge_methods[method].function)]
+        }
+        try:
+            dl.merge(spec, out=tmp_path / method, method=method, parameters=settings)
+        except SpecError as error:  # of two models only, or of more
+            assert "expert" in error.message, method
+            continue
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / method)
+        changed = {
+            key: not torch.equal(value, base.state_dict()[key]) for key, value in merged.state_dict().items()
+        }
+        assert all(torch.isfinite(value).all() for value in merged.state_dict().values()), method
+        assert changed["model.layers.0.self_attn.k_proj.weight"], method
+        assert changed["model.layers.1.post_attention_layernorm.weight"] == changed["model.norm.weight"], (
+            method
+        )

@@ -31,6 +31,7 @@ from driftlens.models.chain import Layer, Parameters, Pool, SideInputs, State
 from driftlens.variants import expert_of
 
 _EXPERT, _STUDENT = "expert", "merged"
+_ROWS = 64
 _ENTERED = ""
 """Stands for what enters a block, among the streams that are added to."""
 
@@ -362,6 +363,8 @@ def added_to(
 
 def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
     """Whether z = h + y where it isn't padding, and y counts."""
+    few = slice(1 if z.dim() > 2 else _ROWS)  # the first sample says it
+    z, h, y = z[few], h[few], y[few]
     real = (z != 0).any(dim=-1)
     z, h, y = z[real], h[real], y[real]
     gap, size = torch.linalg.vector_norm(z - h - y), torch.linalg.vector_norm(y)

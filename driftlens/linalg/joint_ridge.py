@@ -22,7 +22,7 @@ from driftlens.linalg.cholesky import factorize
 BIAS_INPUT = math.sqrt(1000.0)
 GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
 """Values of l0 and l1: 1e-4 to 1 by half decades, and 3."""
-WIDEST = 512
+WIDEST = 256
 """Inputs beyond which folds are compared in the span of this many directions, not in all of their space."""
 _STEPS = 5
 

@@ -15,7 +15,9 @@ from driftlens.engine.step_weights import groups_of
 from driftlens.engine.steps import added_to
 from driftlens.errors import DataError
 from driftlens.linalg.joint_ridge import JointMoments, Ridges, choose_ridges, solve_joint, total
+from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
+from tests.reference import residual as reference
 
 SMALL = ResidualCal(folds=2)
 
@@ -115,6 +117,45 @@ def test_fewer_samples_than_folds_are_refused(settings: ResidualCal, n: int, say
         return
     with pytest.raises(DataError, match=says):
         calibrated(models, settings)
+
+
+@pytest.mark.parametrize("name", ["open_clip_vit", "hf_clip_vit"])
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_solves_agree_with_the_slow_reference(name: str, share: float) -> None:
+    """Of a fused in-projection and of separate ones; with share 0, every module is solved for its own target alone."""
+    models, n = subject(name, n=3), 3
+    world, modules = models.world, models.modules
+    features = {
+        task: {
+            role: [world.enter(modules[model], models.inputs, sample) for sample in range(n)]
+            for role, model in (("merged", "merged"), ("expert", f"expert:{task}"))
+        }
+        for task in TASKS
+    }
+    want = reference.calibrate(
+        world.blocks(modules["merged"]),
+        {task: world.blocks(modules[f"expert:{task}"]) for task in TASKS},
+        features,
+        ridge=0.05,
+        share=share,
+    )
+    found = calibrated(models, ResidualCal(weights="uniform", cv="off", ridge=0.05, residual=share))
+    assert len(found) == sum(map(len, want))
+    for (layer, parameter), value in found.items():
+        site, _, part = parameter.rpartition(".")
+        expected = want[layer - 2][f"{world.names[site]}.{part}"]
+        assert float((value.cpu() - expected).norm()) <= 1e-9 * float(expected.norm()), (layer, parameter)
+
+
+def test_sites_that_never_vary_and_gradients_that_never_arrive_leave_finite_weights() -> None:
+    models = subject(n=3)
+    silent = {key: torch.zeros_like(value) for key, value in models.modules["merged"].state_dict().items()}
+    for name in ("merged", "expert:a", "expert:b"):
+        source = models.pool.source(name)
+        weights = {key: silent[key] if "ln_" in key else source.read(key) for key in source.headers}
+        models.pool.add(name, TensorsSource(name, weights))
+    found = calibrated(models, SMALL)
+    assert found and all(bool(torch.isfinite(value).all()) for value in found.values())
 
 
 @pytest.mark.parametrize("name", ["hf_clip_vit", "t5", "llama", "sequential", "rms_stack"])

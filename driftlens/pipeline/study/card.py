@@ -261,7 +261,17 @@ def _sites(run: DriftRun, name: str) -> list[tuple[str, str]]:
     is_linear = solved["kind"] == "linear"
     kinds = [name for name, there in (("linear", is_linear.any()), ("norm", (~is_linear).any())) if there]
     meant = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"
-    return [("Sites", escaped(f"{meant} ({len(solved)} modules)"))]
+    return [("Sites", escaped(f"{meant} ({len(solved)} modules)")), *_repair(run, name)]
+
+
+def _repair(run: DriftRun, name: str) -> list[tuple[str, str]]:
+    """How much repair of what earlier modules left the data supported, layer by layer, where there was such repair."""
+    rows = run.calibration(name)
+    if "upstream_share" not in rows or rows["upstream_share"].isna().all():
+        return []
+    means = rows.groupby("layer")["upstream_share"].mean().dropna()
+    shares = ", ".join(f"layer {layer} {share:.2f}" for layer, share in means.items())
+    return [("Upstream repair supported", f"{shares} (mean share of the modules)")]
 
 
 def _command(name: str, info: CalibrationInfo) -> list[str]:

@@ -260,11 +260,13 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
 _MEASURES = {
     "objective ratio": ("objective after / before (1: unchanged)", 1.0),
     "weight change": ("change of the weights (relative norm)", 0.0),
+    "upstream share": ("upstream repair that held-out samples supported (share)", 1.0),
 }
 """Title and least end of the scale of what panels of the calibration log show."""
 _NAMES = {
     **{"objective_before": "objective before", "objective_after": "objective after"},
     **{"weight_change": "weight change", "condition_estimate": "condition"},
+    **{"lam": "ridge", "upstream_ridge": "upstream ridge", "upstream_share": "upstream share"},
 }
 
 
@@ -290,7 +292,8 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     needs=("calibration", ("objective_before", "weight_change")),
     rows=_rows,
     caption="For all calibrated sites, layers across and modules down: the objective after calibration against before, "
-    "and the norm of the weight change against that of the weights, one number per site over the calibration samples.",
+    "and the norm of the weight change against that of the weights, one number per site over the calibration samples; "
+    "of residual calibrations also how much repair of what earlier modules left the data supported.",
     hint="A ratio near 1 means that the site could do little; a large weight change with a ratio near 1 is effort "
     "without effect. Objectives are those of the calibration samples and of one site at a time: what the calibration "
     "does to the model is in the drift charts.",
@@ -302,6 +305,8 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = rows.assign(text=[_hover(row) for row in rows.to_dict("records")])
     cells, scales = [], []
     for measure, (title, least) in _MEASURES.items():
+        if measure not in rows or not rows[measure].notna().any():
+            continue
         top = max(least, rows[measure].astype(float).max()) or 1.0
         colours = theme.palette(options.dark).sequential
         scales.append(Scale(title, 0.0, top, colours, lambda value: f"{value:.2g}", theme.NUMBER))
@@ -309,7 +314,11 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
             table = own.pivot(index="site in block", columns="layer", values=[measure, "text"]).reindex(sites)
             texts, above = table["text"].fillna(""), f"{words.label(str(name))}: {title}"
             cells.append(Cells(above, table[measure], texts, f"{title} ", scale=len(scales) - 1))
-    kept = ["name", "layer", "site", "kind", "lam", *_NAMES.values(), "objective ratio"]
+    kept = [
+        name
+        for name in ("name", "layer", "site", "kind", *_NAMES.values(), "objective ratio")
+        if name in rows
+    ]
     return Drawn(
         draw_cells(run, cells, scales, y_title="site (name)", dark=options.dark),
         alt=f"Calibration log. {_in_words(rows)}.",
@@ -326,7 +335,9 @@ def calibration_log(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _hover(row: dict[str, object]) -> str:
-    values = [f"{name} {number(float(str(row[name])))}" for name in _NAMES.values() if not pd.isna(row[name])]
+    values = [
+        f"{name} {number(float(str(row[name])))}" for name in _NAMES.values() if not pd.isna(row.get(name))
+    ]
     return f"layer {row['layer']}: {words.literal(str(row['site']))}<br>" + "<br>".join(values)
 
 

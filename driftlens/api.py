@@ -269,7 +269,8 @@ def calibrate(
         rho: anchor, likewise.
         alpha: share of the expert in the target, likewise.
         parameters: other settings of the calibrator by name.
-        auto: whether the calibrator's free settings are chosen from the calibration samples, starting from these.
+        auto: whether the best is chosen on held-out calibration samples: the merged model, the base, these settings, a
+            search from them and, without `method`, what other methods offer.
         modules: live modules and what belongs to them, as for `Run.calibrate`.
         data: samples to calibrate on, as for `Run.calibrate`.
         progress: how progress is shown on stderr.
@@ -284,13 +285,14 @@ def calibrate(
     """
     from driftlens.pipeline.calibrate.job import calibrate as run_calibration
     from driftlens.pipeline.calibrate.plan import CalibrationRequest
-    from driftlens.pipeline.search.automatic import HELD_OUT
+    from driftlens.pipeline.search.automatic import BEST, HELD_OUT
 
     given = {"lam": lam, "rho": rho, "alpha": alpha}
     settings = {**(parameters or {}), **{key: value for key, value in given.items() if value is not None}}
     asked = {field.name for field in fields(CalibrationRequest)} & set(options)
     request = CalibrationRequest(name, parameters=settings, **{key: options.pop(key) for key in asked})
-    access, choose = _access(options), HELD_OUT if auto else options.pop("choose", None)
+    automatic = BEST if request.method is None else HELD_OUT
+    access, choose = _access(options), automatic if auto else options.pop("choose", None)
     live = _live_study(run, modules, data, access)
     with _shown(progress, on_progress) as sink:
         watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access, "live": live}

@@ -1,11 +1,10 @@
-"""Which lambda, rho and alpha to calibrate with, chosen by how calibrations do on samples that they have not seen.
+"""What to calibrate with, chosen by how candidates do on samples that none of them has seen.
 
-The search starts at the given settings (a preset) and changes one of them at a time, because candidates that differ in
-one setting walk side by side. A candidate is calibrated on three quarters of the calibration samples and scored on the
-fourth, which no candidate of the search has seen. Whole samples are held out, never tokens: those of one image are not
-independent. At the end, what was found, the start and the merged model as it is are judged once more with another
-quarter held out. What is simpler stays unless something else scores lower there by more than chance: the merged model
-before the start, the start before what was found.
+A search starts at the given settings (a preset) and changes one of them at a time, because candidates that differ in
+one setting walk side by side. One quarter of the calibration samples decides and is left out of everything else; of the
+other three the search scores on one what it calibrates on two. Whole samples are held out, never tokens: those of one
+image are not independent. At the end all candidates are calibrated on three quarters, judged on the fourth and compared
+in pairs, each at Bonferroni's level for their number. The simplest stays that no other is clearly better than.
 """
 
 from __future__ import annotations
@@ -106,29 +105,45 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the search came to.
+class Decision:
+    """Which of several models to use.
 
     Attributes:
-        chosen: the settings to calibrate with; None leaves the merged model as it is.
-        found: the best settings of the search, chosen or not.
-        trials: everything that was tried, in order.
-        deciding: the comparisons that decided: "start", and "found" where that is something else, each against what
-            stood before it, in the order in which they were made.
-        over_start: what was found against the start, for information; None where it is the start.
-        over_merged: what was found against the merged model, likewise.
+        name: of the simplest that no other is clearly better than.
+        over_merged: every other model against the merged one, in their order.
+        among: how many comparisons share the error that is allowed.
+        base_stands: whether there is a base whose mean is as low as the decision's, or which was decided for.
+        best: of all but the merged model, the one with the lowest mean; empty without any.
     """
 
-    chosen: Candidate | None
-    found: Candidate
-    trials: Sequence[Trial]
-    deciding: Mapping[str, Comparison]
-    over_start: Comparison | None
-    over_merged: Comparison
+    name: str
+    over_merged: Mapping[str, Comparison]
+    among: int
+    base_stands: bool
+    best: str
 
 
-Evaluate = Callable[[Sequence[Candidate], int], Sequence[Scores]]
-"""(candidates, fold) -> the scores on the fold's samples of each, calibrated on the samples of the other folds."""
+def decide(scores: Mapping[str, Scores]) -> Decision:
+    """The choice among models by their scores on the same samples, from the simplest to the least; one is `merged`."""
+    among = max(1, len(scores) - 1)
+
+    def beats(one: str, other: str) -> bool:
+        return scores[one].compared_with(scores[other], among=among).is_clear
+
+    usable = [name for name in scores if math.isfinite(scores[name].mean)] or ["merged"]
+    name = next(name for name in usable if not any(beats(other, name) for other in usable))
+    others = [other for other in scores if other != "merged"]
+    return Decision(
+        name,
+        {other: scores[other].compared_with(scores["merged"], among=among) for other in others},
+        among,
+        "base" in usable and scores["base"].mean <= scores[name].mean,
+        min(others, key=lambda other: scores[other].mean, default=""),
+    )
+
+
+Evaluate = Callable[[Sequence[Candidate]], Sequence[Scores]]
+"""Candidates -> the scores of each on samples that it was not calibrated on."""
 
 
 def folds_of(num_samples: int, task: str) -> list[range]:
@@ -145,43 +160,16 @@ def folds_of(num_samples: int, task: str) -> list[range]:
     return [range(fold, num_samples, NUM_FOLDS) for fold in range(NUM_FOLDS)]
 
 
-def choose(
-    start: Candidate,
-    evaluate: Evaluate,
-    merged: Callable[[int], Scores],
-    *,
-    varies: Sequence[str] = CHOSEN,
-) -> Choice:
-    """What to calibrate with, if at all, by scores on samples that were not calibrated on.
-
-    The merged model stays as it is unless the start is clearly better; what stands then stays unless what was found is
-    clearly better than it. A calibration that does no good is worth less than none: it takes time and moves weights.
-    `merged` gives the scores on a fold of the merged model as it is; `varies` names what may be changed, in this order.
-    """
-    trials: list[Trial] = []
-
-    def scored(candidates: Sequence[Candidate], fold: int) -> Sequence[Scores]:
-        found = evaluate(candidates, fold)
-        trials.extend(Trial(at, fold, scores.mean) for at, scores in zip(candidates, found, strict=True))
-        return found
-
-    best = start
-    known: dict[Candidate, Scores] = {}
+def search(
+    start: Candidate, evaluate: Evaluate, *, varies: Sequence[str] = CHOSEN
+) -> tuple[Candidate, list[Trial]]:
+    """The best settings found by changing one at a time, and everything that was tried; `varies` may be changed."""
+    best, known = start, dict[Candidate, Scores]()
     for name in varies:
-        candidates = [best, *steps_from(best, name)]
-        new = [candidate for candidate in candidates if candidate not in known]
-        known |= zip(new, scored(new, SEARCH_FOLD), strict=True)
-        best = min(candidates, key=lambda candidate: known[candidate].mean)
-    contenders = {"start": start} if best == start else {"start": start, "found": best}
-    scores = scored([*contenders.values()], DECISION_FOLD)
-    chosen, standing = None, merged(DECISION_FOLD)
-    over_merged, deciding = scores[-1].compared_with(standing), {}
-    for (name, candidate), score in zip(contenders.items(), scores, strict=True):
-        deciding[name] = score.compared_with(standing, among=len(contenders))
-        if deciding[name].is_clear:
-            chosen, standing = candidate, score
-    over_start = None if best == start else scores[-1].compared_with(scores[0])
-    return Choice(chosen, best, trials, deciding, over_start, over_merged)
+        new = [candidate for candidate in (best, *steps_from(best, name)) if candidate not in known]
+        known |= zip(new, evaluate(new), strict=True)
+        best = min([best, *steps_from(best, name)], key=lambda candidate: known[candidate].mean)
+    return best, [Trial(candidate, SEARCH_FOLD, scores.mean) for candidate, scores in known.items()]
 
 
 def steps_from(at: Candidate, name: str) -> list[Candidate]:

@@ -29,12 +29,14 @@ class Calibrator:
         title: what reports print.
         source: the paper.
         presets: published settings by name; what one leaves out keeps its default.
+        candidates: settings, over the defaults, that `--auto` compares with other methods; none where it is not asked.
         update: kinds of parameters that it changes; none where it only attaches.
     """
 
     title: ClassVar[str] = ""
     source: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:

@@ -72,7 +72,9 @@ def calibrate(
     auto: Annotated[
         bool,
         typer.Option(
-            "--auto", help="Choose lam, rho and alpha from the calibration samples, starting from these."
+            "--auto",
+            help="Choose the best on held-out calibration samples: the merged model, the base, these settings, a "
+            "search from them and, without --method, what other methods offer.",
         ),
     ] = False,
     save_weights: Annotated[
@@ -96,7 +98,7 @@ def calibrate(
     from driftlens.pipeline.calibrate.job import calibrate as run_calibration
     from driftlens.pipeline.calibrate.plan import CalibrationRequest
     from driftlens.pipeline.preflight.rehearsal import rehearse
-    from driftlens.pipeline.search.automatic import HELD_OUT
+    from driftlens.pipeline.search.automatic import BEST, HELD_OUT
 
     given = {"lam": lam, "rho": rho, "alpha": alpha}
     request = CalibrationRequest(
@@ -130,7 +132,7 @@ def calibrate(
             run,
             request,
             **how,
-            choose=HELD_OUT if auto else None,
+            choose=(BEST if method is None else HELD_OUT) if auto else None,
             on_first=None if job.progress == "jsonl" else note,
             on_measured=show_first if job.progress != "jsonl" else None,
             **watched,

@@ -225,6 +225,18 @@ def _require_one_input(site: Site, path: str) -> None:
         )
 
 
+def updated_sites(
+    chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
+) -> dict[int, tuple[str, ...]]:
+    """Those of the sites at which a calibrator that updates other kinds of parameters changes anything."""
+    found = {}
+    for index, names in sites.items():
+        known = {site.name: site for site in chain.layers[index - 1].sites}
+        if kept := tuple(name for name in names if _is_updated(known[name], update)):
+            found[index] = kept
+    return found
+
+
 def _is_updated(site: Site, update: Collection[str]) -> bool:
     return "norm" in update if site.kind != "linear" else not {"linear", "bias"}.isdisjoint(update)
 

@@ -380,12 +380,63 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
     known = run.manifest.calibrations
     if not known[name].automatic:
         return []
+    if known[name].selection.keys() >= _COMPARED:
+        return _comparison_sentences(known[name].selection)
     if not known[name].selection.keys() >= _TOLD:
         # A run from before the manifest told, or a chooser of the caller's own, which may keep any record.
         return [
             f"Settings were chosen from the calibration samples; calibrations/{name}/config.yaml says how."
         ]
     return [_selection_sentence(known[name].selection)]
+
+
+_COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
+"""Entries of the records of choices among methods."""
+
+
+def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
+    """What was chosen and by how much, whether to use the merge at all, and the numbers of every candidate."""
+    found = {entry["name"]: entry for entry in record["compared"]}
+    choice, best = found[record["choice"]], found.get(record["best"], {})
+    what = "KL" if record["score"].startswith("KL") else "relative drift"
+    told = f"95 % interval, {record['correction']}"
+    if record["kept"] == "merged":
+        text = "the merged model was kept as it is, as nothing was clearly better"
+        if best:
+            text += f": the best of the others, {best['title']}, {_lower(best, what, told)}"
+    elif record["kept"] == "base":
+        text = f"the base was chosen, which {_lower(choice, what, told)}, and nothing was clearly better"
+    else:
+        text = f"{choice['title']} was chosen, which {_lower(choice, what, told)}"
+    said = [
+        f"On held-out calibration samples {text}; {record['num_calibrations']} calibrations tried in "
+        f"{record['seconds']:.0f} s."
+    ]
+    if record["base_stands"]:
+        said.append("Advice: don't use the merge, as the base is as near to the experts.")
+    numbers = [f"{entry['title']} {_scored(entry)}" for entry in found.values()]
+    n = choice["n"]
+    return [*said, f"Held-out {what} ({n} samples; difference to the merged model): {'; '.join(numbers)}."]
+
+
+def _lower(entry: Mapping[str, Any], what: str, told: str) -> str:
+    """By how much a candidate is better than the merged model."""
+    if entry.get("advantage") is None:
+        return "could not be solved for"
+    gap = entry["advantage"]
+    unit = " nat" if what == "KL" else ""
+    ends = "" if entry["low"] is None else f" ({told}: {entry['low']:.3g} to {entry['high']:.3g})"
+    way = "higher" if gap < 0 else "lower"
+    return f"has a held-out {what} {way} than the merged model's by {abs(gap):.3g}{unit}{ends}"
+
+
+def _scored(entry: Mapping[str, Any]) -> str:
+    if entry.get("score") is None:
+        return entry.get("error") or "could not be solved for"
+    if entry.get("advantage") is None:
+        return f"{entry['score']:.4g}"
+    ends = "" if entry["low"] is None else f", {-entry['high']:+.3g} to {-entry['low']:+.3g}"
+    return f"{entry['score']:.4g} ({-entry['advantage']:+.3g}{ends})"
 
 
 def _selection_sentence(record: Mapping[str, Any]) -> str:

@@ -11,15 +11,15 @@ from scipy import stats
 
 from driftlens.calibration.automatic import (
     ALPHA_STEPS,
-    DECISION_FOLD,
     LAM_FACTORS,
     NUM_FOLDS,
     RHO_STEPS,
-    SEARCH_FOLD,
     Candidate,
+    Decision,
     Scores,
-    choose,
+    decide,
     folds_of,
+    search,
     steps_from,
 )
 from driftlens.errors import DataError
@@ -34,7 +34,7 @@ NOISE = {
 def judge(score: Callable[[Candidate], float], noise: float = 0.0) -> Callable[..., list[Scores]]:
     """Scores of an imagined calibration; the noise of a sample is the same for every candidate."""
 
-    def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
+    def evaluate(candidates: Sequence[Candidate]) -> list[Scores]:
         return [
             Scores({task: score(candidate) + noise * values for task, values in NOISE.items()})
             for candidate in candidates
@@ -43,9 +43,25 @@ def judge(score: Callable[[Candidate], float], noise: float = 0.0) -> Callable[.
     return evaluate
 
 
-def merged(score: float, noise: float = 0.0) -> Callable[[int], Scores]:
+def merged(score: float, noise: float = 0.0) -> Scores:
     """Scores of the merged model as it is."""
-    return lambda fold: Scores({task: score + noise * values for task, values in NOISE.items()})
+    return Scores({task: score + noise * values for task, values in NOISE.items()})
+
+
+def choose(
+    start: Candidate,
+    evaluate: Callable[..., list[Scores]],
+    as_is: Scores,
+    *,
+    decides: Callable[..., list[Scores]] | None = None,
+    **more: Scores,
+) -> tuple[str, Candidate, Decision]:
+    """What stands among the merged model, others, the start and what is found, as `choose_settings` has them."""
+    best, _ = search(start, evaluate)
+    kept = {"start": start} if best == start else {"start": start, "found": best}
+    scores = {"merged": as_is} | more | dict(zip(kept, (decides or evaluate)([*kept.values()]), strict=True))
+    decision = decide(scores)
+    return decision.name, best, decision
 
 
 BAD = merged(1000.0)
@@ -91,48 +107,37 @@ def test_the_search_goes_where_scores_are_lower() -> None:
     def score(at: Candidate) -> float:
         return (math.log(at.lam / best.lam)) ** 2 + (at.rho - best.rho) ** 2 + (at.alpha - best.alpha) ** 2
 
-    found = choose(START, judge(score), BAD)
-    assert found.chosen == found.found == best
-    assert found.over_start is not None and found.over_start.standard_error == pytest.approx(0)
-    assert found.over_start.advantage == pytest.approx(score(START))
+    name, found, decision = choose(START, judge(score), BAD)
+    assert name == "found" and found == best and not decision.base_stands
+    assert decision.over_merged["found"].advantage == pytest.approx(1000)
 
 
 def test_the_start_stays_where_nothing_is_better() -> None:
-    found = choose(START, judge(lambda at: 0.0 if at == START else 1.0), BAD)
-    assert found.chosen == found.found == START
-    decided = [trial.candidate for trial in found.trials if trial.fold == DECISION_FOLD]
-    assert decided == [START] and set(found.deciding) == {"start"}, (
-        "only the merged model is left to decide about"
-    )
+    name, found, decision = choose(START, judge(lambda at: 0.0 if at == START else 1.0), BAD)
+    assert name == "start" and found == START and decision.among == 1
 
 
-def test_no_candidate_is_calibrated_twice_on_one_fold() -> None:
-    found = choose(START, judge(lambda at: abs(at.alpha - 0.5)), BAD)
-    tried = [(trial.candidate, trial.fold) for trial in found.trials]
-    assert len(tried) == len(set(tried)) <= 9
+def test_no_candidate_is_calibrated_twice_in_a_search() -> None:
+    _, trials = search(START, judge(lambda at: abs(at.alpha - 0.5)))
+    tried = [trial.candidate for trial in trials]
+    assert len(tried) == len(set(tried)) == 7
 
 
 def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
-    """On the deciding fold the candidate is as good as the start, but for noise."""
+    """On the samples that decide the candidate is as good as the start, but for noise."""
+    rng = np.random.default_rng(3)
 
-    def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
-        noise = np.random.default_rng(3).normal(size=(len(candidates), 40))
-        return [
-            Scores({"cars": (at.lam if fold == SEARCH_FOLD else 0.0) + values})
-            for at, values in zip(candidates, noise * (fold == DECISION_FOLD), strict=True)
-        ]
+    def noisy(candidates: Sequence[Candidate]) -> list[Scores]:
+        return [Scores({"cars": rng.normal(size=40)}) for _ in candidates]
 
-    found = choose(START, evaluate, lambda fold: Scores({"cars": np.full(40, 1000.0)}))
-    assert found.found.lam < START.lam and found.chosen == START
-    assert found.over_start is not None
-    assert found.over_start.standard_error > 0
-    assert found.over_start.advantage < 2 * found.over_start.standard_error
+    as_is = Scores({"cars": np.full(40, 1000.0)})
+    name, found, _ = choose(START, judge(lambda at: at.lam), as_is, decides=noisy)
+    assert found.lam < START.lam and name == "start"
 
 
 def test_settings_that_make_no_difference_are_left_alone() -> None:
-    found = choose(START, judge(lambda at: at.lam + at.alpha - at.rho), BAD, varies=["alpha"])
-    assert found.chosen is not None
-    assert (found.chosen.lam, found.chosen.rho) == (START.lam, START.rho) and found.chosen.alpha == 0.15
+    best, _ = search(START, judge(lambda at: at.lam + at.alpha - at.rho), varies=["alpha"])
+    assert (best.lam, best.rho, best.alpha) == (START.lam, START.rho, 0.15)
 
 
 def test_tasks_count_alike_however_many_samples_they_have() -> None:
@@ -183,38 +188,65 @@ def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
 
 
 def test_the_merged_model_stays_where_no_calibration_is_clearly_better() -> None:
-    worse = choose(START, judge(lambda at: 1.0 + abs(at.alpha - 0.5)), merged(0.9))
-    assert worse.chosen is None and worse.found != START
-    tie = choose(START, judge(lambda at: 1.0), merged(1.0))
-    assert tie.chosen is None and tie.found == START, "a tie goes to what is simpler"
-    noisy = choose(START, judge(lambda at: 0.99, noise=1.0), merged(1.0))
-    assert noisy.chosen is None and not noisy.deciding["start"].is_clear
-    assert noisy.over_merged.advantage > 0
+    name, found, _ = choose(START, judge(lambda at: 1.0 + abs(at.alpha - 0.5)), merged(0.9))
+    assert name == "merged" and found != START
+    name, found, _ = choose(START, judge(lambda at: 1.0), merged(1.0))
+    assert name == "merged" and found == START, "a tie goes to what is simpler"
+    name, _, decision = choose(START, judge(lambda at: 0.99, noise=1.0), merged(1.0))
+    assert name == "merged" and not decision.over_merged["start"].is_clear
+    assert decision.over_merged["start"].advantage > 0
+
+
+def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_the_base() -> None:
+    name, _, decision = choose(START, judge(lambda at: 0.5), merged(1.0), base=merged(0.2))
+    assert (name, decision.base_stands, decision.among) == ("base", True, 2)
+    name, _, decision = choose(START, judge(lambda at: 0.2), merged(1.0), base=merged(0.2))
+    assert (name, decision.base_stands) == ("base", True), "a tie goes to what is simpler"
+    name, _, decision = choose(START, judge(lambda at: 2.0), merged(1.0), base=merged(1.0))
+    assert (name, decision.base_stands) == ("merged", True)
+    spread = Scores({task: 3.0 + 50 * (values - values.mean()) for task, values in NOISE.items()})
+    for base, expected in ((merged(3.0), "merged"), (merged(0.9), "base"), (spread, "merged")):
+        name, _, decision = choose(START, judge(lambda at: 2.0), merged(1.0), base=base)
+        assert (name, decision.base_stands) == (expected, expected == "base")
+    name, _, decision = choose(START, judge(lambda at: 0.1), merged(1.0), base=merged(0.2))
+    assert (name, decision.base_stands) == ("start", False)
 
 
 def test_what_was_found_may_beat_the_merged_model_where_the_start_does_not() -> None:
-    found = choose(START, judge(lambda at: 1.0 if at.lam == START.lam else 0.5), merged(0.9))
-    assert found.chosen == found.found != START
-    assert [at.is_clear for at in found.deciding.values()] == [False, True]
+    name, found, decision = choose(START, judge(lambda at: 1.0 if at.lam == START.lam else 0.5), merged(0.9))
+    assert name == "found" and found != START
+    assert [at.is_clear for at in decision.over_merged.values()] == [False, True]
+
+
+def test_nothing_is_chosen_that_something_simpler_is_clearly_better_than() -> None:
+    """The start is better than the merged model, but its spread hides it; what was found is clearly worse than it."""
+    noise = {task: 5 * values for task, values in NOISE.items()}
+    start = Scores({task: -0.3 + values - values.mean() for task, values in noise.items()})
+    scores = {
+        "merged": merged(0.0),
+        "start": start,
+        "found": Scores({task: values + 0.01 for task, values in start.by_task.items()}),
+    }
+    assert not decide(scores).over_merged["start"].is_clear
+    assert start.compared_with(scores["found"], among=2).is_clear and decide(scores).name == "merged"
 
 
 def test_what_can_not_be_solved_for_is_never_chosen() -> None:
-    def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
-        return [Scores({"cars": np.full(9, 0.0 if fold == SEARCH_FOLD else np.inf)}) for _ in candidates]
+    def unsolved(candidates: Sequence[Candidate]) -> list[Scores]:
+        return [Scores({"cars": np.full(9, np.inf)}) for _ in candidates]
 
-    found = choose(START, evaluate, lambda fold: Scores({"cars": np.full(9, 5.0)}))
-    assert found.chosen is None and not math.isfinite(found.over_merged.advantage)
+    as_is = Scores({"cars": np.full(9, 5.0)})
+    name, _, decision = choose(START, judge(lambda at: 0.0), as_is, decides=unsolved)
+    assert name == "merged" and not math.isfinite(decision.over_merged["start"].advantage)
+    other = Scores({"cars": np.zeros(9)})
+    assert decide({"merged": as_is, "start": unsolved([START])[0], "other": other}).name == "other"
 
 
 def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:
-    """All candidates are as good as the merged model; what is found on the search fold has been looked for."""
+    """All candidates are as good as the merged model, and there are many of them."""
     rng = np.random.default_rng(11)
-    moved = 0
+    names, moved = ("merged", "base", "start", "found", "other", "another"), 0
     for _ in range(400):
-
-        def evaluate(candidates: Sequence[Candidate], fold: int) -> list[Scores]:
-            return [Scores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for _ in candidates]
-
-        found = choose(START, evaluate, lambda fold: evaluate([START], fold)[0])
-        moved += found.chosen is not None
-    assert moved / 400 < 0.06
+        drawn = {name: Scores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for name in names}
+        moved += decide(drawn).name != "merged"
+    assert moved / 400 < 0.05

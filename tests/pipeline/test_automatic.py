@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import pytest
@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.calibration.automatic import Candidate
+from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.site_selection import select_sites
-from driftlens.errors import DataError, SingularGramError, SpecError
+from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.models.chain import Head
 from driftlens.pipeline.analyze.evaluation import FinalDrift
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search import trials
-from driftlens.pipeline.search.automatic import choose_settings
+from driftlens.pipeline.search.automatic import BEST, choose_settings
 from driftlens.pipeline.search.judge import LANE, Judge, divergences, drift_scores
 from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.card import escaped
@@ -85,18 +85,22 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     assert again["candidates"] == record["candidates"]
 
 
-def test_no_candidate_is_scored_on_a_sample_that_it_was_calibrated_on(
+def test_no_candidate_is_scored_on_a_sample_that_it_or_its_search_has_seen(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[set[str]] = []
     held: list[set[str]] = []
-    solve, read = Trials.solved, trials.final_features
+    solve, alone, read = Trials.solved, Trials.alone, trials.final_features
 
     def spied_solve(self: Trials[Any], parts: Any, lanes: Sequence[Lane]) -> Iterator[float]:
         for lane, seconds in zip(lanes, solve(self, parts, lanes), strict=True):
             used = [parts[task][part].ids for task in parts for part in lane.parts]
             seen.append({sample for ids in used for sample in ids})
             yield seconds
+
+    def spied_alone(self: Trials[Any], samples: Any, *rest: Any) -> Any:
+        seen.append({sample for at in samples.values() for sample in at.ids})
+        return alone(self, samples, *rest)
 
     def spied_read(pool: Any, model: str, task: str, samples: SampleSet, pooling: Any) -> torch.Tensor:
         if model == LANE:
@@ -105,12 +109,18 @@ def test_no_candidate_is_scored_on_a_sample_that_it_was_calibrated_on(
         return read(pool, model, task, samples, pooling)
 
     monkeypatch.setattr(Trials, "solved", spied_solve)
+    monkeypatch.setattr(Trials, "alone", spied_alone)
     monkeypatch.setattr(trials, "final_features", spied_read)
     # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
     task = TASKS[0]
     _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}))
-    assert len(seen) == record["num_calibrations"]
-    assert {len(ids) for ids in seen} == {COUNT * 3 // 4} and {len(ids) for ids in held} == {COUNT // 4}
+    assert len(seen) == len(held) == record["num_calibrations"]
+    searched = len(record["candidates"])
+    assert {len(ids) for ids in seen[:searched]} == {COUNT // 2} and {len(ids) for ids in held} == {
+        COUNT // 4
+    }
+    assert {len(ids) for ids in seen[searched:]} == {COUNT * 3 // 4}
+    assert all(held[-1].isdisjoint(ids) for ids in seen), "the samples that decide are in no search either"
 
 
 def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pathlib.Path) -> None:
@@ -125,8 +135,10 @@ def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pat
     dl.analyze(spec, out=tmp_path / "run", progress="none")
     start = FeatCal(lam=0.1, rho=1.0, alpha=0.4)
     found, record = chosen(reopened(tmp_path / "run")[0], start)
-    assert found is start and record["is_merged_kept"] and not record["is_start_kept"]
-    assert record["chosen"] is None and record["start"] == {"lam": 0.1, "rho": 1.0, "alpha": 0.4}
+    assert found is start and record["kept"] == "merged" and record["base_stands"] is False
+    assert (
+        record["chosen"] is None and {"lam": 0.1, "rho": 1.0, "alpha": 0.4}.items() <= record["start"].items()
+    )
     run = dl.open_run(tmp_path / "run").calibrate(start, name=NAME, auto=True)
     info, merged = run.manifest.calibrations[NAME], load_file(tmp_path / "run/models/merged.safetensors")
     weights = load_file(tmp_path / f"run/calibrations/{NAME}/weights.safetensors")
@@ -135,7 +147,7 @@ def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pat
     assert info.notices == [
         "no calibration was clearly better than the merged model, so that this is the merged model as it is"
     ]
-    (said,) = selection_sentences(run, NAME)
+    said, _ = selection_sentences(run, NAME)
     assert "the merged model was kept as it is" in said
     card = (tmp_path / f"run/calibrations/{NAME}/README.md").read_text()
     assert "Calibration | none" in card and escaped(said) in card
@@ -165,10 +177,15 @@ def test_the_run_says_how_its_settings_were_chosen(
     config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
     selection = config["selection"]
     assert config["automatic"] and run.manifest.calibrations[NAME].automatic
-    assert selection["start"] == {"lam": 3.0, "rho": 2.0, "alpha": 0.3}
-    assert selection["chosen"] == {name: config["settings"][name] for name in ("lam", "rho", "alpha")}
-    assert selection["num_calibrations"] == len(selection["candidates"]) <= 9 and selection["seconds"] > 0
-    assert selection["cost_in_calibrations"] == 0.75 * selection["num_calibrations"]
+    assert {"lam": 3.0, "rho": 2.0, "alpha": 0.3}.items() <= selection["start"].items()
+    assert selection["chosen"] == config["settings"] and selection["seconds"] > 0
+    names = [entry["name"] for entry in selection["compared"]]
+    assert names[:3] == ["merged", "base", "start"] and selection["choice"] in names[2:]
+    assert {entry["n"] for entry in selection["compared"]} == {len(TASKS) * COUNT // 4}
+    for entry in selection["compared"][1:]:
+        assert entry["low"] <= entry["advantage"] <= entry["high"]
+    searched = len(selection["candidates"])
+    assert selection["cost_in_calibrations"] == 0.5 * searched + 0.75 * (len(names) - 2)
     assert selection["num_held_out"] == dict.fromkeys(TASKS, COUNT // 4)
     first = selection["candidates"][0]
     assert first["lam"] == 3.0 and first["fold"] == 0 and first["score"] > 0
@@ -190,7 +207,7 @@ def test_a_start_that_can_be_improved_is_left(study: Study, monkeypatch: pytest.
     """With a ridge this large the solution is the anchor, far beyond the merged model."""
     spoil_merged(monkeypatch)
     found, record = chosen(study, FeatCal(lam=50.0, rho=4.0))
-    assert not record["is_start_kept"] and record["advantage"] > 1.96 * record["standard_error"]
+    assert record["choice"] == "found"
     assert found.rho < 4.0 or found.lam < 50.0
 
 
@@ -206,8 +223,8 @@ def test_a_candidate_that_can_not_be_solved_for_is_out_and_the_others_stay(
 
     monkeypatch.setattr(Trials, "solved", fragile)
     _, record = chosen(study)
-    scores = {(entry["lam"], entry["fold"]): entry["score"] for entry in record["candidates"]}
-    assert scores[0.01, 0] is None and scores[0.05, 0] is not None and scores[0.25, 0] is not None
+    scores = {entry["lam"]: entry["score"] for entry in record["candidates"]}
+    assert scores[0.01] is None and scores[0.05] is not None and scores[0.25] is not None
     with pytest.raises(SingularGramError):
         chosen(study, FeatCal(lam=0.004))
 
@@ -282,9 +299,84 @@ def test_without_a_head_the_score_is_the_relative_drift() -> None:
     )
 
 
+class Keen(FeatCal):
+    """Another method, which asks to be compared; it leaves norms alone and would read labels."""
+
+    candidates = ({"lam": 0.2}, {"lam": 0.0, "update": ("linear",)})
+    update = ("linear", "bias")
+
+    def __init__(
+        self, lam: float = 1.0, update: Sequence[str] = ("linear", "bias"), rho: float = 1.0
+    ) -> None:
+        super().__init__(lam=lam, rho=rho, update=update)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def keen() -> Iterator[None]:
+    with calibrators.temporary():
+        calibrators.register("keen")(Keen)
+        yield
+
+
+def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
+    roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, keen: None
+) -> None:
+    """The other method looks best where everything else looks bad; the same calibration by hand gives its weights."""
+    alone = Trials.alone
+
+    def favoured(self: Trials[Any], samples: Any, calibrator: Any, *rest: Any) -> Any:
+        found = alone(self, samples, calibrator, *rest)
+        return found if isinstance(calibrator, Keen) else {task: at + 1e3 for task, at in found.items()}
+
+    monkeypatch.setattr(Trials, "alone", favoured)
+    spoil_merged(monkeypatch)
+    folder = copied(roomy, tmp_path / "run")
+    stopped = []
+
+    def stop(event: Any) -> None:
+        if event.phase == "calibrate" and event.done == 2 and not stopped:
+            stopped.append(event)
+            raise Cancelled("stopped")
+
+    asked = request(layers=[2, 3])
+    with pytest.raises(Cancelled):
+        calibrate(folder, asked, choose=BEST, on_progress=stop)
+    run = calibrate(folder, asked, choose=BEST, resume=True)
+    info = run.manifest.calibrations[NAME]
+    assert (info.method, info.settings["lam"]) == ("keen", 0.2) and info.selection["choice"] == "keen lam=0.2"
+    assert calibrate(folder, asked, choose=BEST, resume=True).manifest.calibrations[NAME] == info
+    with pytest.raises(SpecError, match="finished, with other settings"):
+        calibrate(folder, request(layers=[2, 3], parameters={"lam": 0.3}), choose=BEST, resume=True)
+    by_hand = request("hand", method="keen", parameters={"lam": 0.2}, layers=[2, 3])
+    calibrate(folder, by_hand)
+    weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+    assert set(run.calibration(NAME)["kind"]) == {"linear"}
+
+
+def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
+    roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Trials.of
+
+    def good_base(self: Trials[Any], model: str) -> dict[str, Any]:
+        return {task: 0 * at - (model == "base") for task, at in measured(self, model).items()}
+
+    monkeypatch.setattr(Trials, "of", good_base)
+    folder = copied(roomy, tmp_path / "run")
+    run = dl.open_run(folder).calibrate(FeatCal(), name=NAME, auto=True, layers=[2])
+    info = run.manifest.calibrations[NAME]
+    assert info.selection["kept"] == "base" and not info.layers and "don't use the merge" in info.notices[-1]
+    first, advice, _ = selection_sentences(run, NAME)
+    assert "the base was chosen" in first and advice.startswith("Advice: don't use the merge")
+    rows = run.layers(layer="final").set_index(["variant", "task"])["drift_l2_mean"]
+    assert rows[f"calibrated:{NAME}"].to_dict() == rows["base"].to_dict()
+
+
 def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_merged(monkeypatch)
     start = FeatCal(lam=50.0, rho=4.0, update=("linear",), solve_dtype="float64", eps=1e-6)
-    found, _ = chosen(study, start)
-    assert Candidate(found.lam, found.rho, found.alpha) != Candidate(50.0, 4.0, 0.3)
-    assert found.update == ("linear",) and found.eps == 1e-6
+    _, record = chosen(study, start)
+    found = next(entry["settings"] for entry in record["compared"] if entry["name"] == "found")
+    assert (found["lam"], found["rho"], found["alpha"]) != (50.0, 4.0, 0.3)
+    assert found["update"] == ["linear"] and found["eps"] == 1e-6

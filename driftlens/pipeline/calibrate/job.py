@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from driftlens.access import Access
-from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import Trained
 from driftlens.engine.site_selection import coverage
 from driftlens.errors import Cancelled, RunError, SpecError
@@ -213,7 +212,7 @@ class Terms:
         if self.resume:
             identity = plan.identity(opened.manifest, opened.study) | {"automatic": self.is_chosen}
             scratch = CalibrationScratch(opened.folder, plan.name)
-            scratch.require_same(identity, chosen=CHOSEN if self.is_chosen else ())
+            scratch.require_same(identity, chosen=_CHOSEN if self.is_chosen else ())
 
     def require_free_name(self, plan: CalibrationPlan, manifest: Manifest) -> None:
         """Refuse a name that a finished calibration has, unless that is to be replaced or is the very same.
@@ -236,15 +235,23 @@ class Terms:
             )
 
 
+_CHOSEN = frozenset({"method", "settings", "sites"})
+"""Parts of a calibration's identity that a choice decides, so that they can't be compared before it."""
+
+
 def _is_same(plan: CalibrationPlan, taken: CalibrationInfo, *, is_chosen: bool) -> bool:
     """Whether a finished calibration is what the plan would make; hyperparameters that were chosen are its own."""
-    settings = {
-        name: value for name, value in plan.hyperparameters.items() if not (is_chosen and name in CHOSEN)
-    }
+    if is_chosen:
+        is_asked = taken.selection.get("asked", plan.asked) == plan.asked
+    else:
+        is_asked = (
+            plan.hyperparameters.items() <= dict(taken.settings).items()
+            and plan.method == taken.method
+            and plan.layers == sorted(taken.layers)
+        )
     return (
-        settings.items() <= dict(taken.settings).items()
+        is_asked
         and taken.automatic == is_chosen
-        and plan.layers == sorted(taken.layers)
         and tuple(plan.patterns) == tuple(taken.sites)
         and plan.sample_digests == dict(taken.sample_digests)
     )
@@ -336,6 +343,10 @@ def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
         return [
             *seen,
             "weights are those of the merged model; what is attached wants to know the task of an input",
+        ]
+    if plan.kept == "base":
+        return [
+            "no calibration was clearly better than the base, so that this is the base as it is: don't use the merge"
         ]
     return [
         "no calibration was clearly better than the merged model, so that this is the merged model as it is"

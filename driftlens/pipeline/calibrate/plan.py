@@ -13,7 +13,7 @@ import torch
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, over_preset
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import select_sites
+from driftlens.engine.site_selection import select_sites, updated_sites
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer
 from driftlens.pipeline.study.study import Study
@@ -37,8 +37,8 @@ class Choice:
 
     Attributes:
         choose: (study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and
-            how they were. It sees calibration samples and nothing else. Where it says `is_merged_kept`, no module is
-            solved for, and the calibration's variant is the merged model as it is.
+            how they were. It sees calibration samples and nothing else. Where it says `kept`, no module is solved
+            for, and the calibration's variant is that model, `merged` or `base`, as it is.
         require: (calibrator to start from, samples by task, has_base) refuses at once what nothing can be chosen for.
     """
 
@@ -93,19 +93,29 @@ class CalibrationPlan:
         shown = study.blinded(self.samples)
         calibrator, selection = choose.choose(shown, self.calibrator, self.sites, reporter)
         calibrator.check(has_base=study.has_base)
-        selection = {**selection, "preset": self.preset}
-        if selection.get("is_merged_kept"):
-            return dataclasses.replace(self, sites={}, control="", automatic=True, selection=selection)
-        return dataclasses.replace(self.settled(calibrator, study), automatic=True, selection=selection)
+        selection = {**selection, "preset": preset_of(self.calibrator), "asked": self.asked}
+        plan = dataclasses.replace(self, automatic=True, selection=selection)
+        if plan.kept:
+            return dataclasses.replace(plan, sites={}, control="")
+        if type(calibrator) is not type(self.calibrator):
+            sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
+            plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
+        return plan.settled(calibrator, study)
+
+    @property
+    def kept(self) -> str:
+        """The model that was chosen as it is, `merged` or `base`; empty where modules are solved for."""
+        return str(self.selection.get("kept", "merged" if self.selection.get("is_merged_kept") else ""))
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What a choice begins with, as plain values: a finished calibration is known again by it."""
+        return {"method": self.method, "settings": self.hyperparameters, "layers": self.layers}
 
     @property
     def preset(self) -> str:
         """The published setting whose values all hyperparameters have; empty without."""
-        settings, kind = self.calibrator.get_params(), type(self.calibrator)
-        # What a preset leaves out has to be the calibrator's default, too.
-        return next(
-            (name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), ""
-        )
+        return preset_of(self.calibrator)
 
     @property
     def variant(self) -> str:
@@ -225,6 +235,13 @@ def plan_calibration(
         boundaries=calibrator.boundaries(len(chain.layers)) if isinstance(calibrator, Trained) else (),
     )
     return plan.settled(calibrator, study)
+
+
+def preset_of(calibrator: Calibrator) -> str:
+    """The published setting whose values all of a calibrator's have; empty without."""
+    settings, kind = calibrator.get_params(), type(calibrator)
+    # What a preset leaves out has to be the calibrator's default, too.
+    return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
 
 
 def _anchor_moves(calibrator: Calibrator) -> bool:
@@ -364,7 +381,7 @@ def method_called(calibrator: Calibrator) -> str:
     Raises:
         SpecError: it is not.
     """
-    for known, kind in calibrators.items():
+    for known, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
         if isinstance(calibrator, kind):
             return known
     raise SpecError(

@@ -87,7 +87,7 @@ class CalibrationScratch:
 
         Args:
             settings: everything that the solutions depend on, as plain values.
-            chosen: hyperparameters that are yet to be chosen, so that they can't be compared.
+            chosen: entries of `settings` that are yet to be chosen, so that they can't be compared.
 
         Raises:
             SpecError: the first setting that differs.
@@ -96,7 +96,7 @@ class CalibrationScratch:
             return
         begun, now = _flat(json.loads(self._settings.read_text(encoding="utf-8"))), _flat(settings)
         for name in {**now, **begun}:
-            if name.removeprefix("settings.") not in chosen and begun.get(name) != now.get(name):
+            if name.partition(".")[0] not in chosen and begun.get(name) != now.get(name):
                 raise SpecError(
                     f"the interrupted calibration had another {name}: {_shown(begun.get(name))}, "
                     f"now {_shown(now.get(name))}",

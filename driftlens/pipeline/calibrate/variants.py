@@ -40,7 +40,7 @@ def save_variants(
     """
     pool = study.pool
     like = pool.source("base") if study.has_base else pool.source(expert_of(next(iter(study.tasks))))
-    merged = pool.source("merged")
+    merged = pool.source(plan.kept or "merged")
     for variant, relative in plan.weights.items():
         parameters: Mapping[ParameterKey, Tensor] = solution.updates
         if variant == plan.control:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet
-from driftlens.engine.forward_order import Lane, Parts, calibrate_side_by_side
+from driftlens.engine.forward_order import Lane, Parts, calibrate, calibrate_side_by_side
+from driftlens.engine.problems import ClosedForm
 from driftlens.errors import SingularGramError
 from driftlens.models.chain import ParameterKey
+from driftlens.models.sources import StateSource
 from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.search.judge import LANE
@@ -90,6 +92,36 @@ class Trials(Generic[T]):
                 for lane in left:
                     yield from self.run(parts, [lane])
 
+    def alone(
+        self, samples: Mapping[str, SampleSet], calibrator: ClosedForm, sites: Mapping[int, Sequence[str]]
+    ) -> dict[str, T]:
+        """What is measured of one candidate that walks alone, perhaps with other sites; errors as for `calibrate`."""
+        pool, last, updates = self.study.pool, max(sites, default=0), dict[ParameterKey, Tensor]()
+        for found in calibrate(
+            pool,
+            {task: at.batches for task, at in samples.items()},
+            calibrator,
+            base="base" if self.study.has_base else None,
+            ids={task: at.ids for task, at in samples.items()},
+            objectives=False,
+            sites=sites,
+            feature_budget=self.study.settings.feature_budget,
+            spill=self.spill,
+            pooling=self.study.settings.pool,
+            on_step=lambda layer, task: self.reporter.step(
+                self.phase, max(0, layer - 1), last, f"layer {layer} of {last}, task {task}"
+            ),
+        ):
+            updates |= {(found.layer, name): value for name, value in found.updates.items()}
+        pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self._like, updates))
+        return self.of(LANE)
+
+    @property
+    def _like(self) -> StateSource:
+        """The model in whose dtypes candidates are."""
+        name = "base" if self.study.has_base else expert_of(next(iter(self.study.tasks)))
+        return self.study.pool.source(name)
+
     def of(self, model: str) -> dict[str, T]:
         """What is measured of a model of the study's pool, by task."""
         return {
@@ -113,7 +145,6 @@ class Trials(Generic[T]):
         """
         pool, budget = self.study.pool, self.study.settings.feature_budget
         base = "base" if self.study.has_base else None
-        like = pool.source(base or expert_of(next(iter(self.study.tasks))))
         size = max(1, budget // self._lane_bytes())
         last, num_groups = max(self.sites), -(-len(lanes) // size)
         total = num_groups * last + len(lanes)
@@ -141,7 +172,7 @@ class Trials(Generic[T]):
                 lane = first + index
                 label = f"calibration {lane + 1} of {len(lanes)}"
                 self.reporter.step(self.phase, (group + 1) * last + lane, total, label)
-                pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), like, solution))
+                pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self._like, solution))
                 yield seconds[index]
         self.reporter.step(self.phase, total, total)
 

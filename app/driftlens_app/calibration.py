@@ -19,7 +19,7 @@ from driftlens_app.jobs.command_line import ask
 from driftlens_app.settings import Settings
 from driftlens_app.show import plain
 
-_START, _ESTIMATE = "start-calibration", "estimate-calibration"
+_START, _ESTIMATE, _BEST = "start-calibration", "estimate-calibration", "best-calibration"
 _SUGGESTED = "_suggested_name"
 _OWN = "the run's spec, or the defaults"
 _NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
@@ -78,6 +78,7 @@ class CalibrationSettings:
         samples: calibration samples per task.
         layers: pattern on module paths; empty is all blocks.
         auto: whether some of its settings are chosen on held-out calibration samples.
+        best: whether the best of all methods is; method, preset and parameters say nothing then.
         save_weights: whether a folder is written that the original library loads, with a model card.
         replace: whether a calibration of that name may be replaced.
         resume: whether an interrupted calibration of that name goes on where it stopped.
@@ -90,6 +91,7 @@ class CalibrationSettings:
     samples: int | None = None
     layers: str = ""
     auto: bool = False
+    best: bool = False
     save_weights: bool = False
     replace: bool = False
     resume: bool = False
@@ -138,17 +140,18 @@ class CalibrationSettings:
         self.check()
         values = {
             "--name": self.name,
-            "--method": self.method,
-            "--preset": self.preset,
+            "--method": None if self.best else self.method,
+            "--preset": None if self.best else self.preset,
             "--samples": self.samples,
             "--layers": self.layers or None,
             # Beside the run, which lists every file in it.
             "--save-weights": run.parent / f"{run.name}-{self.name}" if self.save_weights else None,
         }
-        flags = {"--auto": self.auto, "--replace": self.replace, "--resume": self.resume}
+        flags = {"--auto": self.auto or self.best, "--replace": self.replace, "--resume": self.resume}
         # One argument each, so that no value can be taken for an option.
         options = [f"{option}={value}" for option, value in values.items() if value is not None]
-        options += [f"--set={name}={json.dumps(value)}" for name, value in self.parameters.items()]
+        given = {} if self.best else self.parameters
+        options += [f"--set={name}={json.dumps(value)}" for name, value in given.items()]
         return (*options, *(flag for flag, is_given in flags.items() if is_given))
 
     @classmethod
@@ -189,7 +192,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "method", "layers"), (str,)),
     "preset": (str, type(None)),
     "samples": (int, type(None)),
-    **dict.fromkeys(("auto", "save_weights", "replace", "resume"), (bool,)),
+    **dict.fromkeys(("auto", "best", "save_weights", "replace", "resume"), (bool,)),
 }
 """What may stand in a record, exactly: True is no number."""
 
@@ -270,9 +273,17 @@ def calibration_form(
         )
         replace = st.checkbox(REPLACE, key="replace")
         with st.container(horizontal=True):
+            best = st.form_submit_button(
+                "Best",
+                type="primary",
+                icon=":material/auto_awesome:",
+                disabled=blocked,
+                key=_BEST,
+                help="Compares the merged model, the base and all methods on held-out calibration samples, and says "
+                "which is best and whether to use the merge. Method, published settings and coefficients don't count.",
+            )
             calibrate = st.form_submit_button(
                 f"{method.title} calibrate",
-                type="primary",
                 icon=":material/tune:",
                 disabled=blocked,
                 key=_START,
@@ -289,16 +300,17 @@ def calibration_form(
         samples=samples,
         layers=layers.strip(),
         auto=auto,
+        best=best,
         save_weights=save,
         replace=replace,
     )
-    return settings, "calibrate" if calibrate else "estimate" if estimate else ""
+    return settings, "calibrate" if calibrate or best else "estimate" if estimate else ""
 
 
 def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:
     """Put the name to begin with into the form, and the next one once a calibration has got it or another is meant."""
     state = st.session_state
-    if state.get(_START) or state.get(_ESTIMATE):
+    if any(state.get(button) for button in (_START, _ESTIMATE, _BEST)):
         return  # What was just sent stands, even if somebody else took the name meanwhile.
     suggested = state.get(_SUGGESTED)
     is_used_up = start.name != suggested and (state.get("name") == suggested or state.get("name") in taken)

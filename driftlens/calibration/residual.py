@@ -34,6 +34,7 @@ class ResidualCal(Calibrator, Stepwise):
     """
 
     title = "Residual calibration"
+    candidates = ({}, {"mu": 0.9})
     update: Sequence[str] = ("linear", "bias")
 
     def __init__(

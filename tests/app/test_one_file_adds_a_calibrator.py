@@ -139,11 +139,9 @@ def test_a_trained_one_has_its_own_fields_and_a_refused_value_starts_nothing(
     assert job_of(root / "full") is None
 
 
-def test_without_a_second_calibrator_there_is_nothing_to_choose_and_presets_are_its_own(
-    open_app: Open, root: Path
-) -> None:
+def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path) -> None:
     app = open_app(root, "calibrate")
-    assert not [box for box in app.selectbox if box.key == "method"]
+    assert app.selectbox(key="method").options == ["FeatCal", "Residual calibration"]
     entry = catalogue()["calibrators"]["featcal"]
     preset = app.selectbox(key="featcal preset")
     assert preset.options[1:] == [
@@ -165,6 +163,17 @@ def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open,
     app.number_input(key="featcal.rho").set_value(1.0)
     press(app, "FeatCal calibrate")
     assert [part for part in called(root / "full") if part.startswith("--set")] == ["--set=rho=1.0"]
+
+
+def test_best_asks_for_no_method_and_leaves_the_coefficients_to_the_choice(
+    worker: None, open_app: Open, root: Path
+) -> None:
+    app = open_app(root, "calibrate")
+    app.number_input(key="featcal.lam").set_value(0.7)
+    press(app, "Best")
+    parts = called(root / "full")
+    assert "--auto" in parts
+    assert not [part for part in parts if part.startswith(("--set", "--method", "--preset"))]
 
 
 def test_a_command_that_does_not_answer_is_told_and_asked_again(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -303,7 +303,7 @@ class Keen(FeatCal):
     """Another method, which asks to be compared; it leaves norms alone and would read labels."""
 
     candidates = ({"lam": 0.2}, {"lam": 0.0, "update": ("linear",)})
-    update = ("linear", "bias")
+    presets: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
         self, lam: float = 1.0, update: Sequence[str] = ("linear", "bias"), rho: float = 1.0

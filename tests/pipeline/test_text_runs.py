@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 import torch
 import transformers
 
 from driftlens.pipeline.analyze.job import analyze
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.records.layout import LONGEST_TEXT
 from driftlens.records.run import DriftRun
 from driftlens_app.samples import texts_of
@@ -85,3 +89,19 @@ def test_the_next_token_is_compared_over_the_whole_vocabulary(run: DriftRun) -> 
     shares = charts["next-token"].draw(run).data.set_index(["task", "variant"])
     flipped = run.outputs("free", "merged")["token_flipped"].astype(float).mean()
     assert shares.loc[("free", "merged"), "flipped"] == pytest.approx(flipped)
+
+
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+def test_groups_and_the_heaviest_layers_are_calibrated_alone(form: str, tmp_path: pathlib.Path) -> None:
+    suite = Suite(form, tmp_path, learns=False)
+    suite.model = perturbed(suite.model, 1, 0.3)
+    suite.save("expert")
+    spec = suite.spec({"pick": suite.data("pick", WORDS, classes=True)})
+    spec["metrics"] = {"jacobian": {"samples": 2}}
+    made = analyze(spec, out=tmp_path / "run")
+    request = CalibrationRequest(name="part", parameters={"lam": 0.1}, sites=("q", "down"), top_layers=1)
+    table = calibrate(made.path, request).calibration("part")
+    shares = made.layers("pick", "merged").query("role == 'block'").set_index("layer")["final_share"]
+    assert set(table["layer"]) == {shares.idxmax()}
+    leaves = {site.rpartition(".")[2] for site in table["site"]}
+    assert leaves == ({"q_proj", "down_proj"} if form == "decoder" else {"q", "wo"})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pathlib
+from dataclasses import replace
 
 import pytest
 
 from driftlens.errors import Cancelled
+from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.run import open_run
 from driftlens.records.writer import RunWriter
+from driftlens_reports.build import Report
 from driftlens_reports.facts import stamps
 from tests.records.factory import write_run
 
@@ -38,3 +41,11 @@ def test_an_unfinished_run_is_told_to_be_unfinished(tmp_path: pathlib.Path) -> N
     assert stamps(run) == [DAMAGE, UNFINISHED]
     (run.path / "status.json").unlink()
     assert stamps(run) == [UNFINISHED]
+
+
+def test_a_page_folds_all_warnings_but_the_first_few(tmp_path: pathlib.Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_manifest(folder, replace(read_manifest(folder), warnings=[f"trouble {at}" for at in range(5)]))
+    page = Report(open_run(folder), sections=["verdict"]).files(["html"])["report.html"].decode()
+    shown, folded = page.split('<details class="stamp"><summary>2 more</summary>')
+    assert "trouble 2" in shown and "trouble 3" not in shown and "trouble 4" in folded

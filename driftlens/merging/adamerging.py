@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from driftlens.errors import NumericsError
-from driftlens.merging.method import Asking, StateDict, merge_methods
+from driftlens.merging.method import StateDict, merge_methods
 from driftlens.settings import Bounds
 
 Rows = tuple[int, int] | None
@@ -29,7 +29,7 @@ Rows = tuple[int, int] | None
 def adamerging(
     base: StateDict,
     experts: Mapping[str, StateDict],
-    study: Asking,
+    study: Any,
     *,
     granularity: Annotated[
         Literal["layer", "task"],

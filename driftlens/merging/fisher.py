@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from driftlens.merging.average import average
-from driftlens.merging.method import Asked, Asking, StateDict, merge_methods
+from driftlens.merging.method import StateDict, merge_methods
 from driftlens.settings import Bounds
 
 
@@ -28,7 +28,7 @@ from driftlens.settings import Bounds
 def fisher(
     base: StateDict,
     experts: Mapping[str, StateDict],
-    study: Asking,
+    study: Any,
     *,
     estimator: Annotated[
         Literal["exact", "batch_sqrt"],
@@ -69,7 +69,7 @@ def fisher(
         yield key, mean
 
 
-def diagonal(asked: Asked, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
+def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
     """E over samples and classes of (d log p / d weight)^2; with a batch size what published code takes for it."""
     total = {key: torch.zeros_like(value) for key, value in weights.items()}
     leaves, count = list(weights.values()), len(asked)

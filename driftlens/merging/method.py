@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -37,44 +37,11 @@ READS: Mapping[Reads, str] = {
 - `model`: every tensor; each is read whenever it is asked for, so looping over them twice reads all files twice. It
   yields (name, merged tensor) in any order.
 - `samples`: as `model`, and third the opened study, whose samples are the calibration samples without their labels;
-  gradients are on.
+  gradients are on. A method that says it needs `scores` gets them from `study.asked(task)`, which
+  `driftlens.engine.scored.Asked` describes.
 
 Settings follow as keyword-only arguments; see `driftlens.settings`. Tensors of integers never come along.
 """
-
-
-class Asked(Protocol):
-    """One task's calibration samples before its expert's score map."""
-
-    def __len__(self) -> int:
-        """How many samples there are."""
-        ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The tensors that scores depend on."""
-        ...
-
-    @property
-    def parts(self) -> tuple[tuple[str, tuple[int, int] | None], ...]:
-        """The parameters among them: key, and rows [start, stop) of what a file fuses."""
-        ...
-
-    def placed(self, weight: Tensor) -> Tensor:
-        """A tensor where and in what scores are computed."""
-        ...
-
-    def log_probabilities(self, rows: Sequence[int], weights: StateDict) -> Tensor:
-        """Of the classes, [n, classes], for some of the samples; a differentiable function of the weights."""
-        ...
-
-
-class Asking(Protocol):
-    """What the opened study offers to methods that read samples."""
-
-    def asked(self, task: str) -> Asked:
-        """A task's samples before its score map; only where the method says that it reads `scores`."""
-        ...
 
 
 MergeFunction = Callable[..., Any]

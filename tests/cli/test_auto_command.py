@@ -36,7 +36,7 @@ def test_the_settings_chosen_are_those_calibrated_with(
 ) -> None:
     spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path
-    flags = ("--name", NAME, "--auto", "--lam", 50, "--rho", 4, "--layers", "2")
+    flags = ("--name", NAME, "--method", "featcal", "--auto", "--lam", 50, "--rho", 4, "--layers", "2")
     rehearsed = run_cli("calibrate", folder, *flags, "--dry-run")
     assert rehearsed.code == 0 and "--auto would first calibrate candidates" in rehearsed.err
     found = json.loads(run_cli("calibrate", folder, *flags, "--json", *QUIET).out)
@@ -66,6 +66,11 @@ def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
     assert result.code == 0 and "this is the merged model as it is" in result.err
     sentence, *_ = selection_sentences(open_run(folder), NAME)
     assert "the merged model was kept as it is" in sentence and sentence in result.out
+    compared = open_run(folder).manifest.calibrations[NAME].selection["compared"]
+    assert [entry["name"] for entry in compared if entry.get("method") == "residual"] == [
+        "residual",
+        "residual mu=0.9",
+    ]
     assert Report(open_run(folder), "calibration").content.sections
     again = json.loads(run_cli("show", folder, "--json").out)
     assert again["variants"][-1] == f"calibrated:{NAME}"
@@ -77,7 +82,8 @@ def test_the_terminal_names_the_preset_that_the_search_began_with(
 ) -> None:
     spoil_merged(monkeypatch)
     folder = roomy_run(world, tmp_path).path
-    result = run_cli("calibrate", folder, "--name", NAME, "--auto", "--layers", "2", *QUIET)
+    flags = ("--name", NAME, "--method", "featcal", "--auto", "--layers", "2")
+    result = run_cli("calibrate", folder, *flags, *QUIET)
     sentence, _ = selection_sentences(open_run(folder), NAME)
     assert "paper-clip" in sentence and sentence in result.out
     assert open_run(folder).manifest.calibrations[NAME].selection["preset"] == "paper-clip"

@@ -198,10 +198,18 @@ def merge(
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
-    Only methods that look at calibration samples, and comparisons, open the data of the spec.
+    Only methods that look at calibration samples, and comparisons, open the data of the spec. With --out alone,
+    RUN.YAML is a recipe of mergekit for decoder-only language models.
     """
     from driftlens.spec import load_spec
 
+    if out is not None and not (method or compare or parameters or keep):
+        from driftlens.pipeline.study.recipe import merge_recipe
+
+        for text in merge_recipe(spec, out, job.access):
+            note(f"notice: {text}")
+        say_json({"out": out, "method": None}) if as_json else say(f"wrote {out}")
+        return
     if (method is None) == (compare is None):
         raise SpecError(
             "expected exactly one of --method and --compare", hint="`driftlens methods` lists them."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.merging.sparse import ranked
+from driftlens.merging.sparse import STEP_LAWS, ranked
 from driftlens.merging.steps import vectors_of
 from driftlens.settings import Bounds
 
@@ -18,7 +18,7 @@ from driftlens.settings import Bounds
     "breadcrumbs",
     title="Model Breadcrumbs",
     source="arXiv:2312.06795",
-    laws={"expert_order_free", "zero_scaling_is_base", "affine_in_scaling", "homogeneous", "experts_at_base"},
+    laws=STEP_LAWS,
     reads="tensor",
 )
 def breadcrumbs(

@@ -11,22 +11,12 @@ from driftlens.merging import sparse
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.settings import Bounds
 
-DropRate = Annotated[float, Bounds(0, 0.999), "chance of an entry to be dropped"]
-Seed = Annotated[int, Bounds(0), "of the random masks"]
-
 
 @merge_methods.method(
     "dare",
     title="DARE with Task Arithmetic",
     source="arXiv:2311.03099",
-    laws={
-        "expert_order_free",
-        "zero_scaling_is_base",
-        "affine_in_scaling",
-        "homogeneous",
-        "experts_at_base",
-        "unbiased_over_masks",
-    },
+    laws=sparse.STEP_LAWS | {"unbiased_over_masks"},
     reads="tensor",
 )
 def dare(
@@ -34,8 +24,8 @@ def dare(
     experts: Mapping[str, StateDict],
     *,
     scaling: Annotated[float, Bounds(), "factor on the sum of task vectors"] = 0.3,
-    drop_rate: DropRate = 0.5,
-    seed: Seed = 0,
+    drop_rate: sparse.DropRate = 0.5,
+    seed: sparse.Seed = 0,
 ) -> dict[str, Tensor]:
     """base + scaling * the sum of task vectors, of which a random share stays, divided by that share.
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import SpecError
-from driftlens.merging.dare import DropRate, Seed
 from driftlens.merging.method import StateDict, merge_methods
-from driftlens.merging.sparse import agreed, keep_mask
+from driftlens.merging.sparse import STEP_LAWS, DropRate, Seed, agreed, keep_mask
 from driftlens.settings import Bounds
 
 
@@ -19,14 +18,7 @@ from driftlens.settings import Bounds
     "della",
     title="DELLA-Merging",
     source="arXiv:2406.11617",
-    laws={
-        "expert_order_free",
-        "zero_scaling_is_base",
-        "affine_in_scaling",
-        "homogeneous",
-        "experts_at_base",
-        "unbiased_over_masks",
-    },
+    laws=STEP_LAWS | {"unbiased_over_masks"},
     reads="tensor",
 )
 def della(

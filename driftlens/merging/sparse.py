@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from driftlens.merging.method import StateDict
+from driftlens.settings import Bounds
 
 MergeFunc = Literal["mean", "sum", "max"]
 TrimScope = Literal["global", "per_tensor"]
+DropRate = Annotated[float, Bounds(0, 0.999), "chance of an entry to be dropped at random"]
+Seed = Annotated[int, Bounds(0), "of the random masks"]
+Drop = Callable[[Tensor, str, str], Tensor]
+"""(task vector, task, name) -> task vector."""
+STEP_LAWS = {
+    "expert_order_free",
+    "zero_scaling_is_base",
+    "affine_in_scaling",
+    "homogeneous",
+    "experts_at_base",
+}
 LOW_BITS = 15
 """Of a float32's 31 bits of magnitude, those that the first count of `_limits` leaves to the second."""
 
@@ -26,6 +38,8 @@ def keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
 
 def dare(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
     """A task vector with entries dropped at random, and the rest divided by the share that stays."""
+    if not drop_rate:
+        return vector
     keep = keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
     return torch.where(keep, vector / (1 - drop_rate), 0)
 
@@ -52,23 +66,15 @@ def agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
 def elected(
     base: StateDict,
     experts: Mapping[str, StateDict],
-    *,
     scaling: float,
     density: float,
     merge_func: MergeFunc,
     trim_scope: TrimScope,
-    drop: Callable[[Tensor, str, str], Tensor] = lambda vector, task, name: vector,
+    drop: Drop,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Trim, elect and merge of TIES, tensor by tensor; `drop` makes something of a task vector first.
+    """Trim, elect and merge of TIES, tensor by tensor, on what `drop` makes of task vectors.
 
-    Args:
-        base: the base.
-        experts: by task.
-        scaling: factor on the merged step.
-        density: K; entries are kept that reach the (D - int(K * D))-th smallest of D magnitudes.
-        merge_func: what is made of the entries whose signs agree.
-        trim_scope: whether D counts the entries of a model or of a tensor.
-        drop: (task vector, task, name) -> task vector.
+    Entries are kept that reach the (D - int(density * D))-th smallest of D magnitudes, of a model's or of a tensor's.
     """
     limits = _limits(base, experts, density, drop) if trim_scope == "global" else {}
     for name, start in base.items():
@@ -83,10 +89,7 @@ def elected(
 
 
 def _limits(
-    base: StateDict,
-    experts: Mapping[str, StateDict],
-    density: float,
-    drop: Callable[[Tensor, str, str], Tensor],
+    base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop
 ) -> dict[str, float]:
     """By task the least magnitude of float32 that stays in a trim over all tensors, exactly, in two passes.
 

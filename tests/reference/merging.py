@@ -46,19 +46,6 @@ def breadcrumbs_step(vectors: Vectors, outliers: float, density: float) -> np.nd
     return total
 
 
-def consensus_step(vectors: Vectors, mask_threshold: float, min_tasks: int) -> np.ndarray:
-    """The sum of vectors where enough tasks' masks are set."""
-    columns = list(zip(*vectors.values(), strict=True))
-    return np.array(
-        [
-            sum(entries)
-            if sum(abs(own) >= mask_threshold * abs(sum(entries) - own) for own in entries) >= min_tasks
-            else 0.0
-            for entries in columns
-        ]
-    )
-
-
 def magprune_chances(row: np.ndarray, drop_rate: float, window: float) -> list[float]:
     """The chance of every entry of a row to be dropped: the largest least."""
     chances = []

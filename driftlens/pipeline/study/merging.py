@@ -99,7 +99,7 @@ class _Models:
 
 def merged_source(
     models: OpenModels,
-    method: str,
+    method: str | MergeMethod,
     parameters: Mapping[str, object],
     study: Study | None = None,
     *,
@@ -121,7 +121,7 @@ def merged_source(
     """
     experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
     samples = {} if study is None else {task: at.calibration for task, at in study.tasks.items()}
-    entry = merge_methods[method]
+    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
     settings = entry.resolve(
         parameters,
         has_base="base" in models.sources,
@@ -336,7 +336,7 @@ def _reader(site: Site) -> tuple[str, str, str]:
 @exact_products()
 def save_merge(
     models: OpenModels,
-    method: str,
+    method: str | MergeMethod,
     parameters: Mapping[str, object],
     path: PathLike,
     study: Study | None = None,
@@ -357,7 +357,7 @@ def save_merge(
     require_target(known, path)
     if source is None:
         source = merged_source(models, method, parameters, study, beside=path, reporter=reporter)
-    entry = merge_methods[method]
+    entry = method if isinstance(method, MergeMethod) else merge_methods[method]
     record = entry.record(entry.resolve(parameters))
     if entry.runs_models and study is not None:
         counts = [f"{len(at.calibration)} of {task}" for task, at in study.tasks.items() if at.calibration]

@@ -1,0 +1,158 @@
+"""mergekit's recipes: numbers by hand, mergekit's own where it is installed, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from driftlens.models.loading import open_checkpoint
+from tests.cli.conftest import Result
+from tests.models.test_hf_decoder import CONFIGS, saved
+
+Cli = Callable[..., Result]
+MERGEKIT = os.environ.get("DRIFTLENS_MERGEKIT") or shutil.which("mergekit-yaml")
+MODELS = ("base", "one", "two")
+Folders = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(MODELS):
+        saved(CONFIGS["Llama, untied"], root / name, seed)
+    return {name: str(root / name) for name in MODELS}
+
+
+def recipe(folders: Folders, method: str, **more: Any) -> dict[str, Any]:
+    """Two models with weights and densities of their own, where the method has them."""
+    own: list[dict[str, Any]] = [{}, {}]
+    if method not in ("slerp", "karcher", "model_stock"):
+        own = [{"weight": [0.2, 0.9, 0.4]}, {"weight": [{"filter": "mlp", "value": [1, 0]}, {"value": 0.7}]}]
+    if method not in ("slerp", "karcher", "model_stock", "linear", "task_arithmetic"):
+        own = [each | {"density": density} for each, density in zip(own, (0.6, [0.3, 0.8]), strict=True)]
+    models = [
+        {"model": folders[name], "parameters": each} for name, each in zip(("one", "two"), own, strict=True)
+    ]
+    made = {"merge_method": method, "models": models, "base_model": folders["base"], "dtype": "float32"}
+    if method in ("linear", "karcher"):
+        del made["base_model"]
+    if method == "slerp":
+        made |= {"models": models[:1], "base_model": folders["two"]}
+        made["parameters"] = {
+            "t": [
+                {"filter": "self_attn", "value": [0, 0.5, 0.3]},
+                {"filter": "norm", "value": 0.9},
+                {"value": 0.4},
+            ]
+        }
+    return made | more
+
+
+def written(made: dict[str, Any], folder: pathlib.Path) -> pathlib.Path:
+    file = folder / "recipe.yml"
+    file.write_text(yaml.safe_dump(made))
+    return file
+
+
+def weights(folder: object) -> dict[str, Tensor]:
+    return load_file(pathlib.Path(str(folder)) / "model.safetensors")
+
+
+def test_lists_go_over_layers_and_filters_over_names(
+    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    made = recipe(folders, "task_arithmetic", parameters={"lambda": 0.5})
+    done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    base, one, two = (weights(folders[name]) for name in MODELS)
+    found = weights(tmp_path / "out")
+    first = {
+        "embed_tokens": 0.2,
+        "layers.0": 0.2,
+        "layers.1": 0.9,
+        "layers.2": 0.4,
+        "model.norm": 0.2,
+        "lm_head": 0.2,
+    }
+    second = {"layers.0.mlp": 1.0, "layers.1.mlp": 0.5, "layers.2.mlp": 0.0}
+    for key, start in base.items():
+        a = next(value for part, value in first.items() if part in key)
+        b = next((value for part, value in second.items() if part in key), 0.7)
+        wanted = start + 0.5 * (a * (one[key] - start) + b * (two[key] - start))
+        torch.testing.assert_close(found[key], wanted)
+    assert "mergekit" in (tmp_path / "out" / "README.md").read_text()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "linear, not normalized": ("linear", {"parameters": {"normalize": False}}),
+    "slerp": ("slerp", {}),
+    "karcher": ("karcher", {}),
+    "model_stock": ("model_stock", {}),
+    "model_stock by rows": ("model_stock", {"parameters": {"filter_wise": True}}),
+    "task_arithmetic": ("task_arithmetic", {"parameters": {"normalize": True, "lambda": 0.7}}),
+    "ties": ("ties", {"parameters": {"int8_mask": True}}),
+    "ties, rescaled": ("ties", {"parameters": {"normalize": False, "rescale": True}}),
+    "breadcrumbs": ("breadcrumbs", {"parameters": {"gamma": 0.1}}),
+    "breadcrumbs_ties": ("breadcrumbs_ties", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MERGEKIT is None, reason="mergekit-yaml is not on PATH, nor named by DRIFTLENS_MERGEKIT")
+@pytest.mark.parametrize("case", CASES)
+def test_what_mergekit_makes_is_made(
+    case: str, folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    method, more = CASES[case]
+    file = written(recipe(folders, method, **more), tmp_path)
+    assert MERGEKIT is not None
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([MERGEKIT, str(file), str(tmp_path / "theirs"), "--quiet"], check=True, env=alone)
+    done = run_cli("merge", file, "--out", tmp_path / "ours")
+    assert done.code == 0, done.err
+    theirs, ours = open_checkpoint(str(tmp_path / "theirs")), weights(tmp_path / "ours")
+    assert set(theirs.headers) == set(ours)
+    for key, value in ours.items():
+        torch.testing.assert_close(value, theirs.read(key), rtol=1e-4, atol=2e-6)
+    base = weights(folders["base"])
+    assert any(not torch.equal(base[key], value) for key, value in ours.items())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"merge_method": "passthrough"}, "merge_method is 'passthrough'"),
+    "random masks": ({"merge_method": "dare_ties"}, "merge_method is 'dare_ties'"),
+    "slices": ({"slices": []}, "slices can't be followed"),
+    "tokenizer": ({"tokenizer_source": "union"}, "tokenizer_source"),
+    "parameter": ({"parameters": {"densty": 0.5}}, "no parameter 'densty'"),
+    "no base": ({"base_model": None}, "ties needs base_model"),
+    "adapter": ({"base_model": "org/model+org/lora"}, "is no path or Hub id"),
+    "no models": ({"models": "all"}, "models is 'all'"),
+    "weight missing": ({"models": [{"model": "one"}]}, "weight is missing for"),
+    "dtype": ({"dtype": "bfloat16"}, "dtype is bfloat16, and the models are float32"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_a_recipe_may_not_ask_is_refused_by_name(
+    fault: str, folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    more, message = REFUSED[fault]
+    made = recipe(folders, "ties", **more)
+    if fault == "weight missing":
+        made["models"] = [{"model": folders["one"]}]
+    done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
+    assert done.code == 2 and message in done.err.replace("\n", " "), done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]

@@ -274,6 +274,31 @@ def _note_memory() -> None:
 
 @app.command()
 @computing
+def advise(
+    run: RunFolder,
+    search: Annotated[
+        bool, typer.Option("--search", help="Also try to scale the layers that carry most; runs the models.")
+    ] = False,
+    *,
+    as_json: JsonFlag = False,
+    job: Job,
+) -> None:
+    """Say which layers the merged model's drift comes from, where task vectors conflict, and what scaling gives."""
+    from driftlens.records.run import open_run
+    from driftlens_reports.advice import advice, advice_text
+
+    found = advice(open_run(run))
+    if search:
+        from driftlens.pipeline.search.merges import scaled_layers
+
+        layers = [row["layer"] for row in found["shares"][:3] or found["conflicts"][:3]]
+        with job.watched() as watched:
+            found["scalings"] = scaled_layers(run, layers, access=job.access, **watched)
+    say_json(found) if as_json else say(advice_text(found))
+
+
+@app.command()
+@computing
 def evaluate(
     run: RunFolder,
     again: Annotated[bool, typer.Option("--again", help="Measure anew what is there already.")] = False,

@@ -33,8 +33,8 @@ def merges_text(found: Mapping[str, Any]) -> str:
             continue
         cells = [str(row["place"]), row["merge"]]
         for measure in NAMES:
-            cells += [_number(row[measure]), _span(row, measure)]
-        behind = "" if row["place"] == 1 else f"{_number(row['behind'])} ({_span(row, 'behind')})"
+            cells += [number(row[measure]), _span(row, measure)]
+        behind = "" if row["place"] == 1 else f"{number(row['behind'])} ({_span(row, 'behind')})"
         lines.append([*cells, f"{behind}, tied" if row["is_tied"] else behind])
     counts, tied = found["samples"], [row["merge"] for row in found["merges"] if row.get("is_tied")]
     which = "that no method has read" if found["held_out"] else "without their labels"
@@ -48,7 +48,7 @@ def merges_text(found: Mapping[str, Any]) -> str:
     return "\n".join([*aligned(lines, num_names=2), "", *map(printable, said)])
 
 
-def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> go.Figure:
+def draw_merges(found: Mapping[str, Any]) -> go.Figure:
     """Both measures of every merge with their intervals, best at the top."""
     from plotly.subplots import make_subplots
 
@@ -56,7 +56,7 @@ def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> go.Figure:
     rows = rows[rows["place"].notna()][::-1]
     measures = [measure for measure in NAMES if rows[measure].notna().any()]
     figure = make_subplots(cols=len(measures), shared_yaxes=True, horizontal_spacing=0.05)
-    look = theme.look(("merged",), "merged", dark=dark)
+    look = theme.look(("merged",), "merged", dark=False)
     for column, measure in enumerate(measures, 1):
         ends = (rows[f"{measure}_low"].astype(float), rows[f"{measure}_high"].astype(float))
         figure.add_scatter(
@@ -70,13 +70,7 @@ def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> go.Figure:
             col=column,
         )
         figure.update_xaxes(title_text=NAMES[measure], rangemode="tozero", row=1, col=column)
-    figure.update_layout(
-        height=110 + 26 * len(rows),
-        margin={"t": 20, "b": 50, "l": 160, "r": 20},
-        plot_bgcolor=theme.palette(dark).surface,
-        paper_bgcolor=theme.palette(dark).surface,
-        font={"color": theme.palette(dark).ink},
-    )
+    figure.update_layout(height=110 + 26 * len(rows), margin={"t": 20, "b": 50, "l": 160, "r": 20})
     return figure
 
 
@@ -107,10 +101,6 @@ def write_merges(found: Mapping[str, Any], folder: Path) -> list[Path]:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>{body}</html>',
     )
     return list(places.values())
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else number(value)
 
 
 def _span(row: Mapping[str, Any], name: str) -> str:

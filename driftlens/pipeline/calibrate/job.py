@@ -14,6 +14,7 @@ from driftlens.calibration.calibrator import Trained
 from driftlens.engine.site_selection import coverage
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
+from driftlens.merging.method import merge_methods
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import require_target, save_model
 from driftlens.pipeline.analyze.diagnosis import require_closed
@@ -302,7 +303,7 @@ def _calibrate(
         with scratch.hidden():
             writer.remove_calibration(plan.name)
         solved = scratch.solved()
-    notices = _notices(plan, study)
+    notices = _notices(plan, study, opened.manifest)
     writer.begin_variants(plan.variants)
 
     def work() -> None:
@@ -330,7 +331,7 @@ def _calibrate(
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
 
 
-def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
+def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
     """What a reader should know of a calibration, whatever comes of it."""
     # Those of files are drawn apart.
     seen = diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
@@ -338,7 +339,7 @@ def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
         pool = study.pool
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
-        return [*seen, *partial, *untouched_but_moved(pool, plan.parameters)]
+        return [*seen, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
     if plan.boundaries:
         return [
             *seen,
@@ -351,6 +352,22 @@ def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
     return [
         "no calibration was clearly better than the merged model, so that this is the merged model as it is"
     ]
+
+
+def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
+    """What the anchor is where it is not the merged model, by the method that merged it."""
+    if not plan.control:
+        return []
+    rho, merge = float(plan.hyperparameters["rho"]), manifest.merge or {}
+    text = f"at rho {rho:g} the anchor is base + {rho:g} (merged - base)"
+    scaling = merge.get("parameters", {}).get("scaling")
+    name = merge.get("method")
+    laws = merge_methods[name].laws if name in merge_methods else frozenset()
+    if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
+        text += f": {merge['title']} with scaling {rho * scaling:g} in place of {scaling:g}"
+    elif merge:
+        text += f": {rho:g} times the step that {merge['title']} makes from the base"
+    return [f"{text}; {plan.control} measures it alone"]
 
 
 def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +22,13 @@ from driftlens.engine.exactness import exact_products
 from driftlens.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import merge_methods
-from driftlens.models.sources import StateSource
 from driftlens.pipeline.analyze.evaluation import final_features
+from driftlens.pipeline.calibrate.variants import anchors, with_parameters
 from driftlens.pipeline.search.judge import LANE, Judge, drift_scores
 from driftlens.pipeline.search.trials import part_of
 from driftlens.pipeline.study.merging import merged_source, save_merge
-from driftlens.pipeline.study.opening import OpenModels, open_study
+from driftlens.pipeline.study.opening import open_study
+from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records.intervals import Interval, mean_interval, mean_over_tasks
@@ -35,14 +37,14 @@ from driftlens.spec import RunSpec
 from driftlens.variants import expert_of
 
 PHASE = "compare"
+SCALES = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
 MEASURES = ("kl", "drift_rel")
 
 ByTask = dict[str, NDArray[np.float64]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A merge to compare: its name, a method of `merge_methods`, and those of its settings that are given."""
+class Wanted(NamedTuple):
+    """A merge to compare: what it is called, its method, and the settings that are given."""
 
     name: str
     method: str
@@ -83,13 +85,7 @@ def compare_merges(
     on the fourth; otherwise on all. `behind` is by how much one is farther from the experts than the first, with an
     interval over the same samples that holds for all pairs together (Bonferroni); where that reaches 0 it is tied.
 
-    Args:
-        spec: models and data; a merged model that it names is compared too, and so is the base.
-        wanted: the merges.
-        keep: folder under which every merged model is saved; None keeps none.
-        access: what may be used.
-        on_progress: called with every event.
-        cancel: asked whether to stop.
+    A merged model that the spec names is compared too, and so is the base; under `keep` every merge is saved.
 
     Returns:
         `score` (what ranks), `samples` (by task), `held_out`, and `merges`, best first; one that can't be made has a
@@ -128,7 +124,12 @@ def compare_merges(
             row, began = _row(merge.name, merge.method, merge.settings), time.perf_counter()
             rows.append(row)
             try:
-                source = _merged(models, merge, study.blinded(shown), keep, Path(folder), cancel)
+                method, settings, seen = merge.method, merge.settings, study.blinded(shown)
+                where, stop = Path(folder, "merged"), Reporter(cancel=cancel)
+                source = merged_source(models, method, settings, seen, beside=where, reporter=stop)
+                if keep is not None:
+                    place = Path(keep, re.sub(r"[ /]", "_", merge.name))
+                    save_merge(models, method, settings, place, seen, source=source)
                 row["seconds"] = round(time.perf_counter() - began, 3)
                 study.pool.add(LANE, source)
                 measure(merge.name, LANE)
@@ -151,45 +152,86 @@ def compare_merges(
     }
 
 
-def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
-    """The samples that methods may read, and those that all are judged on; texts are judged on the question alone."""
+@torch.no_grad()
+@exact_products()
+def scaled_layers(
+    run: PathLike,
+    layers: Sequence[int],
+    *,
+    access: Access = Access(),
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+) -> list[dict[str, Any]]:
+    """What one layer of a run's merged model at a time gains in relative final drift by going farther from the base.
+
+    A layer becomes base + scale (merged - base). The best of `SCALES` on three quarters of the calibration samples is
+    compared with the merged model on the fourth; intervals are good for all layers together. No label is read.
+
+    Raises:
+        SpecError: the run has no base, or was made from live modules.
+        DriftLensError: as for `reopened`, or there are too few samples to hold any out.
+    """
+    study, _ = reopened(run, with_calibrations=False, access=access)
+    if not study.has_base:
+        raise SpecError("scaling a layer takes a base to scale from, and the run has none")
+    pool, reporter = study.pool, Reporter(on_progress, cancel)
+    rest, held = _samples(study, held_out=True, bare=True)
+    features = {
+        id(samples): {
+            task: final_features(pool, expert_of(task), task, at, study.settings.pool)
+            for task, at in samples.items()
+        }
+        for samples in (rest, held)
+    }
+
+    def drift(model: str, samples: Mapping[str, SampleSet]) -> Scores:
+        found = {}
+        for task, expert in features[id(samples)].items():
+            own = final_features(pool, model, task, samples[task], study.settings.pool)
+            found[task] = drift_scores(own, expert).cpu().numpy()
+        return Scores(found)
+
+    def scaled(index: int, scale: float) -> str:
+        merged, base = pool.source("merged"), pool.source("base")
+        keys = [(index, name) for name in pool.chain.layers[index - 1].parameters]
+        pool.add(
+            LANE, with_parameters(pool.chain, merged, base, anchors(pool.chain, merged, base, scale, keys))
+        )
+        return LANE
+
+    before, start, rows = drift("merged", held), drift("merged", rest), []
+    for index in reporter.track(layers, "scale", lambda index: f"layer {index}"):
+        found = {scale: start if scale == 1 else drift(scaled(index, scale), rest) for scale in SCALES}
+        best = min(found, key=lambda scale: (found[scale].mean, abs(scale - 1)))
+        row = {"layer": index, "scale": best, "drift_rel": before.mean, "n": sum(map(len, held.values()))}
+        if best != 1:
+            gain = drift(scaled(index, best), held).compared_with(before, among=len(layers))
+            row |= {
+                **_ends("advantage", Interval(gain.advantage, gain.low, gain.high)),
+                "is_clear": gain.is_clear,
+            }
+        rows.append(row)
+    return rows
+
+
+def _samples(
+    study: Study, *, held_out: bool, bare: bool = False
+) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
+    """The samples that may be read, and those to judge on; of texts these, if `bare` both, are the question alone."""
     shown, judged = {}, {}
     for task, at in study.tasks.items():
         if at.calibration is None:
             raise DataError(f"task {task} has no calibration samples")
-        whole = dataclasses.replace(at.calibration, labels=None)
-        shown[task] = judged[task] = whole
-        if held_out:
-            last, *rest = reversed(folds_of(len(whole), task))
-            shown[task] = part_of(whole, sorted(position for fold in rest for position in fold))
-            judged[task] = part_of(whole, last)
-        texts = whole.texts
+        shown[task] = judged[task] = dataclasses.replace(at.calibration, labels=None)
+        texts = at.calibration.texts
         if texts is not None and texts.reader is not None and texts.shown != "none":
-            bare = whole.answering([""] * len(whole))
-            judged[task] = part_of(bare, last) if held_out else bare
+            judged[task] = shown[task].answering([""] * len(shown[task]))
+            shown[task] = judged[task] if bare else shown[task]
+        if held_out:
+            *rest, last = folds_of(len(shown[task]), task)
+            shown[task] = part_of(shown[task], sorted(position for fold in rest for position in fold))
+            judged[task] = part_of(judged[task], last)
     return shown, judged
-
-
-def _merged(
-    models: OpenModels,
-    merge: Wanted,
-    study: Study,
-    keep: PathLike | None,
-    scratch: Path,
-    cancel: CancelToken | None,
-) -> StateSource:
-    source = merged_source(
-        models,
-        merge.method,
-        merge.settings,
-        study,
-        beside=scratch / "merged",
-        reporter=Reporter(cancel=cancel),
-    )
-    if keep is not None:
-        place = Path(keep) / merge.name.replace(" ", "_").replace("/", "_")
-        save_merge(models, merge.method, merge.settings, place, study, source=source)
-    return source
 
 
 def _row(name: str, method: str, settings: Mapping[str, object]) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""What a run says of its merged model's layers: which carry the final drift, and where task vectors conflict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from driftlens.errors import DataError
+from driftlens.records.intervals import Interval, mean_over_tasks
+from driftlens.records.reading import estimate, is_measured, number, percent, printable
+from driftlens.records.run import DriftRun
+from driftlens_reports.facts import share_of
+
+
+def advice(run: DriftRun) -> dict[str, Any]:
+    """The merged model's layers as plain values.
+
+    `shares` of the final drift come largest first. `conflicts` are cosines of the merged task vector to the experts',
+    lowest first; `orthogonal` is that of a sum of orthogonal task vectors of one length.
+
+    Raises:
+        DataError: the run has no merged model.
+        RunError: a table can't be read.
+    """
+    if "merged" not in run.variants:
+        raise DataError(f"{run.name} has no merged model to give advice on")
+    rows, params = run.layers(variant="merged"), run.params(variant="merged")
+    places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
+    for (layer, path), own in rows[rows["final_share"].notna()].groupby(["layer", "path"]):
+        mean = mean_over_tasks([share_of(row) for row in own.to_dict("records")])
+        ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
+        shares.append({"layer": int(layer), "path": path, **ends})
+    params = params[(params["scope"] == "layer") & params["cos"].notna()]
+    for path, own in params.groupby("path", sort=False):
+        cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
+        conflicts.append(
+            {
+                "layer": int(places[path]) if path in places else None,
+                "path": path,
+                "cos": cos.mean(),
+                "sign_agreement": signs.mean(),
+                "worst_task": str(own.loc[cos.idxmin(), "task"]),
+                "worst_cos": cos.min(),
+            }
+        )
+    return {
+        "run": run.name,
+        "tasks": list(run.tasks),
+        "orthogonal": 1 / math.sqrt(len(run.tasks)),
+        "shares": sorted(shares, key=lambda row: -row["share"]),
+        "conflicts": sorted(conflicts, key=lambda row: row["cos"]),
+        "scalings": [],
+    }
+
+
+def advice_text(found: Mapping[str, Any]) -> str:
+    """The same in sentences, none surer than its intervals."""
+    said = [*_of_shares(found), *_of_conflicts(found), *map(_of_scaling, found["scalings"])]
+    if not found["scalings"]:
+        said.append(
+            "`driftlens advise RUN --search` tries what scaling the layers that carry most would give."
+        )
+    return "\n".join(map(printable, said))
+
+
+def _of_shares(found: Mapping[str, Any]) -> list[str]:
+    if not found["shares"]:
+        return ["Which layers the final drift comes from was not measured; `driftlens explain RUN` adds it."]
+    first, *others = found["shares"]
+    text = f"{_name(first)} has the largest share of the final drift, "
+    text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {len(found['tasks'])} tasks."
+    if not is_measured(first["share_low"]):
+        return [f"{text} No interval is known, so whether another layer carries as much can't be told."]
+    near = [row for row in others if not row["share_high"] < first["share_low"]]
+    if not near:
+        return [f"{text} The intervals of all other layers lie below."]
+    listed = "; ".join(f"{_name(row)} {estimate(_interval(row), 'share')}" for row in near[:3])
+    more = f" and {len(near) - 3} more" if len(near) > 3 else ""
+    return [f"{text} The intervals overlap, so these may carry as much: {listed}{more}."]
+
+
+def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
+    if not found["conflicts"]:
+        return ["Task vectors were not compared: that takes a base."]
+    if len(found["tasks"]) == 1:
+        return ["There is one expert, so no task vectors conflict."]
+    said = []
+    for row in found["conflicts"][:3]:
+        side = "below" if row["cos"] < found["orthogonal"] else "not below"
+        said.append(
+            f"{_name(row)}: the merged task vector's cosine to the experts' is {number(row['cos'])} on average, {side} "
+            f"the {number(found['orthogonal'])} of a sum of orthogonal ones of one length, lowest for "
+            f"{row['worst_task']} ({number(row['worst_cos'])}); signs that agree: {percent(row['sign_agreement'])}."
+        )
+    return ["Task vectors agree least in these layers (of weights, so without intervals):", *said]
+
+
+def _of_scaling(row: Mapping[str, Any]) -> str:
+    where = f"Layer {row['layer']}: of the scales tried"
+    if row["scale"] == 1:
+        return f"{where} none has a lower final drift than 1, on samples that the others were chosen on."
+    ends = [
+        math.nan if row[f"advantage_{end}"] is None else -row[f"advantage_{end}"] for end in ("high", "low")
+    ]
+    gain = Interval(-row["advantage"], *ends, row["n"])
+    verdict = "lower by more than chance explains" if row["is_clear"] else "no clear change"
+    return (
+        f"{where} {row['scale']:g} times the step from base to merged does best; on samples held out, relative final "
+        f"drift changes from {number(row['drift_rel'])} by {estimate(gain, 'number', counted=True)}: {verdict}."
+    )
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"Layer {row['layer']} ({row['path']})" if row["layer"] else str(row["path"])
+
+
+def _interval(row: Mapping[str, Any]) -> Interval:
+    return Interval(row["share"], row["share_low"], row["share_high"], row["n"])

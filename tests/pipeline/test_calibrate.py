@@ -20,7 +20,7 @@ from driftlens.records.verify import verify
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.models.clip import under_transformers_names
 from tests.pipeline.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request, same_rows
-from tests.pipeline.world import DEPTH, TASKS, Form, World, labels, merged_weights, pixels
+from tests.pipeline.world import DEPTH, SCALING, TASKS, Form, World, labels, merged_weights, pixels
 
 FORMS = [pytest.param("open_clip", marks=OPEN_CLIP), pytest.param("hf", marks=TRANSFORMERS_CLIP)]
 LAYERS = DEPTH + 2
@@ -189,7 +189,12 @@ def test_the_run_says_what_was_done(run: DriftRun, form: Form) -> None:
         "alpha": 0.3,
     }
     assert info.settings["update"] == ["linear", "bias", "norm"]
-    assert [text.split(" (")[0] for text in info.notices] == ["the stem", "the head"]
+    anchor, *left_alone = info.notices
+    assert (
+        f"Task Arithmetic with scaling {RHO * SCALING:g} in place of {SCALING:g}" in anchor
+        and CONTROL in anchor
+    )
+    assert [text.split(" (")[0] for text in left_alone] == ["the stem", "the head"]
     config = yaml.safe_load((run.path / f"calibrations/{NAME}/config.yaml").read_text(encoding="utf-8"))
     assert config["settings"] == info.settings and config["control"] == CONTROL
     assert config["samples"] == {task: run.manifest.sample_id_digests["calibration"][task] for task in TASKS}

@@ -361,7 +361,7 @@ def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
     rho, merge = float(plan.hyperparameters["rho"]), manifest.merge or {}
     text = f"at rho {rho:g} the anchor is base + {rho:g} (merged - base)"
     scaling = merge.get("parameters", {}).get("scaling")
-    name = merge.get("method")
+    name = str(merge.get("method"))
     laws = merge_methods[name].laws if name in merge_methods else frozenset()
     if isinstance(scaling, int | float) and {"affine_in_scaling", "zero_scaling_is_base"} <= laws:
         text += f": {merge['title']} with scaling {rho * scaling:g} in place of {scaling:g}"

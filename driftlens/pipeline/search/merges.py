@@ -203,7 +203,12 @@ def scaled_layers(
     for index in reporter.track(layers, "scale", lambda index: f"layer {index}"):
         found = {scale: start if scale == 1 else drift(scaled(index, scale), rest) for scale in SCALES}
         best = min(found, key=lambda scale: (found[scale].mean, abs(scale - 1)))
-        row = {"layer": index, "scale": best, "drift_rel": before.mean, "n": sum(map(len, held.values()))}
+        row: dict[str, Any] = {
+            "layer": index,
+            "scale": best,
+            "drift_rel": before.mean,
+            "n": sum(map(len, held.values())),
+        }
         if best != 1:
             gain = drift(scaled(index, best), held).compared_with(before, among=len(layers))
             row |= {

@@ -8,7 +8,7 @@ they hold without.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -123,6 +123,7 @@ class ModelPool:
         self._modules = dict(modules or {})
         self._models: dict[str, Variant] = {}
         self._experts: dict[str, str] = {}
+        self._heads: dict[Hashable, LmHead] = {}
         self._known_finite: set[tuple[str, Slot]] = set()
         for name, source in models.items():
             self.add(name, source)
@@ -149,7 +150,13 @@ class ModelPool:
 
     def score_map(self, head: ScoreMap | None, model: str) -> ScoreMap | None:
         """A score map as one model has it: a language-model head is made of the model's own rows."""
-        return head.of(self.source(model)) if isinstance(head, LmHead) and model in self else head
+        if not isinstance(head, LmHead) or model not in self:
+            return head
+        # Kept, for what it knows of its rows takes long to find out: their norm, over a vocabulary.
+        known = self._heads.setdefault(
+            (model, head.lm, head.tokens, head.classes), head.of(self.source(model))
+        )
+        return known if known.source is self.source(model) else head.of(self.source(model))
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
         """Put another model beside those there are, or in the place of the one of that name.

@@ -60,6 +60,9 @@ Live modules are models in memory, given to `dl.analyze` and `FeatCal.fit`. Drif
 model's own library. Calibration names what of the blocks' weights it leaves alone. Reloading means the same features
 and the same accuracy there. Test files are those below `tests/`.
 
+DeBERTa's projections of queries and keys also read its table of relative positions, so they have no one input to
+calibrate on: they stay as merged. Its values, outputs and feed-forward layers are calibrated.
+
 A dash under files: as live modules, or built by a function of your own (`loader: python:module:function`, with
 `--trust-code`). A dash under reloading: no loader knows the library's folders, so what is saved is a state dict, which
 `load_state_dict` takes. The routes that refusals name are measured as live modules.

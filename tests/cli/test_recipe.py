@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"merge_method": "passthrough"}, "merge_method is 'passthrough'"),
     "random masks": ({"merge_method": "dare_ties"}, "merge_method is 'dare_ties'"),
     "slices": ({"slices": []}, "slices can't be followed"),
-    "tokenizer": ({"tokenizer_source": "union"}, "tokenizer_source"),
+    "tokenizer": ({"tokenizer_source": "base"}, "tokenizer_source can't be followed"),
     "parameter": ({"parameters": {"densty": 0.5}}, "no parameter 'densty'"),
     "no base": ({"base_model": None}, "ties needs base_model"),
     "adapter": ({"base_model": "org/model+org/lora"}, "is no path or Hub id"),

@@ -48,7 +48,7 @@ METHODS: Mapping[str, tuple[str, Settings]] = {
 """mergekit's name -> ours for what is nearest, and its parameters with defaults; None where one must be given."""
 _OF_MODELS = ("weight", "density", "gamma")
 _ALIKE = ("linear", "slerp", "karcher")
-_KEYS = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source")
+_KEYS = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype")
 
 
 class Recipe(NamedTuple):
@@ -126,8 +126,6 @@ def read_recipe(file: PathLike) -> Recipe:
         raise _refused(f"merge_method is {method!r}", f"There are {', '.join(METHODS)}.")
     if others := raw.keys() - set(_KEYS):
         raise _refused(f"{', '.join(sorted(others))} can't be followed", f"What is read: {', '.join(_KEYS)}.")
-    if raw.get("tokenizer_source") not in (None, "base"):
-        raise _refused("tokenizer_source is neither left out nor base", "The models must share a tokenizer.")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise _refused(f"models is {entries!r}", "Write a list of `model: PATH` with `parameters`.")
     if base is not None and base not in [entry.get("model") for entry in entries]:

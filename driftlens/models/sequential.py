@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.errors import NumericsError, SpecError
-from driftlens.models.chain import TENSOR, Layer, LayerChain, Modality, Site, Slot
+from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
 from driftlens.models.dissection import Dissection, fitted, own_weights, run, same_values, tied_weights
 from driftlens.models.frames import Mask, mapped, raw_inputs, result
 from driftlens.models.interception import buffers_on
@@ -62,7 +62,7 @@ def sequential_chain(
             [False] * len(sites),
             frozenset[str](),
             frozenset[str](),
-            TENSOR,
+            _read_by(module),
         )
     else:
         sites, is_residual, before, behind, modality = _traced(parts, example)
@@ -278,8 +278,16 @@ def _traced(
         is_residual,
         _among(outer, before),
         _among(outer, behind),
-        replace(TENSOR, pool="mean") if lies_in_space else TENSOR,
+        replace(TENSOR, pool="mean") if lies_in_space else _read_by(module),
     )
+
+
+def _read_by(module: nn.Module) -> Modality:
+    """Texts where a library of language models says so; of a decoder's tokens the last alone has read all others."""
+    if getattr(module, "main_input_name", None) != "input_ids":
+        return TENSOR
+    is_causal = any(getattr(part, "is_causal", False) for part in module.modules())
+    return replace(TEXT, pool="last" if is_causal else "mean")
 
 
 def _among(weights: dict[str, Tensor], watch: _Watch) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from driftlens.linalg.state import (
     softmax_change,
 )
 from driftlens.models.chain import ScoreMap, class_rows
+from driftlens.models.heads import LmHead
 from driftlens.records.schema import OUTPUTS
 
 GAIN_NODES = 4
 GAIN_ITERATIONS = 30
+_SCORES = 1 << 23
+"""Scores of one model that are held at a time."""
 
 
 def output_columns(
@@ -118,6 +122,30 @@ def _of_samples(seen: Seen) -> dict[str, Any]:
     }
     names = np.array(head.classes, dtype=object)
     return columns | {name: names[columns[name]] for name in ("expert_pred", "pred")}
+
+
+@diagnostic(
+    "next_token",
+    table="outputs",
+    columns=OUTPUTS.only("token_kl", "token_flipped", "token_certified"),
+    option="",
+)
+def next_token(seen: Seen) -> dict[str, Any]:
+    """What drift does to the next token over the whole vocabulary, whatever words a task asks for.
+
+    Divergence, flips and certificates as in `output_columns`; nothing without a language model's head.
+    """
+    if not isinstance(seen.head, LmHead) or not isinstance(seen.expert_head, LmHead):
+        return {}
+    heads = [replace(head, classes=(), tokens=None) for head in (seen.expert_head, seen.head)]
+    parts = list(_in_parts(heads, torch.from_numpy(seen.expert), torch.from_numpy(seen.variant)))
+    return {f"token_{name}": torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
+
+
+def _in_parts(heads: list[LmHead], expert: Tensor, variant: Tensor) -> Iterator[dict[str, Tensor]]:
+    rows = max(1, _SCORES // max(head.num_tokens for head in heads))
+    for features in zip(torch.split(expert, rows), torch.split(variant, rows), strict=True):
+        yield decisions(*(head.scores(part.double()) for head, part in zip(heads, features, strict=True)))
 
 
 def _largest_error(found: Tensor, exact: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from driftlens.engine.tables import Table
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
 from driftlens.models.heads import LmHead
 from driftlens.models.interception import buffers_on
-from driftlens.models.sources import StateSource, TensorHeader, check_finite
+from driftlens.models.sources import StateSource, Table, TensorHeader, check_finite
 from driftlens.variants import task_of
 
 

@@ -152,7 +152,7 @@ def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
     ]
     few = {"a": analyzed_inputs(analyzed)[:3], "b": inputs(30)}
     text, *moved = calibrate(analyzed, "few", data=few).manifest.calibrations["few"].notices
-    assert all("was not calibrated" in other for other in moved)
+    assert all("was not calibrated" in other or "anchor" in other for other in moved)
     assert text.startswith("3 of the 10 diagnosis samples of task a are among its calibration samples")
     run = dl.open_run(analyzed.path)
     assert any(text in notice for notice in run.manifest.notices)

@@ -14,7 +14,7 @@ from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
 from driftlens.errors import IncompatibleModelsError
-from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead
 from driftlens.models.loading import open_checkpoint
@@ -161,3 +161,17 @@ def test_other_families_are_refused_by_name_before_any_weight_is_read(
     with pytest.raises(IncompatibleModelsError) as refused:
         load_architecture("hf-decoder", str(tmp_path))
     assert says in f"{refused.value} {refused.value.hint}"
+
+
+@pytest.mark.parametrize(("kind", "pool"), [("llama", "last"), ("bert", "mean")])
+def test_live_models_of_texts_pool_as_their_families_do(kind: str, pool: str) -> None:
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    module = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    modality = architecture_of(module).chain.modality
+    assert (modality.name, modality.pool) == ("text", pool)

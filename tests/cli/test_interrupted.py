@@ -45,6 +45,7 @@ def spec(world: World, finished: DriftRun, spec_file: pathlib.Path) -> pathlib.P
     return write_spec(spec_file, world.spec(metrics={"jacobian": {"samples": 2}, "cka": True}))
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_to_the_very_same_tables(
     spec: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli, finished: DriftRun
 ) -> None:

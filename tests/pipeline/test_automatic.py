@@ -318,6 +318,7 @@ def keen() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
     roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, keen: None
 ) -> None:

@@ -95,15 +95,16 @@ class Trained(Calibrator, Trainer):
 
 
 def closed_form(calibrator: Calibrator) -> ClosedFormBase:
-    """The calibrator, if it solves from moments.
+    """The calibrator, if it solves a layer from moments of one snapshot.
 
     Raises:
         SpecError: it doesn't.
     """
     if isinstance(calibrator, ClosedFormBase):
         return calibrator
+    how = "trained" if isinstance(calibrator, Trained) else "solved step by step"
     raise SpecError(
-        f"{type(calibrator).__name__} is trained, not solved in closed form: its settings can't be tried side by side",
+        f"{type(calibrator).__name__} is {how}: its settings can't be tried side by side",
         hint="Calibrate once per setting, each under a name of its own.",
     )
 

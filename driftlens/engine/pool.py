@@ -152,10 +152,10 @@ class ModelPool:
         if not isinstance(head, LmHead) or model not in self:
             return head
         # Kept, for what it knows of its rows takes long to find out: their norm, over a vocabulary.
-        known = self._heads.setdefault(
-            (model, head.lm, head.tokens, head.classes), head.of(self.source(model))
-        )
-        return known if known.source is self.source(model) else head.of(self.source(model))
+        key, source = (model, head.lm, head.tokens, head.classes), self.source(model)
+        if key not in self._heads or self._heads[key].source is not source:
+            self._heads[key] = head.of(source)
+        return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
         """Put another model beside those there are, or in the place of the one of that name.

@@ -80,8 +80,9 @@ def select_sites(
     paths = {
         (layer.index, site.name): site_path(layer, site) for layer in chain.layers for site in layer.sites
     }
-    for pattern in set(sites or ()) - set(GROUPS):
-        _require_match(pattern, list(paths.values()))
+    for pattern in sites or ():
+        if pattern not in GROUPS:
+            _require_match(pattern, list(paths.values()))
     wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
     found: dict[int, tuple[str, ...]] = {}
     tied = tied_sites(chain)

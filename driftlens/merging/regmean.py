@@ -15,25 +15,27 @@ from driftlens.settings import Bounds
 
 LAWS = {"expert_order_free", "equal_experts_are_fixed", "one_expert_is_fixed"}
 
-OffDiagonal = Annotated[
-    float, Bounds(0, 1), "factor on what is beside the diagonal of the experts' Gram matrices"
-]
-
 
 @merge_methods.method(
     "regmean", title="RegMean", source="arXiv:2212.09849", laws=LAWS, reads="moments", needs_base=False
+)
+@merge_methods.method(
+    "regmean_pp", title="RegMean++", source="arXiv:2508.03121", laws=LAWS, reads="prefix", needs_base=False
 )
 def regmean(
     base: StateDict,
     experts: Mapping[str, StateDict],
     moments: Mapping[str, Tensor],
     *,
-    off_diagonal: OffDiagonal = 0.95,
+    off_diagonal: Annotated[
+        float, Bounds(0, 1), "factor on what is beside the diagonal of the experts' Gram matrices"
+    ] = 0.95,
 ) -> dict[str, Tensor]:
     """The weight whose outputs come closest to every expert's own, on the inputs that this expert feeds the module.
 
     (sum W_i G_i) (sum G_i)^-1, with G_i shrunk towards its diagonal. Where no expert's inputs ever reach, the weight is
-    the mean, as is everything else.
+    the mean, as is everything else. In RegMean++ every expert's layer reads what the layers merged before it make of
+    the task's samples.
     """
     merged = average(base, experts)
     mean = torch.stack([expert["weight"].double() for expert in experts.values()]).mean(dim=0)

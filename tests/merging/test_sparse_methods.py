@@ -23,6 +23,7 @@ NOTHING_DROPPED: dict[str, dict[str, object]] = {
     "dare": {"drop_rate": 0.0},
     "breadcrumbs": {"density": 1.0, "outliers": 0.0},
     "della": {"drop_rate": 0.0, "window": 0.0},
+    "consensus_ta": {"min_tasks": 0},
 }
 
 
@@ -37,7 +38,7 @@ def test_where_nothing_is_dropped_one_expert_at_scaling_one_stays(name: str) -> 
     assert_same(merged, experts["a"])
 
 
-@pytest.mark.parametrize("name", ["dare", "breadcrumbs"])
+@pytest.mark.parametrize("name", ["dare", "breadcrumbs", "consensus_ta"])
 def test_where_nothing_is_dropped_it_is_task_arithmetic(name: str) -> None:
     merged = apply(merge_methods[name], BASE, EXPERTS, scaling=0.4, **NOTHING_DROPPED[name])
     assert_same(merged, apply(merge_methods["task_arithmetic"], BASE, EXPERTS, scaling=0.4))
@@ -142,6 +143,16 @@ def test_della_drops_the_larger_of_a_row_the_less_often() -> None:
     torch.testing.assert_close(1 - keep_chances(vector, 0.4, 0.3).double(), torch.tensor(wanted).double())
 
 
+def test_consensus_is_what_a_loop_over_votes_makes() -> None:
+    merged = merge_methods["consensus_ta"].function(BASE, EXPERTS, scaling=0.7, mask_threshold=0.9)
+    kept = 0
+    for name, start in BASE.items():
+        step = slow.by_rows(slow.consensus_step, vectors(name), 0.9, 2)
+        torch.testing.assert_close(merged[name], start + 0.7 * step)
+        kept += int((step != 0).sum())
+    assert 0 < kept < sum(start.numel() for start in BASE.values())
+
+
 def test_slerp_and_karcher_mean_lie_on_the_sphere() -> None:
     two = {task: EXPERTS[task] for task in "ab"}
     slerp, karcher = merge_methods["slerp"].function, merge_methods["karcher"].function
@@ -214,6 +225,7 @@ def test_one_thread_and_two_make_the_same(name: str) -> None:
         ("breadcrumbs", {"density": 1.5}, "density is 1.5"),
         ("slerp", {"t": 2}, "at most 1"),
         ("karcher", {"max_iter": 0}, "at least 1"),
+        ("consensus_ta", {"treshold": 1}, "no parameter 'treshold'"),
         ("ties", {"densty": 1}, "no parameter 'densty'"),
     ],
 )

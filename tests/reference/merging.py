@@ -46,6 +46,16 @@ def breadcrumbs_step(vectors: Vectors, outliers: float, density: float) -> np.nd
     return total
 
 
+def consensus_step(vectors: Vectors, mask_threshold: float, min_tasks: int) -> np.ndarray:
+    """The sum of vectors where enough tasks' masks are set."""
+    step = []
+    for entries in zip(*vectors.values(), strict=True):
+        total = sum(entries)
+        votes = sum(abs(own) >= mask_threshold * abs(total - own) for own in entries)
+        step.append(total if votes >= min_tasks else 0.0)
+    return np.array(step)
+
+
 def magprune_chances(row: np.ndarray, drop_rate: float, window: float) -> list[float]:
     """The chance of every entry of a row to be dropped: the largest least."""
     chances = []

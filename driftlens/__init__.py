@@ -22,6 +22,7 @@ _HOMES = {
     "CancelToken": "driftlens.progress",
     "check": "driftlens.records.checks",
     "compare": "driftlens.records.compare",
+    "compare_merges": "driftlens.api",
     "Contributions": "driftlens.diagnostics.attribution",
     "DriftRun": "driftlens.records.run",
     "FeatCal": "driftlens.estimators",

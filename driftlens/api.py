@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.pipeline.preflight.outcome import Preflight
     from driftlens.pipeline.study.reopening import Live
+    from driftlens.records.reading import Sheet
     from driftlens.spec import RunSpec
 
 
@@ -332,6 +333,54 @@ def merge(
     access = _access(options)
     merge_experts(load_spec(spec), method, parameters or {}, out, access, **options)
     return Path(out)
+
+
+def compare_merges(
+    spec: Path | str | Mapping[str, Any] | RunSpec,
+    merges: Sequence[str | tuple[str, Mapping[str, object]]] = ("all",),
+    *,
+    out: PathLike | None = None,
+    keep: bool = False,
+    progress: Mode = "auto",
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+    **options: Any,
+) -> Sheet:
+    """Merges of a spec's experts ranked without labels by how near they are to them, as `merge --compare` does.
+
+        dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
+
+    Args:
+        spec: a spec file, its values, or a checked spec.
+        merges: registered merge methods, or pairs of one and its settings by name; `all` is every method.
+        out: a folder for the table as CSV, JSON and HTML, and its picture; nothing is written without.
+        keep: save every merge too, in that folder.
+        progress: how progress is shown on stderr.
+        on_progress: called with every `ProgressEvent`, besides.
+        cancel: a token whose `cancel()` stops the work.
+        **options: device, offline, trust as in `Access`.
+
+    Returns:
+        The ranking with intervals: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
+
+    Raises:
+        DriftLensError: see the tree in `driftlens.errors`.
+    """
+    from driftlens.pipeline.search.merges import compare_merges as compared
+    from driftlens.pipeline.search.merges import wanted_merges
+    from driftlens.spec import load_spec
+    from driftlens_reports.merges import merges_sheet, write_merges
+
+    if keep and out is None:
+        raise SpecError("keep=True saves every merge in a folder, and there is none", hint="Give out=FOLDER.")
+    wanted = wanted_merges([(each, {}) if isinstance(each, str) else each for each in merges])
+    access, place = _access(options), out if keep else None
+    with _shown(progress, on_progress) as sink:
+        watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access}
+        found = compared(load_spec(spec), wanted, keep=place, **watched, **options)
+    if out is not None:
+        write_merges(found, Path(out))
+    return merges_sheet(found)
 
 
 def validate(

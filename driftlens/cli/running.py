@@ -245,7 +245,8 @@ def _compare_merges(
     job: Job,
 ) -> None:
     from driftlens.pipeline.search.merges import compare_merges, wanted_merges
-    from driftlens_reports.merges import merges_text, write_merges
+    from driftlens_reports.merges import merges_sheet, write_merges
+    from driftlens_reports.terminal import sheet_text
 
     if parameters:
         raise SpecError("--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4.")
@@ -261,7 +262,7 @@ def _compare_merges(
         found = compare_merges(spec, wanted, keep=out if keep else None, access=job.access, **watched)
     write_merges(found, out)
     _note_memory()
-    say_json(found) if as_json else say(merges_text(found))
+    say_json(found) if as_json else say(sheet_text(merges_sheet(found)))
     note(f"wrote {out}: merges.csv, .json, .png, .svg, .html")
 
 

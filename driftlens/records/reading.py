@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal
 
 import pandas as pd
@@ -80,6 +81,12 @@ class Sheet:
         """The note, and what a dash means where there is one."""
         has_gaps = any(not is_measured(cell) for row in self.rows for cell in row)
         return " ".join(text for text in (self.note, OF_GAPS if has_gaps else "") if text)
+
+    def _repr_html_(self) -> str:
+        """The table as a reader sees it, for notebooks."""
+        heads, *rows = self.texts()
+        table = pd.DataFrame(rows, columns=heads).to_html(index=False)
+        return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
 
 
 def is_measured(value: Any) -> bool:

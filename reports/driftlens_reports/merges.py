@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
+from driftlens.errors import RunError
 from driftlens.files import atomic_path, write_json_atomic, write_text_atomic
-from driftlens.records.reading import number, printable
+from driftlens.records.reading import Kind, Sheet, printable
 from driftlens_reports.charts import marks, theme, words
-from driftlens_reports.terminal import aligned
+from driftlens_reports.charts.chart import Drawn
 
 NAMES = {"kl": "KL to the experts (nat)", "drift_rel": "relative final drift"}
 
@@ -23,20 +24,15 @@ def table_of(found: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame([{key: at for key, at in row.items() if key != "by_task"} for row in found["merges"]])
 
 
-def merges_text(found: Mapping[str, Any]) -> str:
-    """The ranking, which of its differences are none, and why a merge is missing."""
-    lines = [
-        ["", "merge", *(name for measure in NAMES.values() for name in (measure, "95 %")), "behind the first"]
-    ]
-    for row in found["merges"]:
-        if not row["place"]:
-            continue
-        cells = [str(row["place"]), row["merge"]]
-        for measure in NAMES:
-            cells += [number(row[measure]), _span(row, measure)]
-        behind = "" if row["place"] == 1 else f"{number(row['behind'])} ({_span(row, 'behind')})"
-        lines.append([*cells, f"{behind}, tied" if row["is_tied"] else behind])
-    counts, tied = found["samples"], [row["merge"] for row in found["merges"] if row.get("is_tied")]
+def merges_sheet(found: Mapping[str, Any]) -> Sheet:
+    """The ranking; its note says which of its differences are none, and why a merge is missing."""
+    placed = [row for row in found["merges"] if row["place"]]
+    heads = {key: name for key, name in NAMES.items() if any(row[key] is not None for row in placed)}
+    kinds, keys = dict[str, Kind](merge="text", place="count"), ["merge", "place"]
+    for key, name in {**heads, "behind": "behind the first"}.items():
+        kinds |= {name: "number", f"{name} low": "number", f"{name} high": "number"}
+        keys += [key, f"{key}_low", f"{key}_high"]
+    counts, tied = found["samples"], [row["merge"] for row in placed if row["is_tied"]]
     which = "that no method has read" if found["held_out"] else "without their labels"
     said = [
         f"Ranked by {NAMES[found['score']]}: mean over {len(counts)} tasks, {sum(counts.values())} calibration samples "
@@ -45,10 +41,26 @@ def merges_text(found: Mapping[str, Any]) -> str:
     if tied:
         said.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
     said += [f"{row['merge']}: not made, as {row['reason']}." for row in found["merges"] if row["reason"]]
-    return "\n".join([*aligned(lines, num_names=2), "", *map(printable, said)])
+    rows = [[row[key] for key in keys] for row in placed]
+    return Sheet("merges", f"Merges of {found['name']}", kinds, rows, " ".join(said))
 
 
-def draw_merges(found: Mapping[str, Any]) -> go.Figure:
+def read_merges(folder: Path) -> dict[str, Any]:
+    """The comparison that was written to a folder.
+
+    Raises:
+        RunError: there is none, or it can't be read.
+    """
+    try:
+        found = json.loads((folder / "merges.json").read_text(encoding="utf-8"))
+        merges_sheet(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise RunError(f"{folder} holds no comparison of merges that can be read") from None
+    assert isinstance(found, dict)
+    return found
+
+
+def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> Drawn:
     """Both measures of every merge with their intervals, best at the top."""
     from plotly.subplots import make_subplots
 
@@ -56,7 +68,7 @@ def draw_merges(found: Mapping[str, Any]) -> go.Figure:
     rows = rows[rows["place"].notna()][::-1]
     measures = [measure for measure in NAMES if rows[measure].notna().any()]
     figure = make_subplots(cols=len(measures), shared_yaxes=True, horizontal_spacing=0.05)
-    look = theme.look(("merged",), "merged", dark=False)
+    look = theme.look(("merged",), "merged", dark=dark)
     for column, measure in enumerate(measures, 1):
         ends = (rows[f"{measure}_low"].astype(float), rows[f"{measure}_high"].astype(float))
         figure.add_scatter(
@@ -71,7 +83,9 @@ def draw_merges(found: Mapping[str, Any]) -> go.Figure:
         )
         figure.update_xaxes(title_text=NAMES[measure], rangemode="tozero", row=1, col=column)
     figure.update_layout(height=110 + 26 * len(rows), margin={"t": 20, "b": 50, "l": 160, "r": 20})
-    return figure
+    worst, best = rows["merge"].iloc[[0, -1]]
+    alt = f"{len(rows)} merges ranked by {NAMES[found['score']]}: {best} is first, {worst} last."
+    return Drawn(figure, alt, rows[::-1])
 
 
 def write_merges(found: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -85,7 +99,7 @@ def write_merges(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
     places = {kind: folder / f"merges.{kind}" for kind in ("csv", "json", "png", "svg", "html")}
     with sheet(PAGE):
-        figure = draw_static(draw_merges(found), PAGE_WIDTH)
+        figure = draw_static(draw_merges(found).figure, PAGE_WIDTH)
     pictures = {kind: encode(figure, kind, PAGE) for kind in ("png", "svg")}
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(places["csv"], table_of(found).to_csv(index=False))
@@ -94,15 +108,10 @@ def write_merges(found: Mapping[str, Any], folder: Path) -> list[Path]:
         with atomic_path(places[kind]) as path:
             path.write_bytes(picture)
     drawn = pictures["svg"].decode()
-    body = f"{drawn[drawn.index('<svg') :]}<pre>{html.escape(merges_text(found))}</pre>"
-    title = f"Merges of {html.escape(printable(found['name']))}"
+    table = merges_sheet(found)
+    body, title = f"{drawn[drawn.index('<svg') :]}{table._repr_html_()}", html.escape(printable(table.title))
     write_text_atomic(
         places["html"],
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>{body}</html>',
     )
     return list(places.values())
-
-
-def _span(row: Mapping[str, Any], name: str) -> str:
-    ends = (row[f"{name}_low"], row[f"{name}_high"])
-    return "no interval" if None in ends else " to ".join(map(number, ends))

@@ -126,6 +126,11 @@ def _section(heading: str, lines: Sequence[str]) -> list[str]:
     return [heading, *(f"  {line}" for line in lines or [NOT_MEASURED])]
 
 
+def sheet_text(sheet: Sheet) -> str:
+    """A table under its title, with its notes below."""
+    return "\n".join(map(printable, _sheet_lines(sheet)))
+
+
 def _sheet_lines(sheet: Sheet) -> list[str]:
     """Title, columns and notes of a table; a column of names starts at the left."""
     header, *rows = sheet.texts(plus_minus="+-", gap="-")
@@ -389,7 +394,7 @@ def before_after_text(run: DriftRun, name: str) -> str:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    tables = ["\n".join(map(printable, _sheet_lines(sheet))) for sheet in calibration_sheets(run, name)]
+    tables = map(sheet_text, calibration_sheets(run, name))
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
     said = [*calibration_sentences(run, name), *notices, *selection_sentences(run, name)]
     return "\n\n".join([*tables, "\n".join(map(printable, said))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import pathlib
 
 import pytest
@@ -58,3 +60,21 @@ def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: pa
     assert not dl.validate(world.spec()).problems
     broken = dl.validate(world.spec(base={"weights": str(tmp_path / "nowhere.safetensors")}), device="cpu")
     assert [finding.subject for finding in broken.problems] == ["base"] and broken.exit_code == 4
+
+
+@pytest.mark.slow
+def test_compared_merges_are_a_table_that_says_what_was_not_made(
+    world: World, tmp_path: pathlib.Path
+) -> None:
+    values, out = world.spec(), tmp_path / "out"
+    merges = ["average", ("task_arithmetic", {"scaling": 1e30})]
+    found = dl.compare_merges(values, merges, out=out, progress="none")
+    rows = json.loads((out / "merges.json").read_text())["merges"]
+    frame = found.frame()
+    assert list(frame["merge"]) == [row["merge"] for row in rows if row["place"]]
+    assert list(frame["KL to the experts (nat)"]) == [row["kl"] for row in rows if row["place"]]
+    assert "task_arithmetic scaling=1e+30: not made, as" in found.notes()
+    assert html.escape(found.notes()) in found._repr_html_() and "<td>average</td>" in found._repr_html_()
+    assert not [child for child in out.iterdir() if child.is_dir()]
+    with pytest.raises(SpecError, match="keep=True"):
+        dl.compare_merges(values, merges, keep=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from driftlens.calibration.automatic import CHOSEN
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators
-from driftlens.merging.method import merge_methods
+from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import loaders
 from driftlens.settings import settings_of
 
@@ -37,6 +37,7 @@ def catalog() -> dict[str, dict[str, Any]]:
             name: {
                 "title": method.title,
                 "source": method.source,
+                "reads": READS[method.reads],
                 "settings": _settings(method.function),
             }
             for name, method in merge_methods.items()
@@ -65,7 +66,8 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
         lines.append(kind.replace("_", " ").capitalize())
         for name, method in methods.items():
             source = f", {method['source']}" if method["source"] else ""
-            lines.append(f"  {name}: {method['title']}{source}")
+            reads = f"; reads {method['reads']}" if "reads" in method else ""
+            lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting in method["settings"]:
                 unit = f" {setting['unit']}" if setting["unit"] else ""
                 default = "required" if setting["required"] else f"default {_shown(setting['default'])}{unit}"

@@ -1,4 +1,4 @@
-"""What a run can be calibrated with, as the command line tells it, and one calibration, as a form asks for it."""
+"""What there is to merge and to calibrate with, as the command line tells it, and one calibration, as a form asks."""
 
 from __future__ import annotations
 
@@ -36,31 +36,37 @@ _TOO_LARGE = 2**53
 
 @dataclass(frozen=True)
 class Method:
-    """A calibrator.
+    """A calibrator or a merge method.
 
     Attributes:
         title: what it is called.
         settings: by name, in the order of its declaration.
+        source: the paper.
+        reads: of a merge method, what it is made from.
         presets: published settings by name.
         automatic: names of the settings that can be chosen on held-out calibration samples.
     """
 
     title: str
     settings: Mapping[str, Setting]
+    source: str
+    reads: str
     presets: Mapping[str, Mapping[str, Any]]
     automatic: tuple[str, ...]
 
 
-@st.cache_resource(show_spinner="Asking for the calibrators")
-def methods() -> Mapping[str, Method]:
-    """The calibrators by name. The command line is asked, since they need torch, once per server if it answers."""
-    found = ask(("methods", "--json"), Settings.from_environment().root)["calibrators"]
+@st.cache_resource(show_spinner="Asking for the methods")
+def methods(kind: str = "calibrators") -> Mapping[str, Method]:
+    """The methods of a kind by name. The command line is asked, since they need torch, once per server and kind."""
+    found = ask(("methods", "--json"), Settings.from_environment().root)[kind]
     return {
         name: Method(
             title=entry["title"],
             settings={setting["name"]: Setting(**setting) for setting in entry["settings"]},
-            presets=entry["presets"],
-            automatic=tuple(entry["automatic"]),
+            source=entry["source"],
+            reads=entry.get("reads", ""),
+            presets=entry.get("presets", {}),
+            automatic=tuple(entry.get("automatic", ())),
         )
         for name, entry in found.items()
     }
@@ -322,34 +328,45 @@ def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:
 def _fields(start: CalibrationSettings, method: Method) -> dict[str, Any]:
     """What the fields of a calibrator's settings say; those that no published setting is about are folded away."""
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
-    found = _values([method.settings[name] for name in method.settings if name in published], start)
+    given = (start.parameters, start.method)
+    found = fields(
+        [method.settings[name] for name in method.settings if name in published], *given, empty="as above"
+    )
     rest = [method.settings[name] for name in method.settings if name not in published]
     if rest:
         with st.expander("More settings"):
-            found |= _values(rest, start)
+            found |= fields(rest, *given, empty="as above")
     return found
 
 
-def _values(settings: Sequence[Setting], start: CalibrationSettings) -> dict[str, Any]:
-    """The values of the fields that are not empty. Numbers stand side by side, before all else."""
+def fields(
+    settings: Sequence[Setting], given: Mapping[str, Any], owner: str, *, empty: str = ""
+) -> dict[str, Any]:
+    """The values of the fields that are not empty, `given` at first. Numbers stand side by side, before all else.
+
+    An empty field reads as `empty`, or as its setting's default.
+    """
     numbers = [setting for setting in settings if setting.kind in _NUMBERS and not setting.many]
     columns = st.columns(3) if numbers else []
     places = {setting.name: columns[at % 3] for at, setting in enumerate(numbers)}
     ordered = sorted(settings, key=lambda setting: setting.name not in places)
-    found = {setting.name: _value(setting, start, places.get(setting.name, st)) for setting in ordered}
+    found = {
+        setting.name: _value(setting, given.get(setting.name), owner, places.get(setting.name, st), empty)
+        for setting in ordered
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _value(setting: Setting, start: CalibrationSettings, place: Any) -> Any:
+def _value(setting: Setting, value: Any, owner: str, place: Any, empty: str) -> Any:
     """What the field of a setting says; None where it is empty."""
-    value, number = start.parameters.get(setting.name), _NUMBERS.get(setting.kind)
+    number = _NUMBERS.get(setting.kind)
     default = (
         "" if setting.default is None else f"; {_in_words(setting.default)} unless something says otherwise"
     )
     look = {
         "label": setting.label or setting.name,
-        "key": f"{start.method}.{setting.name}",
-        "placeholder": "as above",
+        "key": f"{owner}.{setting.name}",
+        "placeholder": empty or _in_words(setting.default),
         "help": plain(f"{setting.help or setting.name}: {setting.expected}{default}."),
     }
     if setting.kind in ("choice", "flag"):

@@ -17,7 +17,7 @@ from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 from driftlens_app.jobs import Job, Request, View, cancel, start, watch
-from driftlens_app.jobs.record import dismiss, jobs_beside
+from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
 from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request
 from driftlens_app.jobs.watching import is_finished_since, log_text
 from driftlens_app.pages import path_of
@@ -92,7 +92,7 @@ def show_new_runs(settings: Settings) -> bool:
     live = [run for run in runs if show_live(run)]
     for view in map(watch, runs):
         # A later job on the run, such as a calibration, has its own page, and found the run complete.
-        if view is None or view.job.kind not in ("demo", "analyze") or view.state not in BAD_ENDS:
+        if view is None or view.job.kind not in MAKING or view.state not in BAD_ENDS:
             continue
         if view.job.dismissed or is_finished_since(view.job):
             continue
@@ -207,6 +207,7 @@ def _key(job: Job) -> str:
 def _what(job: Job) -> str:
     words = {
         "analyze": "Analysis",
+        "compare": "Comparison of merges",
         "calibrate": "Calibration",
         "explain": "Attribution of",
         "project": "Layout",

@@ -6,6 +6,7 @@ import re
 
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"
+COMPARISON = "merges.json"
 STATUS = "status.json"
 EVENTS = "events.jsonl"
 LOCK = "run.lock"

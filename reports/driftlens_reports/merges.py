@@ -12,6 +12,7 @@ import pandas as pd
 
 from driftlens.errors import RunError
 from driftlens.files import atomic_path, write_json_atomic, write_text_atomic
+from driftlens.records.layout import COMPARISON
 from driftlens.records.reading import Kind, Sheet, printable
 from driftlens_reports.charts import marks, theme, words
 from driftlens_reports.charts.chart import Drawn
@@ -52,7 +53,7 @@ def read_merges(folder: Path) -> dict[str, Any]:
         RunError: there is none, or it can't be read.
     """
     try:
-        found = json.loads((folder / "merges.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))
         merges_sheet(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise RunError(f"{folder} holds no comparison of merges that can be read") from None

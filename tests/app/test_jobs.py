@@ -279,7 +279,9 @@ def test_a_new_run_can_only_go_into_a_folder_under_the_root(root: Path, name: st
         analyze_request(Settings(root), "my.yaml", name)
 
 
-@pytest.mark.parametrize("spec", ["../secret.yaml", "/etc/passwd", "link.yaml", "full/spec.yaml", "no.yaml"])
+@pytest.mark.parametrize(
+    "spec", ["../secret.yaml", "/etc/passwd", "link.yaml", "full/manifest.json", "no.yaml"]
+)
 def test_only_specs_under_the_root_are_read(root: Path, spec: str) -> None:
     (root.parent / "secret.yaml").write_text("version: 1\n")
     (root / "link.yaml").symlink_to(root.parent / "secret.yaml")

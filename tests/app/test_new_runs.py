@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,11 +17,12 @@ from driftlens.records.status import Status, write_status
 from driftlens_app.jobs import Job, command_line, processes, start, watch
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.record import dismiss, job_of, write_job
-from driftlens_app.jobs.requests import analyze_request
+from driftlens_app.jobs.requests import analyze_request, compare_request
 from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import proposed_name
 from driftlens_app.views.report import build
 from tests.app.conftest import Open, until
+from tests.app.test_calibrate import press
 from tests.app.test_jobs import state
 from tests.app.test_pages import errors, said
 
@@ -171,7 +173,7 @@ def test_a_folder_that_cannot_be_listed_hides_only_its_own_specs(
     (root / "mine.yaml").write_text("version: 1\n")
     monkeypatch.setattr(Path, "iterdir", iterdir)
     app = open_app(root, "new_run")
-    assert not app.error and app.selectbox(key="spec").options == ["mine.yaml"]
+    assert not app.error and app.selectbox(key="spec").options == ["mine.yaml", "full/spec.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +186,7 @@ def test_a_folder_that_cannot_be_listed_hides_only_its_own_specs(
         ("-x.yaml", "x"),
         ("\u6e2c\u8a66.yaml", "run"),
         (f"{'a' * 100}.yaml", "a" * 80),
+        ("made before/spec.yaml", "made-before"),
     ],
 )
 def test_the_proposed_name_of_a_folder_is_accepted(root: Path, spec: str, name: str) -> None:
@@ -200,3 +203,62 @@ def test_the_form_starts_with_a_name_that_it_accepts(open_app: Open, root: Path)
     button.click().run()
     until(lambda: (view := watch(root / "mein-spec-u")) is not None and view.is_live, "it runs")
     assert not app.error and len(processes._CHILDREN) == 1
+
+
+def choose(app: AppTest, *merges: str) -> AppTest:
+    app.session_state["new-merge"] = True
+    return app.run().multiselect(key="merges").set_value([*merges]).run()
+
+
+def told(root: Path, name: str) -> str:
+    """What the command line was called with for the folder."""
+    until(lambda: state(root / name) == "running", "it runs")
+    job = job_of(root / name)
+    assert job is not None
+    return job.log.read_text()
+
+
+def test_another_merge_is_analyzed_in_place_of_the_specs(open_app: Open, root: Path) -> None:
+    app = choose(open_app(root, "new_run"), "ties")  # of the run that is there
+    assert "2306.01708. Reads all tensors of all models." in said(app).replace("\\", "")
+    app.number_input(key="merge.ties.scaling").set_value(0.4)
+    app.selectbox(key="merge.ties.trim_scope").set_value("per_tensor")
+    press(app, "Start the analysis")
+    merge = {"method": "ties", "scaling": 0.4, "trim_scope": "per_tensor"}
+    assert (
+        f"full/spec.yaml --out {root / 'full-ties'} --set=merged=null --set=merge={json.dumps(merge)} "
+        '--set=name="full-ties"' in told(root, "full-ties")
+    )
+
+
+def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Path) -> None:
+    (root / "mine.yaml").write_text("version: 1\n")
+    app = choose(open_app(root, "new_run"), "average", "task_arithmetic")
+    app.number_input(key="merge.task_arithmetic.scaling").set_value(0.5)
+    press(app, "Compare the merges")
+    assert "--compare=average,task_arithmetic:scaling=0.5 --out" in told(root, "mine-merges")
+    assert "Comparison of merges mine" in said(app.run()).replace("\\", "") and "Compared merges" not in said(
+        app
+    )
+    job = job_of(root / "mine-merges")
+    assert job is not None
+    kill(job)
+    assert "is gone without a word" in errors(app.run())
+    ends = {f"{key}{end}": 0.5 for key in ("kl", "drift_rel", "behind") for end in ("", "_low", "_high")}
+    row = {"merge": "average", "place": 1, "is_tied": False, "reason": "", **ends}
+    other = {"merge": "*ties*", "place": None, "reason": "it <b>can't</b>"}
+    document = {
+        "name": "mine",
+        "score": "kl",
+        "samples": {"cars": 4},
+        "held_out": False,
+        "merges": [row, other],
+    }
+    (job.run / "merges.json").write_text(json.dumps(document))
+    app.run()
+    assert not app.error and "not made, as it <b>can't</b>" in said(app).replace("\\", "")
+    assert app.dataframe[0].value["merge"].tolist() == ["average"]
+    with pytest.raises(SpecError, match="exists already"):
+        compare_request(Settings(root), "mine.yaml", "mine-merges", {"average": {}})
+    (job.run / "merges.json").write_text('{"merges": [1]}')
+    assert "holds no comparison of merges" in errors(app.run())

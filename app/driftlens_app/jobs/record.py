@@ -18,7 +18,9 @@ from driftlens.files import write_json_atomic
 from driftlens.records.lock import Owner, utc_now
 from driftlens_app.settings import is_file_inside, is_inside
 
-Kind = Literal["demo", "analyze", "calibrate", "explain", "project"]
+Kind = Literal["demo", "analyze", "compare", "calibrate", "explain", "project"]
+MAKING: tuple[Kind, ...] = ("demo", "analyze", "compare")
+"""Kinds of jobs that make the folder that they write to."""
 
 _SIDE = ".driftlens"
 """Folder beside the runs for jobs that make one: a folder that is to become a run must be empty before."""
@@ -45,7 +47,7 @@ class Request:
     @property
     def folder(self) -> Path:
         """Where its record and log go."""
-        return _beside(self.run) if self.kind in ("demo", "analyze") else self.run / "logs"
+        return _beside(self.run) if self.kind in MAKING else self.run / "logs"
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,21 @@ A spec is under the root, of a sane size, and found by looking, not by typing.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from driftlens.errors import SpecError
 from driftlens.projection import METHODS
-from driftlens.records.layout import MANIFEST
+from driftlens.records.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs.record import Request, job_of
-from driftlens_app.settings import Settings, is_inside, require_root
+from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 _PROGRESS = ("--progress", "jsonl")
@@ -43,24 +47,66 @@ def demo_request(settings: Settings, suite: str = "image") -> Request:
     return Request("demo", "Demo run", run, arguments)
 
 
-def analyze_request(settings: Settings, spec: str, name: str) -> Request:
-    """The analysis of a spec, one of `spec_files`, into a new folder; one that a job left unfinished is continued."""
+Merges = Mapping[str, Mapping[str, Any]]
+"""Merge methods by name, each with the settings that are not left at their defaults."""
+
+
+def merged_by(merges: Merges) -> tuple[str, ...]:
+    """Options that put one merge in the place of a spec's."""
+    return tuple(
+        option
+        for method, given in merges.items()
+        for option in ("--set=merged=null", f"--set=merge={json.dumps({'method': method, **given})}")
+    )
+
+
+def compare_request(settings: Settings, spec: str, name: str, merges: Merges) -> Request:
+    """Several merges of a spec's experts side by side, into a new folder."""
+    file, run = spec_file(settings.root, spec), _new_folder(settings, name)
+    if run.exists():
+        raise SpecError(f"{name} exists already", hint="Choose another name.")
+    asked = [
+        ":".join([method, *(f"{key}={json.dumps(value)}" for key, value in given.items())])
+        for method, given in merges.items()
+    ]
+    arguments = ("merge", str(file), f"--compare={','.join(asked)}", "--out", str(run), *_PROGRESS)
+    return Request("compare", name, run, arguments, {"spec": spec, "name": name, "merges": dict(merges)})
+
+
+def comparisons(root: Path) -> list[str]:
+    """Folders with comparisons of merges in the root, the newest first."""
+    found = [folder / COMPARISON for folder in _entries(root) if is_file_inside(folder / COMPARISON)]
+    return [file.parent.name for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns)]
+
+
+def _new_folder(settings: Settings, name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise SpecError(
             f"{name!r} can't be the name of a run's folder",
             hint="Use letters, digits, `-`, `_` and `.`, at most 80.",
         )
-    file = spec_file(settings.root, spec)
     run = settings.root / name
-    resume: tuple[str, ...] = ()
     if run.is_symlink() or (run.exists() and not run.is_dir()):
         raise SpecError(f"{name} exists already", hint="Choose another name.")
+    return run
+
+
+def analyze_request(
+    settings: Settings, spec: str, name: str, merge: Merges = MappingProxyType({})
+) -> Request:
+    """The analysis of a spec, one of `spec_files`, into a new folder; one that a job left unfinished is continued.
+
+    A `merge`, one at most, stands in the place of the spec's, and the run is called by its folder then.
+    """
+    run, file = _new_folder(settings, name), spec_file(settings.root, spec)
+    named = (*merged_by(merge), f"--set=name={json.dumps(name)}") if merge else ()
+    resume: tuple[str, ...] = ()
     if run.is_dir() and any(run.iterdir()):
         if job_of(run) is None or not _is_run(run):
             raise SpecError(f"the folder {name} is not empty", hint="Choose another name.")
         resume = ("--resume",)
-    arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
-    return Request("analyze", name, run, arguments, {"spec": spec, "name": name})
+    arguments = ("analyze", str(file), "--out", str(run), *named, *resume, *_PROGRESS)
+    return Request("analyze", name, run, arguments, {"spec": spec, "name": name, "merge": dict(merge)})
 
 
 def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
@@ -109,9 +155,15 @@ def spec_files(root: Path) -> list[str]:
     return sorted(found)[:_MOST_FILES]
 
 
+def own_specs(root: Path) -> list[str]:
+    """Paths, relative to the root, of what the runs in it were made from."""
+    runs = [folder for folder in _entries(root) if (folder / MANIFEST).exists()]
+    return sorted(f"{run.name}/{SPEC}" for run in runs if is_file_inside(run / SPEC))
+
+
 def spec_file(root: Path, relative: str) -> Path:
-    """The spec file at `relative`, refused unless it is one of `spec_files`: what a browser sends may be anything."""
-    if relative not in spec_files(root):
+    """The spec file at `relative`, refused unless it is one of `spec_files` or a run's: browsers may send anything."""
+    if relative not in spec_files(root) and relative not in own_specs(root):
         raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
     return root / relative
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from driftlens.errors import Cancelled, RunError
 from driftlens.progress import ProgressEvent
-from driftlens.records.layout import EVENTS, STATUS
+from driftlens.records.layout import COMPARISON, EVENTS, STATUS
 from driftlens.records.status import Failure, Status, read_status
 from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.jobs.processes import exit_code, insist
@@ -78,7 +78,9 @@ def is_at_work(run: Path) -> bool:
 
 
 def is_finished_since(job: Job) -> bool:
-    """Whether the job's run was finished after the job began, for example in a terminal."""
+    """Whether the job's run was finished after the job began, for example in a terminal, or its comparison."""
+    if is_file_inside(job.run / COMPARISON):  # only the job that made the folder wrote to it
+        return True
     status = _status(job.run)
     return status is not None and status.state == "done" and str(status.heartbeat) > job.started
 

@@ -1,0 +1,61 @@
+"""Another merge of a run's experts in a real browser, by the real engine: analyzed alone, and compared with others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from driftlens.records.run import DriftRun, open_run
+from tests.browser.reading import drawn, settled
+from tests.browser.server import serving
+
+PATIENCE = 180_000
+"""Milliseconds that a job may take on a busy machine, most of them to import torch."""
+
+
+def choose(page: Any, title: str) -> None:
+    page.get_by_role("combobox", name="Merge the experts by").fill(title)
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    settled(page)
+
+
+@pytest.mark.slow
+def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: DriftRun, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(light.path, root / "light")
+    said: list[str] = []
+    page.on("console", lambda entry: said.append(entry.text) if entry.type in ("error", "warning") else None)
+    with serving(root, tmp_path / "log") as address:
+        page.goto(f"{address}/new_run")
+        settled(page)
+        page.get_by_text("New merge", exact=True).click()
+        drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
+        choose(page, "TIES-Merging")
+        scaling = page.get_by_role("spinbutton", name="scaling")
+        scaling.fill("0.4")
+        scaling.press("Tab")
+        page.get_by_role("button", name="Start the analysis").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("light-ties", timeout=PATIENCE)
+        made = open_run(root / "light-ties")
+        assert made.manifest.merge is not None and made.manifest.name == "light-ties"
+        assert made.manifest.merge["method"] == "ties" and made.manifest.merge["parameters"]["scaling"] == 0.4
+
+        page.get_by_test_id("stSidebarNav").get_by_role("link", name="New run").click()
+        settled(page)
+        page.get_by_text("New merge", exact=True).click()
+        drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
+        for title in ("Simple averaging", "TIES-Merging"):
+            choose(page, title)
+        page.get_by_role("button", name="Compare the merges").click()
+        drawn(page, page.get_by_role("heading", name="Compared merges"), timeout=PATIENCE)
+        (document,) = [json.loads(file.read_text()) for file in root.glob("*/merges.json")]
+        assert {row["merge"] for row in document["merges"] if row["place"]} == {"base", "average", "ties"}
+        page.get_by_test_id("stPlotlyChart").wait_for()
+        expect(page.get_by_text("Ranked by KL to the experts")).to_be_visible()
+    assert not said

@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 class Run(DriftRun):
     """A run that can also be added to; like every run it is read without torch."""
 
+    @property
+    def plot(self) -> Any:
+        """Every chart by its name, as reports and the dashboard show it: `run.plot.layer_drift(tasks=["cars"])`.
+
+        Names complete with the tab key. What is drawn shows itself in notebooks; its `figure` is plotly's, `data` every
+        plotted number.
+        """
+        from driftlens_reports.charts.plots import Plots
+
+        return Plots(self)
+
     _live: Mapping[str, Any] | None = None
     """What `analyze` was given, if that was live modules; a run that is opened anew doesn't know."""
 

@@ -39,6 +39,20 @@ def test_the_example_means_what_it_says(tmp_path: pathlib.Path) -> None:
     assert (third.name, third.aggregate, third.bounds) == ("closure", "max", {"<=": 1e-4})
 
 
+def test_a_score_is_checked_by_its_own_name_and_a_change_in_points_or_relative() -> None:
+    ends = ["merged", "calibrated:featcal"]
+    entries = [
+        {"metric": "accuracy", "change": {kind: ends}, "where": {"task": "dtd"}, "gte": -0.01}
+        for kind in ("points", "relative")
+    ]
+    points, relative = load_checks({"checks": entries})
+    for check in (points, relative):
+        assert (check.table, check.metric, check.change) == ("accuracy", "value", tuple(ends))
+        assert check.where == {"task": "dtd", "metric": "accuracy"}
+    assert (points.relative, relative.relative) == (False, True)
+    assert points.name.startswith("accuracy difference from merged") and "change" in relative.name
+
+
 @pytest.mark.parametrize(
     ("metric", "table"),
     [
@@ -89,18 +103,19 @@ def test_a_column_finds_its_table(metric: str, table: str) -> None:
         (
             {"metric": "cos_mean", "gte": 0, "change": {"from": "merged"}},
             "checks[0].change: expected two",
-            "from:",
+            "points:",
         ),
         (
             {"metric": "cos_mean", "gte": 0, "change": {"frm": "a", "to": "b"}},
-            "expected one of from, to",
-            "'from'",
+            "checks[0].change: expected two",
+            "points:",
         ),
         (
             {"metric": "cos_mean", "gte": 0, "change": {"from": "a", "to": "b"}, "per": "variant"},
             "change compares two variants, so 'variant' can't choose one",
             "Leave it out",
         ),
+        ({"metric": "accuracy", "gte": 0, "change": {"points": ["a"]}}, "points: expected two", "{points:"),
         ({"metric": "cos_mean", "gte": 0, "severity": "fatal"}, "checks[0].severity: expected one of", ""),
     ],
     ids=[
@@ -114,7 +129,7 @@ def test_a_column_finds_its_table(metric: str, table: str) -> None:
             "text as bound",
         ),
         *("NaN as bound", "aggregate", "misspelt key", "misspelt column", "truth as value", "misspelt group"),
-        *("group by text", "one end", "misspelt end", "change within variant", "severity"),
+        *("group by text", "one end", "misspelt end", "one of two", "change within variant", "severity"),
     ],
 )
 def test_what_makes_no_sense_is_refused(entry: dict[str, Any], message: str, hint: str) -> None:

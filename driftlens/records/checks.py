@@ -10,7 +10,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from driftlens.errors import ChecksFailedError, LayerNotFoundError
 from driftlens.files import PathLike
-from driftlens.records.compare import drift_changes
+from driftlens.metrics import metric_called
+from driftlens.records.compare import drift_changes, scored_change
+from driftlens.records.intervals import Interval
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens.variants import calibrated
@@ -54,7 +56,8 @@ class Check:
         where: which rows: column to value; `layer` may be "final".
         per: columns that each group of rows, judged by itself, shares.
         aggregate: what of a group is judged; "worst" is the row nearest to breaking a bound, so every row must hold.
-        change: the variants (from, to) whose relative change, (to - from) / |from|, is judged row by row.
+        change: the variants (from, to) whose change is judged row by row.
+        relative: whether that is (to - from) / |from|, or else to - from in the metric's own unit (points of a share).
         severity: whether breaking it fails the run or only warns.
         name: what messages call it.
     """
@@ -68,6 +71,7 @@ class Check:
     change: tuple[str, str] | None = None
     severity: Severity = "error"
     name: str = ""
+    relative: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,10 @@ class CheckResult:
         threshold: that bound.
         margin: how far the value is on the right side of it; negative where it is broken.
         n: measured rows behind the value.
+        samples: samples behind a value that is one row's; 0 where the table doesn't count them.
         where: the row that the value is of, where it is of one.
         reason: why it was skipped, or how it failed; empty where it passed.
-        ci_low: lower end of the value's 95 % interval, paired by sample: of the change of a row's mean drift; else NaN.
+        ci_low: lower end of the 95 % interval of a row's score, change of score, or change of mean drift; else NaN.
         ci_high: its upper end.
     """
 
@@ -103,6 +108,7 @@ class CheckResult:
     reason: str = ""
     ci_low: float = math.nan
     ci_high: float = math.nan
+    samples: int = 0
 
     @property
     def claim(self) -> str:
@@ -213,12 +219,14 @@ def _judge_group(
     holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
     if holds and lacking:
         return _skipped(check, group, lacking)
-    place, low, high = "", math.nan, math.nan
+    place, row = "", rows.iloc[measured[at]] if at is not None else pd.Series(dtype=float)
+    low, high, samples = (row.get(name, math.nan) for name in ("low", "high", "n"))
     if at is not None:
-        place = _row_name(rows.iloc[measured[at]], shown)
-        if "low" in rows:
-            low, high = rows[["low", "high"]].to_numpy(dtype=float)[measured[at]]
-    reason = f"{value:.6g}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
+        place = _row_name(row, shown)
+    of = "" if pd.isna(samples) else f" (n = {int(samples)})"
+    reason = (
+        f"{plain(value)}{of}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
+    )
     return CheckResult(
         check.name,
         check.metric,
@@ -233,7 +241,15 @@ def _judge_group(
         reason="" if holds else reason,
         ci_low=float(low),
         ci_high=float(high),
+        samples=0 if pd.isna(samples) else int(samples),
     )
+
+
+def plain(value: float) -> str:
+    """A number to four digits or the nearest whole one, as people write it: 0.8651, 0.000001234, 1234567."""
+    if abs(value) >= 1e4:
+        return np.format_float_positional(np.round(value), trim="-")
+    return np.format_float_positional(value, precision=4, fractional=False, trim="-")
 
 
 def _judged_row(check: Check, values: Array) -> int | None:
@@ -293,9 +309,11 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
             if not (rows["variant"] == variant).any():
                 return _no_row(run, check, "variant", variant)
         key = [column for column in key if column not in ("variant", "name")]
-        rows = _changes(rows, key, *change)
-        if table == "layers" and metric == "drift_l2_mean":
-            rows = _with_intervals(rows, run, change)
+        rows = _changes(rows, key, *change, relative=check.relative)
+        if table == "accuracy" or metric == "drift_l2_mean":
+            rows = _with_intervals(rows, run, check, change)
+    elif table == "accuracy" and metric == "value":
+        rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
     shown = [column for column in key if column not in wanted and column not in check.per]
     tasks = [task for task in run.tasks if wanted.get("task", task) == task] if "task" in key else []
     return rows, shown, tasks
@@ -308,20 +326,32 @@ def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
     return f"{check.metric} was not measured where {column} is {value}"
 
 
-def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str) -> pd.DataFrame:
-    """Relative change of each row from one variant to another; NaN where one lacks the row, or starts from 0."""
+def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relative: bool) -> pd.DataFrame:
+    """Change of each row from one variant to another; NaN where one lacks the row, or a relative one starts from 0."""
     sides = [rows[rows["variant"] == variant].set_index(key)["value"] for variant in (start, end)]
     both = pd.concat(sides, axis=1, keys=["start", "end"])
     size = both["start"].abs()
-    change = (both["end"] - both["start"]) / size.where(size > 0)
+    change = (both["end"] - both["start"]) / (size.where(size > 0) if relative else 1.0)
     return change.rename("value").reset_index()
 
 
-def _with_intervals(rows: pd.DataFrame, run: DriftRun, change: tuple[str, str]) -> pd.DataFrame:
-    found = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
-    changes = [found[task].get(layer) for task, layer in zip(rows["task"], rows["layer"], strict=True)]
-    ends = [(at.relative.low, at.relative.high) if at else (np.nan, np.nan) for at in changes]
-    return rows.assign(low=[low for low, _ in ends], high=[high for _, high in ends])
+def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]) -> pd.DataFrame:
+    """The rows with what is known of their changes' intervals, those of shares of a score left out."""
+    ends: list[Interval]
+    if check.table == "accuracy":
+        places = zip(rows["task"], rows["metric"], strict=True)
+        found = [scored_change(run, run, task, change, metric_called(name)) for task, name in places]
+        none = Interval(math.nan)
+        ends = [replace(none if check.relative else by, n=after.n) for _, after, by in found]
+    else:
+        by_task = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
+        kind = "relative" if check.relative else "difference"
+        places = zip(rows["task"], rows["layer"], strict=True)
+        at = [by_task[task].get(layer) for task, layer in places]
+        ends = [Interval(math.nan) if one is None else getattr(one, kind) for one in at]
+    return rows.assign(
+        low=[e.low for e in ends], high=[e.high for e in ends], n=[e.n or math.nan for e in ends]
+    )
 
 
 def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[str]) -> str:
@@ -416,6 +446,18 @@ def junit_xml(report: CheckReport) -> str:
 
 def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
     reason = _safe(result.reason)
+    if result.status != "skip":
+        measured = {
+            "value": result.value,
+            "ci_low": result.ci_low,
+            "ci_high": result.ci_high,
+            "n": result.samples,
+        }
+        bound = {"bound": f"{result.relation} {result.threshold:g}", "at": _safe(result.where)}
+        numbers = {name: f"{number:.10g}" for name, number in measured.items() if number == number and number}
+        properties = ElementTree.SubElement(case, "properties")
+        for name, text in {**numbers, **bound}.items():
+            ElementTree.SubElement(properties, "property", {"name": name, "value": text})
     if result.status == "fail":
         ElementTree.SubElement(case, "failure", {"type": "check", "message": reason}).text = reason
     elif result.status == "skip":

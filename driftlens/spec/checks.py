@@ -1,6 +1,7 @@
 """Checks as a user writes them: a YAML file of bounds on a run's numbers, refused where it makes no sense.
 
 checks:
+  - {metric: accuracy, change: {points: [merged, "calibrated:featcal"]}, per: task, gte: -0.01}
   - {metric: cos_mean, where: {variant: "calibrated:featcal", layer: final}, per: task, gte: 0.80}
   - {metric: drift_l2_mean, where: {layer: final}, change: {from: merged, to: "calibrated:featcal"}, lte: -0.20}
   - {metric: closure_error, agg: max, lte: 1.0e-4, severity: warn}
@@ -13,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from driftlens.errors import did_you_mean
 from driftlens.files import PathLike
+from driftlens.metrics import ATTACHED, METRICS
 from driftlens.records.checks import CHECKED_TABLES, Check, Relation
 from driftlens.records.schema import TABLES
 from driftlens.spec.problems import spec_error
@@ -38,14 +40,20 @@ def _plain_value(given: Any) -> Any:
     raise problem(f"expected a name or a layer number, got {given!r}")
 
 
-def _both_ends(given: dict[str, str]) -> dict[str, str]:
-    if len(given) != 2:
-        raise problem("expected two variants", 'For example {from: merged, to: "calibrated:featcal"}.')
-    return given
+def _both_ends(given: Any) -> Any:
+    """`{points: [a, b]}`, `{relative: [a, b]}` or `{from: a, to: b}`, which is relative, as kind and two variants."""
+    if isinstance(given, dict) and set(given) == {"from", "to"}:
+        given = {"relative": [given["from"], given["to"]]}
+    if not isinstance(given, dict) or len(given) != 1 or not set(given) <= {"points", "relative"}:
+        raise problem("expected two variants", 'For example {points: [merged, "calibrated:featcal"]}.')
+    [(kind, ends)] = given.items()
+    if not isinstance(ends, (list, tuple)) or len(ends) != 2:
+        raise problem(f"{kind}: expected two variants", f"For example {{{kind}: [base, merged]}}.")
+    return {kind: tuple(ends)}
 
 
 _Value = Annotated[int | str, BeforeValidator(_plain_value)]
-_Change = Annotated[dict[Literal["from", "to"], Name], AfterValidator(_both_ends)]
+_Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], BeforeValidator(_both_ends)]
 
 
 class _Entry(Part):
@@ -65,6 +73,17 @@ class _Entry(Part):
     change: _Change | None = None
     severity: Literal["error", "warn"] = "error"
     name: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _score_by_name(cls, given: Any) -> Any:
+        """`metric: accuracy` is the value of that score's rows."""
+        metric = given.get("metric") if isinstance(given, Mapping) else None
+        if isinstance(metric, str) and (metric in METRICS or metric.startswith(ATTACHED)):
+            where = given.get("where", {})
+            rows = {"where": {**where, "metric": metric}} if isinstance(where, Mapping) else {}
+            return {"table": "accuracy", **given, **rows, "metric": "value"}
+        return given
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -95,20 +114,29 @@ class _Entry(Part):
 
     def check(self) -> Check:
         """What the entry asks."""
-        change = None if self.change is None else (self.change["from"], self.change["to"])
-        name = self.name or " ".join(self._words(change))
-        table = _table_of(self.metric, self.table)
+        [(kind, change)] = self.change.items() if self.change else [("relative", None)]
         return Check(
-            self.metric, table, self.bounds, self.where, self.per, self.agg, change, self.severity, name
+            self.metric,
+            _table_of(self.metric, self.table),
+            self.bounds,
+            self.where,
+            self.per,
+            self.agg,
+            change,
+            self.severity,
+            self.name or " ".join(self._words()),
+            kind == "relative",
         )
 
-    def _words(self, change: tuple[str, str] | None) -> Iterator[str]:
-        yield self.metric if self.agg == "worst" else f"{self.agg} {self.metric}"
-        if change:
-            yield f"change from {change[0]} to {change[1]}"
+    def _words(self) -> Iterator[str]:
+        where = dict(self.where)
+        metric = str(where.pop("metric", self.metric)) if self.metric == "value" else self.metric
+        yield metric if self.agg == "worst" else f"{self.agg} {metric}"
+        for kind, (start, end) in (self.change or {}).items():
+            yield f"{'change' if kind == 'relative' else 'difference'} from {start} to {end}"
         yield " and ".join(f"{relation} {bound:g}" for relation, bound in self.bounds.items())
-        if self.where:
-            yield "where " + ", ".join(f"{key} is {value}" for key, value in self.where.items())
+        if where:
+            yield "where " + ", ".join(f"{key} is {value}" for key, value in where.items())
 
 
 class _Checks(Part):

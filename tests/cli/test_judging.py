@@ -51,7 +51,10 @@ def test_a_failed_check_is_exit_code_three_with_its_number(
     result = run_cli("check", written, "--tests", file, "--junit", junit)
     assert result.code == 3 and result.err == ""
     largest = open_run(written).layers()["cos_mean"].max()
-    assert f"fail: low: {largest:.6g} at task" in result.out and "wanted <= 0.5" in result.out
+    assert (
+        f"fail: low: {largest:.4g} (n = {SIZE.samples}) at task" in result.out
+        and "wanted <= 0.5" in result.out
+    )
     assert result.out.splitlines()[-1] == "2 passed, 1 failed"
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
 

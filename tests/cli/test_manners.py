@@ -232,6 +232,7 @@ def test_a_value_that_means_nothing_is_wrong_usage(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_another_seed_draws_other_samples(run_cli: Cli, quick: pathlib.Path, tmp_path: pathlib.Path) -> None:
     ids = []
     for name, seed in (("one", 1), ("again", 1), ("two", 2)):

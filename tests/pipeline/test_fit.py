@@ -196,6 +196,7 @@ print(json.dumps(fitted.history_["objective_after"].tolist()))
 """
 
 
+@pytest.mark.slow
 def test_fitting_needs_none_of_the_command_lines_libraries() -> None:
     base, merged, expert = stacks()
     calibrator = dl.FeatCal().fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks")

@@ -282,6 +282,7 @@ print(json.dumps(dl.open_run(sys.argv[1]).layers()["drift_l2_mean"].tolist()))
 """
 
 
+@pytest.mark.slow
 def test_live_modules_need_none_of_the_command_lines_libraries(tmp_path: pathlib.Path) -> None:
     refusal, found = python(WITHOUT_EXTRAS, tmp_path / "bare").splitlines()
     assert refusal.endswith("bare is not empty")

@@ -10,8 +10,9 @@ import pytest
 
 import driftlens as dl
 from driftlens.errors import ChecksFailedError
-from driftlens.records.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
-from driftlens.records.compare import drift_changes
+from driftlens.metrics import ACCURACY
+from driftlens.records.checks import CHECKED_TABLES, CheckReport, junit_xml, plain, self_checks
+from driftlens.records.compare import drift_changes, scored_change
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
 from tests.records.full_run import REMAINDER, write_full_run
@@ -155,6 +156,29 @@ def test_a_change_of_mean_drift_is_told_with_its_paired_interval(full: DriftRun)
     assert np.isnan(mean.ci_high), "rows of several tasks have no interval of one"
 
 
+def test_a_change_of_a_score_is_told_in_points_with_its_interval_and_samples(full: DriftRun) -> None:
+    ends = ("merged", CALIBRATED)
+    results = judge(full, metric="accuracy", change={"points": list(ends)}, per="task", gte=-1)
+    assert [result.group["task"] for result in results] == list(full.tasks)
+    for result in results:
+        start, end, change = scored_change(full, full, str(result.group["task"]), ends, ACCURACY)
+        assert result.value == pytest.approx(end.value - start.value)
+        assert (result.ci_low, result.ci_high, result.samples) == (change.low, change.high, SIZE.tests)
+    relative = judge(full, metric="accuracy", change={"relative": list(ends)}, per="task", gte=-1)[0]
+    start, end, _ = scored_change(full, full, full.tasks[0], ends, ACCURACY)
+    assert relative.value == pytest.approx((end.value - start.value) / start.value)
+    plain_score = judge(full, metric="accuracy", where={"variant": "merged"}, per="task", gte=0)[0]
+    assert plain_score.value == start.value and plain_score.ci_low < start.value < plain_score.ci_high
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.86513, "0.8651"), (0.0000012345, "0.000001234"), (1234567.0, "1234567"), (2.0, "2")],
+)
+def test_numbers_are_told_as_people_write_them(value: float, words: str) -> None:
+    assert plain(value) == words
+
+
 def test_every_self_check_can_fail(full: DriftRun) -> None:
     """Shares by prefix swaps telescope to what they are divided by: a check of their sum would always hold."""
     assert [check.metric for check in self_checks(full).results] == [
@@ -191,8 +215,12 @@ def test_junit_counts_what_happened_and_escapes_every_name(tmp_path: pathlib.Pat
     }
     assert [case.get("name") for case in suite] == [result.title for result in report.results]
     outcomes = [[child.tag for child in case] for case in suite]
-    assert outcomes == [["failure"], [], [], ["skipped"], ["system-out"]]
-    assert suite[0][0].get("message") == report.results[0].reason
+    values = ["properties"]
+    assert outcomes == [[*values, "failure"], values, values, ["skipped"], [*values, "system-out"]]
+    assert suite[0][1].get("message") == report.results[0].reason
+    told = {entry.get("name"): entry.get("value") for entry in suite[0][0]}
+    assert float(told["value"]) == pytest.approx(report.results[0].value, rel=1e-9)
+    assert told["bound"] == ">= 1.1" and int(told["n"]) == report.results[0].samples > 0
 
 
 def test_counts_add_up(full: DriftRun) -> None:

@@ -63,6 +63,7 @@ def tell_for_ever(worker: Worker) -> None:
         worker.tell(bytes(1 << 20))
 
 
+@pytest.mark.slow
 def test_jobs_are_divided_and_training_together_equals_training_alone_on_all_data():
     weight = torch.tensor([1.0, -2.0], requires_grad=True)
     data = torch.tensor([[1.0, 0.0], [0.0, 3.0], [2.0, 1.0], [1.0, 1.0]])

@@ -87,6 +87,11 @@ class Drawn:
     data: pd.DataFrame
     notes: tuple[str, ...] = ()
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **options: Any) -> dict[str, Any]:
+        """The figure, as notebooks show it."""
+        shown: dict[str, Any] = self.figure._repr_mimebundle_(include, exclude, **options)
+        return shown
+
 
 def is_of_language(run: DriftRun) -> bool:
     """Whether the run's models say what token comes next, or it was scored by what they answer."""

@@ -169,7 +169,14 @@ RUNS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("made", RUNS.values(), ids=RUNS)
+QUICK = ("no blocks", "names with markup")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(made, marks=() if name in QUICK else pytest.mark.slow) for name, made in RUNS.items()],
+    ids=RUNS,
+)
 def test_every_run_has_a_report_in_every_format_and_no_invented_number(
     made: dict[str, object], tmp_path: pathlib.Path
 ) -> None:

@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import plotly.graph_objects as go
+import pytest
 
 from driftlens.records.run import DriftRun
 from driftlens_reports.build import Report
@@ -53,6 +54,7 @@ def test_references_stay_inside_and_are_unique_to_the_chart() -> None:
     assert filled and {*marked, *filled} <= {f"#{name}" for name in ids}
 
 
+@pytest.mark.slow
 def test_a_chart_drawn_again_has_the_same_bytes(full: DriftRun) -> None:
     for name in ("layer-drift", "heatmap", "decomposition"):
         first, again = (inline_svg(charts[name].draw(full).figure, name, "x") for _ in range(2))

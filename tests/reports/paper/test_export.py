@@ -43,6 +43,7 @@ def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.
     assert first == second
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: pathlib.Path) -> None:
     export([run], tmp_path / "here", names=["accuracy", "heatmap"])
     script = """
@@ -155,6 +156,7 @@ def test_an_unknown_task_is_a_data_error(run: DriftRun, tmp_path: pathlib.Path) 
     assert code_of("export", run.path, "--figure", "intro", "--task", "moon", "--out", tmp_path) == 4
 
 
+@pytest.mark.slow
 def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: pathlib.Path) -> None:
     export([run], tmp_path, names=["heatmap", "accuracy"])
     dl.paper.figure("heatmap", run).save(tmp_path / "fig1.pdf")

@@ -179,7 +179,9 @@ def test_names_are_drawn_letter_by_letter(name: str, hostile: DriftRun) -> None:
         assert "$x_1$" in words(drawn.figure)
 
 
-@figures
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "intro" else pytest.mark.slow) for name in FIGURES]
+)
 def test_drawing_again_gives_the_same_bytes(name: str, run: DriftRun) -> None:
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "lines.linewidth": 9}):
         other = draw(name, open_run(run.path)).figure

@@ -1,0 +1,61 @@
+"""What the site's pages are made of besides their text: formulas as MathML, and the gallery of charts."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+GALLERY = "<!-- gallery -->"
+OUTSIDE = re.compile(r"\[([^]]+)\]\(\.\./[^)]+\)")
+"""Links to files of the repository that are no pages."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to files beside the pages become their names; the gallery is written where a page asks for it."""
+    markdown = OUTSIDE.sub(r"\1", markdown)
+    return markdown.replace(GALLERY, _gallery()) if GALLERY in markdown else markdown
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Formulas as MathML, which browsers draw by themselves."""
+
+    def drawn(found: re.Match[str]) -> str:
+        return convert(html.unescape(found[3]), display="block" if found[2] == "[" else "inline")
+
+    return FORMULA.sub(drawn, content)
+
+
+def _gallery() -> str:
+    """Every chart of the demo run: how to read it, the line that draws it, and the figure."""
+    import os
+
+    from plotly.offline import get_plotlyjs
+
+    import driftlens as dl
+    from driftlens.errors import DataError
+    from driftlens_reports.charts.chart import SECTIONS, by_rank, charts
+
+    place = Path(os.environ.get("DRIFTLENS_DOCS_RUN", "build/demo"))
+    if not place.is_dir():
+        raise FileNotFoundError(f"{place} is no run to draw the gallery of; `make docs` makes it")
+    run = dl.open_run(place)
+    parts = [f"<script>{get_plotlyjs()}</script>"]
+    for section in SECTIONS:
+        for chart in by_rank(entry for entry in charts.values() if entry.section == section):
+            call = f"run.plot.{chart.name.replace('-', '_')}()"
+            parts.append(f"## {chart.title}\n\n{chart.caption}\n\n*{chart.hint}*\n\n```python\n{call}\n```\n")
+            try:
+                drawn = chart.draw(run)
+            except DataError as missing:
+                parts.append(f"The demo's run has no such chart. {html.escape(str(missing))}\n")
+                continue
+            figure = drawn.figure.to_html(
+                full_html=False, include_plotlyjs=False, config={"displaylogo": False}
+            )
+            parts.append(f'<div role="img" aria-label="{html.escape(drawn.alt)}">{figure}</div>\n')
+    return "\n".join(parts)

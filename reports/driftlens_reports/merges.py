@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,9 @@ def draw_merges(found: Mapping[str, Any], *, dark: bool = False) -> Drawn:
             row=1,
             col=column,
         )
-        figure.update_xaxes(title_text=NAMES[measure], rangemode="tozero", row=1, col=column)
-    figure.update_layout(height=110 + 26 * len(rows), margin={"t": 20, "b": 50, "l": 160, "r": 20})
+        title = "<br>".join(textwrap.wrap(NAMES[measure], 14))  # both fit side by side on a phone
+        figure.update_xaxes(title_text=title, rangemode="tozero", row=1, col=column)
+    figure.update_layout(height=126 + 26 * len(rows), margin={"t": 20, "b": 66, "l": 160, "r": 20})
     worst, best = rows["merge"].iloc[[0, -1]]
     alt = f"{len(rows)} merges ranked by {NAMES[found['score']]}: {best} is first, {worst} last."
     return Drawn(figure, alt, rows[::-1])

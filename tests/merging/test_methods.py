@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from driftlens.errors import SpecError
 from driftlens.merging.method import MergeMethod, merge_methods
+from driftlens.pipeline.calibrate.job import _anchor
+from driftlens.settings import settings_of
 from tests.merging.applying import Tensors, apply, states
 
 Sides = tuple[Tensors, Tensors]
@@ -128,6 +132,25 @@ def test_names_shapes_and_dtypes_are_kept_and_inputs_untouched(name: str) -> Non
     for key, tensor in given[0].items():
         assert torch.equal(base[key], tensor)
         assert all(torch.equal(experts[task][key], given[1][task][key]) for task in experts)
+
+
+@pytest.mark.parametrize("name", merge_methods)
+def test_every_method_has_words_for_an_anchor_that_hold(name: str) -> None:
+    """Where they name a scaling, merging with it is that anchor."""
+    method, rho, scaling = merge_methods[name], 1.5, 0.4
+    has_scaling = "scaling" in {setting.name for setting in settings_of(method.function)}
+    settings = method.resolve({"scaling": scaling} if has_scaling else {})
+    plan: Any = SimpleNamespace(control="baseline:x", hyperparameters={"rho": rho})
+    manifest: Any = SimpleNamespace(merge=method.record(settings))
+    (words,) = _anchor(plan, manifest)
+    assert "the anchor is base + 1.5 (merged - base)" in words and method.title in words
+    if "with scaling 0.6 in place of 0.4" in words:
+        base, experts = states(method)
+        merged = apply(method, base, experts, scaling=scaling)
+        anchor = {key: base[key] + rho * (merged[key] - base[key]) for key in base}
+        assert_same(apply(method, base, experts, scaling=rho * scaling), anchor)
+    else:
+        assert "1.5 times the step" in words
 
 
 def test_average_is_task_arithmetic_with_one_over_n() -> None:

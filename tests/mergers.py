@@ -1,0 +1,128 @@
+"""The page of merge methods: made of what their registry says of each.
+
+    python -m tests.mergers > docs/mergers.md
+
+`test_mergers.py` fails where the file says something else.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+from driftlens.merging.method import READS, MergeMethod, merge_methods
+from driftlens.settings import settings_of
+
+FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
+EXPERTS, SAMPLES, CLASSES, WIDTH = 8, 64, 10, 768
+
+HEAD = f"""# Merge methods
+
+Made from the registry by `python -m tests.mergers`. In a spec: `merge: {{method: ties, scaling: 0.4}}`; to a file or
+folder: `driftlens merge SPEC --method ties --set scaling=0.4 --out FOLDER`; in the dashboard: New run, New merge.
+Defaults are those published; where a paper searches a setting on labelled data, the default is a middling value of
+its range, and `--set` or the spec decides. The cost is beside reading every file once and a few tensors in memory:
+for {EXPERTS} experts, {SAMPLES} samples of a task and {CLASSES} classes at the defaults, operations on one matrix of
+{WIDTH} x {WIDTH}. `driftlens validate` says what a merge takes of your models. Nothing here is a ranking.
+
+"""
+
+WHEN = {
+    "No base": lambda entry: not entry.needs_base,
+    "Only weights, no data": lambda entry: not entry.runs_models,
+    "Calibration samples without labels": lambda entry: entry.runs_models and not entry.scores,
+    "Samples without labels, and a score map of every task": lambda entry: entry.scores,
+    "A strength to vary on a straight line from the base": lambda entry: (
+        {"affine_in_scaling", "zero_scaling_is_base"} <= entry.laws
+    ),
+    "The least memory: pieces of a tensor at a time": lambda entry: entry.reads == "entry",
+    "Queries, keys and values apart, in every file format": lambda entry: entry.reads_sites,
+}
+"""What somebody has or wants, and which methods are for it: read off the registry and the laws that tests check."""
+
+ANCHOR = """
+Which is best for your experts is an empirical question: `driftlens merge SPEC --compare all` (or
+`dl.compare_merges(SPEC)`, or several methods under New merge) ranks them without labels by KL and final drift to the
+experts, with intervals, on calibration samples that no method has read, and says which can't be told apart.
+
+FeatCal pulls towards an anchor, base + rho (merged - base). At rho 1 that is the merged model. Elsewhere it is
+another merge: of methods on a straight line from the base it is the same method with rho times the scaling, of all
+others rho times the step that the method makes; each calibration says which, and measures the anchor alone beside it.
+
+## Recipes of mergekit
+
+`driftlens merge recipe.yml --out FOLDER` follows a recipe for decoder-only language models, for the methods that both
+have: `merge_method`, `models`, `base_model`, `parameters` (numbers, lists over layers, filters) and `dtype`. What it
+can't follow is refused by name before anything is read.
+"""
+
+
+def default(value: object) -> str:
+    """A default as `--set` takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def cost(entry: MergeMethod) -> str:
+    """What a method takes besides one reading of the files."""
+    settings = {setting.name: setting.default for setting in settings_of(entry.function)}
+    found = []
+    if entry.passes + entry.reads_moments > 1:
+        found.append(f"files read {entry.passes + entry.reads_moments} times")
+    if entry.held(EXPERTS):
+        found.append(f"{entry.held(EXPERTS)} whole models in float32")
+    if entry.reads_moments:
+        found.append(f"{SAMPLES} forward passes a task, Gram matrices of one layer")
+    if entry.reads == "samples":
+        found.append(f"{entry.runs(settings, SAMPLES, CLASSES):,} forward and backward passes a task")
+    if operations := entry.work(settings, EXPERTS, WIDTH, WIDTH):
+        found.append(f"{operations / 1e9:,.0f} GFLOP a matrix")
+    return "; ".join(found) or "–"
+
+
+def page() -> str:
+    """The document."""
+    lines = [["method", "title", "paper", "reads", "needs", "defaults", "cost"], ["---"] * 7]
+    for name, entry in sorted(merge_methods.items()):
+        needs = {"base": entry.needs_base, "samples": entry.runs_models, "score maps": entry.scores}
+        rest = "" if not entry.reads_sites else f"; all else {own(entry)}"
+        settings = [f"`{setting.name}={default(setting.default)}`" for setting in settings_of(entry.function)]
+        lines.append(
+            [
+                f"`{name}`",
+                entry.title,
+                paper(entry.source),
+                READS[entry.reads] + rest,
+                ", ".join(what for what, is_needed in needs.items() if is_needed) or "–",
+                " ".join(settings) or "–",
+                cost(entry),
+            ]
+        )
+    text = HEAD + table(lines) + "\n## Which method, when\n\n"
+    rows = [
+        [what, ", ".join(f"`{name}`" for name, entry in sorted(merge_methods.items()) if fits(entry))]
+        for what, fits in WHEN.items()
+    ]
+    return text + table([["what there is, or is wanted", "methods"], ["---"] * 2, *rows]) + ANCHOR
+
+
+def own(entry: MergeMethod) -> str:
+    """Whose rule what is no linear module follows."""
+    return "by its own rule" if merge_methods.get(entry.others) is entry else f"by `{entry.others}`"
+
+
+def paper(source: str) -> str:
+    """A link to the paper."""
+    kind, _, number = source.partition(":")
+    places = {"arXiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
+    return f"[{source}]({places[kind]}{number})" if kind in places else source
+
+
+def table(lines: list[list[str]]) -> str:
+    """Rows of Markdown."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

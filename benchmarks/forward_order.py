@@ -15,7 +15,7 @@ from torch import Tensor
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.site_selection import select_sites
-from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows, final_features
+from driftlens.pipeline.analyze.evaluation import accuracy_rows, final_drift, final_features
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
@@ -67,7 +67,7 @@ def _measured(study: Study, model: str) -> str:
             final_features(study.pool, name, task, at.diagnosis, study.settings.pool)
             for name in (model, expert_of(task))
         )
-        drifts.append(FinalDrift.between(*features).drift_rel)
+        drifts.append(final_drift(*features)["drift_rel"])
         accuracies += [float(str(row["value"])) for row in accuracy_rows(study, task, [model], Reporter())]
     mean = [sum(values) / len(values) for values in (drifts, accuracies)]
     return f"relative final drift {mean[0]:.3f}, accuracy {mean[1]:.1%}"

@@ -50,6 +50,8 @@ class Fitting(ClosedForm):
         seed: int = 0,
         batch_size: int = 32,
         device: str | torch.device | None = None,
+        tokenizer: Any = None,
+        texts: Mapping[str, Mapping[str, Any]] | None = None,
         on_progress: ProgressSink | None = None,
         cancel: CancelToken | None = None,
     ) -> Self:
@@ -71,6 +73,8 @@ class Fitting(ClosedForm):
             seed: of the samples drawn.
             batch_size: samples per forward pass.
             device: where it is computed; the merged model's own device by default.
+            tokenizer: of language models, whose `data` are rows of text then, as for `live_study`.
+            texts: per task what its `data` entry in a spec would say of texts.
             on_progress: called with every `ProgressEvent`.
             cancel: asked once per batch whether to stop.
 
@@ -93,6 +97,10 @@ class Fitting(ClosedForm):
             seed=seed,
             batch_size=batch_size,
             device=device,
+            tokenizer=tokenizer,
+            texts=texts,
+            calibration=None if tokenizer is None else data,  # answers may be shown
+            n_calibration=n,
         )
         chain, reporter = study.pool.chain, Reporter(on_progress, cancel)
         chosen = select_sites(chain, layers=layers, sites=sites, update=self.update)
@@ -101,7 +109,10 @@ class Fitting(ClosedForm):
         reports: list[tuple[int, SiteReport]] = []
         for layer in calibrate(
             study.pool,
-            {task: at_hand.diagnosis.batches for task, at_hand in study.tasks.items()},
+            {
+                task: (at_hand.calibration or at_hand.diagnosis).batches
+                for task, at_hand in study.tasks.items()
+            },
             self,
             base="base" if base is not None else None,
             sites=chosen,

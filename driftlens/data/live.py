@@ -6,18 +6,22 @@ import bisect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from driftlens.data.samples import SampleSet, mask_beside, shuffled
+from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of, refused
-from driftlens.data.task_data import require_same_classes
+from driftlens.data.task_data import TaskData, require_same_classes, sample_set
+from driftlens.data.text_rows import as_texts, text_view
 from driftlens.errors import DataError
+from driftlens.models.texts import TextReader
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import DataLoader
+
+    from driftlens.spec.data import TextEntry
 
 Inputs = dict[str, "Tensor"]
 _ONLY = ""
@@ -126,6 +130,43 @@ def live_samples(
         batch_size,
         notices=tuple(f"task {task}: {notice}" for notice in notices),
     )
+
+
+def live_texts(
+    task: str,
+    given: Mapping[Split, tuple[Any, int | None]],
+    entry: TextEntry,
+    reader: TextReader,
+    seed: int,
+    batch_size: int,
+) -> TaskData:
+    """Samples of texts at hand as rows, drawn as `live_samples` draws and read, or refused, as those of files.
+
+    `given` has, for diagnosis and perhaps for calibration, rows and how many are kept (None: all). A row maps columns
+    to values, or is a question, or a pair of a question and its answer; `entry` is what a spec would say of them.
+    """
+    sets, where, names = dict[str, SampleSet](), f"data[{task!r}]", (entry.input or "input", entry.answers)
+    for split, (rows, n) in given.items():
+        with refused(
+            f"{where}: rows can't be read", "Give rows as (question, answer).", TypeError, ValueError
+        ):
+            pairs = [[row] if isinstance(row, str) else row for row in rows]
+            values = [
+                row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs
+            ]
+        known = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
+        columns, ids = dict.fromkeys(itertools.chain(*values)), [str(at) for at in range(len(values))]
+        view = text_view(
+            entry, split, ids, columns, values.__getitem__, where=where, origin=where, names=known
+        )
+        drawn = draw(view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split)
+        found = sample_set(task, split, view, drawn, view.class_names, list, batch_size)
+        found = as_texts(found, [view.read(at) for at in drawn], entry, reader, list)
+        sets[split] = replace(found, source=None)
+    told = tuple(dict.fromkeys(notice for samples in sets.values() for notice in samples.notices))
+    shown = replace(sets["diagnosis"], notices=told)
+    kept = (sets.get("calibration", shown), shown, shown)
+    return TaskData(task, view.class_names, (), 0, *kept, {"diagnosis": view})
 
 
 def _named(
@@ -318,7 +359,10 @@ def _parsed(batch: Any, where: str) -> _Part:
             classes = _class_labels(inputs.pop(name))
             dropped |= {name} if classes is None or labels is not None else set()
             labels = classes if labels is None else labels
-    texts = {name for name, value in inputs.items() if _is_text(value)}
+    lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple)}
+    texts = {
+        name for name, value in lists.items() if value and all(isinstance(entry, str) for entry in value)
+    }
     inputs = {str(name): value for name, value in inputs.items() if name not in texts}
     odd = [value for value in inputs.values() if not isinstance(value, Tensor) or value.dim() == 0]
     if odd or not inputs:
@@ -342,10 +386,6 @@ def _class_labels(value: Any) -> tuple[int | str, ...] | None:
     if isinstance(found, list | tuple) and all(isinstance(label, int | str) for label in found):
         return tuple(found)
     return None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, str) for entry in value)
 
 
 def _together(parts: Sequence[_Part], where: str) -> _Part:

@@ -127,6 +127,11 @@ class SampleSet:
             )
         return self.texts.read(position)
 
+    @property
+    def all_texts(self) -> list[Text]:
+        """What all samples ask and should answer; nothing where they are no texts."""
+        return [] if self.texts is None else [self.texts.read(position) for position in range(len(self))]
+
     def answering(self, answers: Sequence[str]) -> SampleSet:
         """The same questions of a model's with these answers, which `load` shows it; an empty one shows none.
 
@@ -157,6 +162,23 @@ class SampleSet:
     def identities(self) -> tuple[str, ...]:
         """What tells every sample from others: its id, or its content where a caller has handed it in."""
         return self.digests if self.source is None else self.ids
+
+
+def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
+    """The samples at some positions, perhaps none, in this order."""
+    chosen, texts = tuple(positions), samples.texts
+    return replace(
+        samples,
+        ids=tuple(samples.ids[position] for position in chosen),
+        labels=None if samples.labels is None else tuple(samples.labels[position] for position in chosen),
+        load=lambda wanted: samples.load([chosen[position] for position in wanted]),
+        texts=texts and replace(texts, read=lambda position: texts.read(chosen[position])),
+    )
+
+
+def few_of(samples: SampleSet, count: int) -> SampleSet:
+    """At most so many of the samples, drawn at random and the same every time; all may be sorted by class."""
+    return part_of(samples, shuffled(len(samples), 0, task=samples.task, split="test")[:count])
 
 
 def mask_beside(inputs: Mapping[str, Any], name: str) -> Any:

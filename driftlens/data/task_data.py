@@ -135,7 +135,7 @@ def open_task_data(
     def drawn(split: Split, taken: Sequence[str] = ()) -> SampleSet:
         view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
         positions = draw(view, count, defaults.seed, task=task, split=split, exclude_ids=taken)
-        found = _sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
+        found = sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
         if holds != "text":
             return found
         rows = [view.read(at) for at in positions]
@@ -178,7 +178,7 @@ def _agreed_classes(
     return agreed
 
 
-def _sample_set(
+def sample_set(
     task: str,
     split: Split,
     view: SplitView,
@@ -187,6 +187,7 @@ def _sample_set(
     preprocess: Preprocess,
     batch_size: int,
 ) -> SampleSet:
+    """The samples at some positions of a view, whose labels are compared with the classes."""
     where = f"task {task}, {split} split {view.origin}"
     labels = _labels(view, drawn, where)
     if labels is not None and class_names is not None:

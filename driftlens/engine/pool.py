@@ -8,6 +8,7 @@ they hold without.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import IncompatibleModelsError
+from driftlens.errors import DataError, IncompatibleModelsError
 from driftlens.models.chain import Layer, LayerChain, Parameters, ScoreMap, SideInputs, Slot, State, Tap
 from driftlens.models.frames import features_of, find_features
 from driftlens.models.heads import LmHead
@@ -100,6 +101,7 @@ class ModelPool:
         device: where parameters are put.
         dtype: floating dtype in which everything is computed.
         modules: live modules by the same names, where the weights came from such; they serve the library's own forward.
+        budget: bytes that a whole model may take, where one has to be in memory.
 
     Raises:
         IncompatibleModelsError: keys, shapes or kinds of number differ between a model and the skeleton.
@@ -114,10 +116,12 @@ class ModelPool:
         device: torch.device,
         dtype: torch.dtype,
         modules: Mapping[str, nn.Module] | None = None,
+        budget: int = 2 << 30,
     ) -> None:
         self.chain = chain
         self.device = device
         self.dtype = dtype
+        self.budget = budget
         self._skeleton = skeleton
         self._modules = dict(modules or {})
         self._models: dict[str, Variant] = {}
@@ -262,12 +266,21 @@ class ModelPool:
             used,
         )
 
+    def require_room(self, model: str) -> None:
+        """Refuse, by a `DataError`, a model whose weights exceed the budget; live ones are in memory anyway."""
+        count = sum(math.prod(header.shape) for header in self.source(model).headers.values())
+        if model not in self._modules and (needed := count * self.dtype.itemsize) > self.budget:
+            text = f"{needed / 1e6:,.1f} MB of weights of {model} don't fit compute.feature_budget"
+            hint = "Raise it where there is memory for a whole model."
+            raise DataError(f"{text}, {self.budget / 1e6:,.1f} MB", hint=hint)
+
     @contextmanager
     def loaded(self, model: str) -> Iterator[nn.Module]:
         """The library's whole module with the weights of one model, which are all in memory meanwhile.
 
-        For what only the library does, such as generating text. What is attached to a model is not part of it.
+        For what only the library does, such as generating text. Attachments are no part of it. See `require_room`.
         """
+        self.require_room(model)
         if model in self._modules:
             yield self._modules[model]
             return

@@ -80,9 +80,10 @@ def select_sites(
     paths = {
         (layer.index, site.name): site_path(layer, site) for layer in chain.layers for site in layer.sites
     }
+    there = {group for layer in chain.layers for group in site_groups(layer).values()}
     for pattern in sites or ():
-        if pattern not in GROUPS:
-            _require_match(pattern, list(paths.values()))
+        if pattern not in there:
+            _require_match(pattern, list(paths.values()), [group for group in GROUPS if group in there])
     wanted = None if layers is None else select_layers([layer.path for layer in chain.layers], layers)
     found: dict[int, tuple[str, ...]] = {}
     tied = tied_sites(chain)
@@ -208,12 +209,12 @@ def _require_one_place(path: str, tied: Mapping[str, tuple[str, ...]]) -> None:
         )
 
 
-def _require_match(pattern: str, paths: Sequence[str]) -> None:
+def _require_match(pattern: str, paths: Sequence[str], groups: Sequence[str]) -> None:
     if not any(fnmatchcase(path, pattern) for path in paths):
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
         raise LayerNotFoundError(
             f"no site matches {pattern!r}; the nearest are {', '.join(near)}",
-            hint=f"Use patterns on module paths such as `*.mlp.*`, or one of {', '.join(GROUPS)}.",
+            hint=f"Use patterns on module paths such as `*.mlp.*`, or one of {', '.join(groups)}.",
             nearest=near,
         )
 

@@ -6,10 +6,10 @@ import json
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from driftlens.errors import CheckpointError, DataError, ShapeError, SpecError
 from driftlens.models.chain import Head, LinearHead, ScoreMap
 from driftlens.models.loading import library_folder, open_checkpoint, read_json
 from driftlens.models.sources import StateSource, check_finite
+from driftlens.models.vocabularies import HEAD
 from driftlens.models.weight_files import WEIGHT_FILES
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class LmScores:
     key: str
     cap: float | None = None
     scale: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any, tied: Mapping[str, Sequence[str]]) -> LmScores:
+        """Of a decoder or T5, which scales features in its first version; tied heads lie under their first name."""
+        scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0
+        return cls(tied.get(HEAD, (HEAD,))[0], getattr(config, "final_logit_softcapping", None), scale)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,8 @@ def load_transformers(
     layout = Spellings(spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored)
     with running(source):
         chain = sequential_chain(skeleton, example, blocks=blocks)
-    modality = replace(IMAGE, pool="cls" if _has_class_token(skeleton) else "mean") if reads_images else TEXT
+    own = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
+    image = replace(IMAGE, pool="mean" if own.isdisjoint(("cls_token", "class_embedding")) else "cls")
     return Architecture(
         loader=loader,
         source=source,
@@ -173,7 +174,7 @@ def load_transformers(
         chain=replace(
             chain,
             architecture=f"hf_{config.model_type}",
-            modality=modality,
+            modality=image if reads_images else TEXT,
             settings={**chain.settings, "model": model_class.__name__},
         ),
         layout=layout,
@@ -217,6 +218,11 @@ def _usage(
         + "[:, 0]  # what the experts' heads read" * (own_head is not None and own_head.pool == "cls"),
     )
     return features + scores
+
+
+def usage_of_texts(usage: str, keys: Collection[str], files: Collection[str]) -> str:
+    """Python that answers with a saved folder; empty where it has no tokenizer."""
+    return "" if set(TOKENIZERS).isdisjoint(files) else usage
 
 
 def read_plain_config(request: ArchitectureRequest) -> dict[str, Any]:
@@ -344,9 +350,3 @@ def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tupl
     known = [key.removeprefix(core) for key in skeleton.state_dict()]
     parts += [part for part in _BESIDE if not any(key.startswith(part) for key in known)]
     return (*parts, *(core + part for part in parts))
-
-
-def _has_class_token(skeleton: nn.Module) -> bool:
-    return any(
-        name.rpartition(".")[2] in ("cls_token", "class_embedding") for name, _ in skeleton.named_parameters()
-    )

@@ -7,7 +7,7 @@ own, with the masks and rotary tables that the library gives them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,8 +23,7 @@ from driftlens.models.architecture import (
 )
 from driftlens.models.chain import TEXT, LayerChain
 from driftlens.models.heads import LmScores
-from driftlens.models.hf_auto import built, file_names, read_plain_config, spellings
-from driftlens.models.loading import TOKENIZERS
+from driftlens.models.hf_auto import built, file_names, read_plain_config, spellings, usage_of_texts
 from driftlens.models.refusals import DECODERS, num_experts, running, wrong_family
 from driftlens.models.sequential import sequential_chain
 from driftlens.models.texts import hf_text_preprocess
@@ -71,13 +70,14 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         chain=chain,
         layout=Spellings(spellings(names, skeleton), ignored=ignored),
         preprocess=preprocess,
-        folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=_usage),
-        # The first of the names that it has: where it is tied, files hold the embeddings alone.
-        lm=LmScores(chain.tied.get(HEAD, (HEAD,))[0], cap=getattr(config, "final_logit_softcapping", None)),
+        folder=FolderFormat(
+            "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)
+        ),
+        lm=LmScores.of(config, chain.tied),
     )
 
 
-def decoder_chain(skeleton: Any, example: Mapping[str, Any]) -> LayerChain:
+def decoder_chain(skeleton: Any, example: Any) -> LayerChain:
     """A causal language model taken apart; its final feature leaves the final norm.
 
     Args:
@@ -105,7 +105,3 @@ def _class_of(stated: Mapping[str, Any]) -> tuple[Any, Any]:
 
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(dict(stated))
     return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
-def _usage(keys: Collection[str], files: Collection[str]) -> str:
-    return "" if set(TOKENIZERS).isdisjoint(files) else _USAGE

@@ -9,7 +9,7 @@ blocks, so that every block is a function of its own model's weights and of feat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -46,9 +46,8 @@ from driftlens.models.chain import (
 from driftlens.models.dissection import run, tied_weights
 from driftlens.models.frames import raw_inputs, result, without_padding
 from driftlens.models.heads import LmScores
-from driftlens.models.hf_auto import read_plain_config
+from driftlens.models.hf_auto import read_plain_config, usage_of_texts
 from driftlens.models.interception import call
-from driftlens.models.loading import TOKENIZERS
 from driftlens.models.refusals import LIVE, T5, wrong_family
 from driftlens.models.sites import BLOCK_ITSELF, no_sites, tapped
 from driftlens.models.texts import hf_text_preprocess
@@ -364,16 +363,18 @@ def load_hf_t5(request: ArchitectureRequest) -> Architecture:
     if stated.get("model_type") != T5:
         raise wrong_family(stated, source, "a T5 of transformers")
     skeleton, is_tied = _skeleton(stated, source)
+    chain = HfT5().chain(skeleton)
     return Architecture(
         loader="hf-t5",
         source=source,
         skeleton=skeleton,
-        chain=HfT5().chain(skeleton),
+        chain=chain,
         layout=_layout(skeleton, is_tied),
         preprocess=hf_text_preprocess(source, skeleton.config, request.access.offline, "encoder-decoder"),
-        folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=_usage),
-        # The first version scales features where it scores them by its embeddings.
-        lm=LmScores(EMBEDDINGS, scale=skeleton.config.d_model**-0.5) if is_tied else LmScores(HEAD),
+        folder=FolderFormat(
+            "model.safetensors", {"config.json": stated}, usage=partial(usage_of_texts, _USAGE)
+        ),
+        lm=LmScores.of(skeleton.config, chain.tied),
     )
 
 
@@ -410,8 +411,3 @@ model, tokenizer = T5ForConditionalGeneration.from_pretrained(folder), AutoToken
 inputs = tokenizer(["a prompt"], return_tensors="pt")
 answers = tokenizer.batch_decode(model.generate(**inputs), skip_special_tokens=True)
 """
-
-
-def _usage(keys: Collection[str], files: Collection[str]) -> str:
-    """Python that answers with a saved folder; empty where it has no tokenizer."""
-    return "" if set(TOKENIZERS).isdisjoint(files) else _USAGE

@@ -240,13 +240,23 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     from transformers import AutoTokenizer
 
     from driftlens.models.loading import read_config
-    from driftlens.models.preprocessing import Preprocess
 
-    size = config.get_text_config().vocab_size
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline, trust_remote_code=False)
     except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
         tokenizer = None
+    code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
+    generation = read_config(source, "generation_config.json", offline=offline) or {}
+    return text_preprocess(tokenizer, config, generation, form, source, code=code)
+
+
+def text_preprocess(
+    tokenizer: Any, config: Any, generation: Mapping[str, Any], form: Form, source: str, *, code: Any = None
+) -> Preprocess:
+    """See `hf_text_preprocess`, by a tokenizer at hand, which may be given a pad token; `code` is what it would run."""
+    from driftlens.models.preprocessing import Preprocess
+
+    size = config.get_text_config().vocab_size
     filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
     # transformers 5 makes a tokenizer of special tokens alone where there are no files, rather than fail.
     if (
@@ -256,7 +266,6 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
         or len(tokenizer) > size
         or filler is None
     ):
-        code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
         own = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
         raise SpecError(
             f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
@@ -269,7 +278,6 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     if config.model_type in _OFFSET:
         limit -= 1 + (config.pad_token_id or 0)
     # A model's own settings of generation know more than its configuration: they were made later.
-    generation = read_config(source, "generation_config.json", offline=offline) or {}
     start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
     if form == "encoder-decoder" and start is None:
         raise SpecError(

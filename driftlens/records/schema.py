@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from driftlens.diagnostic import ANY, Range, Worse
 from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
+from driftlens.metrics import METRICS
 
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -392,8 +393,8 @@ SWEEPS = Table(
         _length("drift_l2_mean", "Mean norm of the final drift on the diagnosis samples."),
         _pure("drift_rel", "Final drift norm against the expert's feature norm.", "higher"),
         _pure("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
-        _pure("accuracy", "Accuracy on the test samples.", "lower", SHARE),
-        _count("n_test", "samples", "Test samples behind the accuracy."),
+        *(_pure(metric.name, metric.described, metric.worse, metric.range) for metric in METRICS.values()),
+        _count("n_test", "samples", "Test samples behind the scores."),
         Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
     ),
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",

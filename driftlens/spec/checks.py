@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from driftlens.errors import did_you_mean
 from driftlens.files import PathLike
 from driftlens.metrics import ATTACHED, METRICS
 from driftlens.records.checks import CHECKED_TABLES, Check, Relation
 from driftlens.records.schema import TABLES
-from driftlens.spec.problems import spec_error
+from driftlens.spec.problems import checked
 from driftlens.spec.types import Name, Number, Part, Text, problem
 from driftlens.spec.yaml_text import read_mapping
 
@@ -156,10 +156,7 @@ def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
         raw, where = copy.deepcopy(dict(source)), "checks"
     else:
         raw, where = read_mapping(Path(source), "checks", "Begin with a line `checks:`."), str(source)
-    try:
-        return [entry.check() for entry in _Checks.model_validate(raw).checks]
-    except ValidationError as error:
-        raise spec_error(error, raw, where) from error
+    return [entry.check() for entry in checked(_Checks, raw, where).checks]
 
 
 def _table_of(metric: str, table: str | None) -> str:

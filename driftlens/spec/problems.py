@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from driftlens.errors import SpecError, did_you_mean
 
@@ -40,18 +40,20 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_Part = TypeVar("_Part", bound=BaseModel)
 _Finding = tuple[str, str]
 """What is wrong, with its dotted path, and the hint; empty where there is none."""
 
 
-def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
-    """One error for all that is wrong.
+def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
+    """Values of a spec, or of a part of one, checked; a SpecError that begins with `where` says all that is wrong."""
+    try:
+        return kind.model_validate(raw, context=context)
+    except ValidationError as error:
+        raise _spec_error(error, raw, where) from error
 
-    Args:
-        error: what pydantic found.
-        raw: the values as they were given.
-        where: what messages call the spec, for example its file name.
-    """
+
+def _spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
     findings = [finding for details in error.errors() for finding in _findings(details, raw)]
     problems = [text for text, _ in findings]
     if len(findings) == 1:

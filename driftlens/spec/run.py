@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.spec.data import Data
-from driftlens.spec.problems import RETIRED, spec_error
+from driftlens.spec.problems import RETIRED, checked
 from driftlens.spec.sections import (
     Architecture,
     Calibration,
@@ -134,10 +134,7 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
     for override in overrides:
         _override(raw, override)
     _check_version(raw, where)
-    try:
-        return RunSpec.model_validate(raw, context={"folder": folder})
-    except ValidationError as error:
-        raise spec_error(error, raw, where) from error
+    return checked(RunSpec, raw, where, {"folder": folder})
 
 
 def _read(file: Path, where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.metrics import ACCURACY, metric_called, title_of
+from driftlens.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.projection import Projection
 from driftlens.records.before_after import calibration_sentences, calibration_sheets, selection_sentences
 from driftlens.records.checks import CheckReport, self_checks
@@ -410,13 +410,17 @@ def sweep_text(run: DriftRun, name: str) -> str:
     rows = rows[rows["sweep"] == name]
     found = _sweep_points(rows).sort_values(name.split("+"), kind="stable")
     has_accuracy = bool(found["accuracy"].notna().any())
-    scored = ["accuracy", "95 % interval", "std"] if has_accuracy else []
+    others = [
+        metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()
+    ]
+    scored = ["accuracy", "95 % interval", "std"] * has_accuracy + [metric.title for metric in others]
     lines = [[*_FACTORS, "L2 drift", "relative", "cosine", *scored, "s"]]
     for _, point in found.iterrows():
         settings = [f"{point[factor]:g}" for factor in _FACTORS]
         features = [number(point[column]) for column in ("drift_l2_mean", "drift_rel", "cos_mean")]
         ends = f"{written(point['low'], 'share', '')} to {written(point['high'], 'share', '')}"
-        scores = [percent(point["accuracy"]), ends, percent(point["std"])] if has_accuracy else []
+        scores = [percent(point["accuracy"]), ends, percent(point["std"])] * has_accuracy
+        scores += [written(point[metric.name], metric.kind) for metric in others]
         lines.append([*settings, *features, *scores, number(point["seconds"])])
     seeds = rows["seed"].nunique()
     parts = [f"{name}: means of {rows['task'].nunique()} tasks, {seeds} seeds"]
@@ -438,7 +442,7 @@ def _sweep_points(rows: pd.DataFrame) -> pd.DataFrame:
     `low` and `high` are ends of the 95 % interval of the mean accuracy over tasks. All seeds share their test samples,
     so that their ends are averaged like their values.
     """
-    measured = ["drift_l2_mean", "drift_rel", "cos_mean", "accuracy", "seconds"]
+    measured = ["drift_l2_mean", "drift_rel", "cos_mean", *METRICS, "seconds"]
     points_of, means = ["point", *_FACTORS], []
     for key, own in rows.astype({"n": float}).groupby(["seed", *points_of]):
         scored = own[["accuracy", "n_test"]].dropna().astype(float).to_numpy()

@@ -56,6 +56,9 @@ def test_an_unknown_pattern_is_refused_with_the_three_nearest(chain) -> None:  #
     with pytest.raises(LayerNotFoundError, match=r"no site matches '\*.mlpp.c_fc'") as caught:
         select_sites(chain, sites=["*.mlp.*", "*.mlpp.c_fc"])
     assert len(caught.value.context["nearest"]) == 3
+    with pytest.raises(LayerNotFoundError, match="no site matches 'gate'") as caught:
+        select_sites(chain, sites=["q", "gate"])  # a group of other models
+    assert "q, k, v, o, up, down" in caught.value.hint
     with pytest.raises(LayerNotFoundError, match="no layer matches"):
         select_sites(chain, layers="resblock.*")
     with pytest.raises(LayerNotFoundError, match="nothing to calibrate"):

@@ -115,7 +115,7 @@ def assert_told_of(run: DriftRun, sentence: str) -> None:
         right["expert"] += int((outputs["expert_pred"] == outputs["label"]).sum())
     told = re.fullmatch(
         rf"first look, {n} samples of {len(run.tasks)} tasks: relative drift merged ([\d.]+), {NAME} ([\d.]+); "
-        rf"accuracy with 95 % interval \(n = {n}\) merged ([\d.]+)% .*, {NAME} ([\d.]+)% .*, expert ([\d.]+)% .*",
+        rf"accuracy with 95 % interval \(n = {n}\) merged ([\d.]+) % .*, {NAME} ([\d.]+) % .*, expert ([\d.]+) % .*",
         sentence,
     )
     assert told is not None, sentence

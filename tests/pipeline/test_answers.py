@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import re
 from typing import Any
 
 import pytest
@@ -14,8 +15,14 @@ from driftlens.errors import DataError, SpecError
 from driftlens.models.likelihoods import log_likelihoods
 from driftlens.models.texts import TextReader
 from driftlens.pipeline.analyze.job import analyze, evaluate
-from driftlens.records.run import DriftRun
+from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.calibrate.plan import CalibrationRequest
+from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.search.sweep import SweepRequest, sweep
+from driftlens.records.run import DriftRun, open_run
+from driftlens.spec import load_spec
 from driftlens_reports.charts.chart import ChartOptions, charts
+from driftlens_reports.terminal import sweep_text
 from tests.models.test_generation import llama, t5
 from tests.models.tokenizers import word_tokenizer
 
@@ -158,6 +165,39 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathli
         if "exact_match of expert not measured" in text and "free" in text
     )
     assert said in charts["accuracy"].missing(bare, ChartOptions())
+
+
+@pytest.mark.slow
+def test_calibration_sweep_and_preflight_tell_the_metrics_that_a_run_has(tmp_path: pathlib.Path) -> None:
+    suite = Suite("decoder", tmp_path)
+    data = {
+        "free": suite.data("free", PAIRS),
+        "likely": suite.data("likely", PAIRS, metric="perplexity"),
+        "pick": suite.data("pick", [*CLASSES.items()], classes=["no it", "no is", "yes"]),
+    }
+    spec = suite.spec(data)
+    texts = [finding.text for finding in preflight(load_spec(spec), deep=True).findings]
+    assert any(
+        "expert of free scores 100.0 %" in text and "in exact match on 2 samples" in text for text in texts
+    )
+    assert any("in perplexity on" in text and "no better" not in text for text in texts)
+    run = analyze(spec, out=tmp_path / "run", attribution=False).path
+    said: list[str] = []
+    request = CalibrationRequest("fc", parameters={"lam": 0.1, "rho": 1.0})
+    found = calibrate(run, request, on_first=said.append)
+    for metric in ("exact match", "perplexity", "choice accuracy"):
+        assert re.search(
+            rf"; {metric} with 95 % interval \(n = 2\) merged \S+.*, fc \S+.*, expert \S+", said[0]
+        )
+    swept = sweep(run, SweepRequest({"lam": [0.1, 1.0]})).sweeps()
+    for task, metric in (("free", "exact_match"), ("likely", "perplexity"), ("pick", "choice")):
+        rows = swept[(swept["task"] == task)]
+        assert rows[metric].notna().all() and rows["accuracy"].isna().all() and (rows["n_test"] > 0).all()
+    table = sweep_text(open_run(run), "lam")
+    assert all(title in table for title in ("exact match", "perplexity", "choice accuracy"))
+    drawn = charts["sweeps"].draw(open_run(run), ChartOptions())
+    assert {"exact_match", "perplexity", "choice"} <= set(drawn.data["measure"])
+    assert found.accuracy("likely", "calibrated:fc")["metric"].tolist() == ["perplexity"]
 
 
 def test_what_a_task_lacks_is_refused_by_name(tmp_path: pathlib.Path) -> None:

@@ -20,7 +20,7 @@ from driftlens.engine.forward_order import Lane
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.models.chain import Head
-from driftlens.pipeline.analyze.evaluation import FinalDrift
+from driftlens.pipeline.analyze.evaluation import final_drift
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search import trials
 from driftlens.pipeline.search.automatic import BEST, choose_settings
@@ -295,7 +295,7 @@ def test_without_a_head_the_score_is_the_relative_drift() -> None:
     generator = torch.Generator().manual_seed(0)
     expert, found = torch.randn(2, 7, 5, generator=generator)
     assert float(drift_scores(found, expert).mean()) == pytest.approx(
-        FinalDrift.between(found, expert).drift_rel, rel=1e-6
+        final_drift(found, expert)["drift_rel"], rel=1e-6
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from driftlens.access import Access
+from driftlens.errors import DataError
 from driftlens.pipeline.study.opening import open_study
 from driftlens.spec import load_spec
 from tests.models.test_generation import NEW, llama, plain, t5
@@ -57,6 +58,10 @@ def test_calibration_shows_each_experts_own_answers(
     samples = study.tasks["cars"].calibration
     assert samples is not None and samples.texts is not None and samples.texts.reader is not None
     reader = samples.texts.reader
+    budget, study.pool.budget = study.pool.budget, 1000  # of which no model has as few bytes
+    with pytest.raises(DataError, match=r"weights of expert:cars don't fit compute.feature_budget"):
+        samples.load([0])
+    study.pool.budget = budget
     given = samples.load(range(3))
     name = "input_ids" if form == "decoder" else "decoder_input_ids"
     for at, row in enumerate(given[name].tolist()):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import pooled
+from driftlens.records.reading import percent
 from tests.cases import perturbed, with_seed
 from tests.families import STACK
 
@@ -106,7 +107,7 @@ def test_a_linear_classifier_scores_a_calibration_too_at_first_look_as_well(tmp_
     said: list[str] = []
     run = run.calibrate(dl.FeatCal(rho=1.0), name="x", on_first=said.append)
     (found,) = run.accuracy(variant="calibrated:x")["value"]
-    assert f"x {found:.1%}" in said[0]
+    assert f"x {percent(found)}" in said[0]
 
 
 def test_an_unknown_pooling_is_refused_with_the_four_there_are(tmp_path: pathlib.Path) -> None:

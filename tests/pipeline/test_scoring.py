@@ -68,7 +68,9 @@ def test_a_sound_expert_is_scored_with_its_interval_beside_the_base(
     finding = judged(score(colours, class_means(colours, "flowers"), tmp_path, base=shuffled))
     assert finding.level == "ok"
     # Wilson's interval for 48 of 48.
-    assert "scores 100.0% (92.6% to 100.0%) on 48 samples of its own task, the base" in finding.text
+    assert (
+        "scores 100.0 % (92.6 to 100.0 %) in accuracy on 48 samples of its own task, the base" in finding.text
+    )
 
 
 def test_without_a_base_the_expert_stands_alone(colours: World, tmp_path: pathlib.Path) -> None:

@@ -22,7 +22,6 @@ from driftlens.models.likelihoods import log_likelihoods
 from driftlens.models.texts import Text, TextReader
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
-from driftlens.records.reading import size
 from driftlens.records.scores import interval_of
 from driftlens.variants import expert_of
 
@@ -111,14 +110,11 @@ def _refused(study: Study, model: str, task: str) -> str:
     """Why a model can't answer; empty where it can."""
     if study.pool.variant(model).attached(task):
         return "what is attached to its features is no part of the library's model"
-    count = sum(math.prod(header.shape) for header in study.pool.source(model).headers.values())
-    bytes_, budget = count * study.pool.dtype.itemsize, study.settings.feature_budget
-    if bytes_ <= budget:
-        return ""
-    return (
-        f"its {size(bytes_)} of weights don't fit compute.feature_budget, {size(budget)}; raise it where there is "
-        "memory for a whole model"
-    )
+    try:
+        study.pool.require_room(model)
+    except DataError as error:
+        return f"{error.message}. {error.hint}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class _Asked:
     def of(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _Asked:
         """From a test set; `choices` are the texts that answer with each class."""
         assert samples.texts is not None and samples.texts.reader is not None
-        texts, reader = [samples.text(at) for at in range(len(samples))], samples.texts.reader
+        texts, reader = samples.all_texts, samples.texts.reader
         bare = [name for name, text in zip(samples.ids, texts, strict=True) if not text.target]
         if bare:
             raise DataError(

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, few_of, part_of
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, input_bytes, waiting_bytes
 from driftlens.linalg.state import expert_cosine
-from driftlens.metrics import ACCURACY
+from driftlens.metrics import ACCURACY, metric_called
 from driftlens.models.chain import Pool
-from driftlens.pipeline.analyze.answers import metrics_of
+from driftlens.pipeline.analyze.answers import Answers, answer_scores, metrics_of
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import wilson
+from driftlens.records.reading import estimate
 from driftlens.records.run import DriftRun
+from driftlens.records.scores import interval_of, results
 from driftlens.variants import expert_of, title
 
 CHUNK_BYTES = 256 << 20
@@ -38,39 +39,16 @@ def accuracy_rows(
         NumericsError: weights or features are NaN or infinite.
         Cancelled: somebody asked to stop.
     """
-    at_hand = study.tasks[task]
-    if at_hand.test is None or at_hand.test.labels is None or ACCURACY.name not in metrics_of(study, task):
+    samples = study.tasks[task].test
+    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
         return []
-    hits = _hits(study, task, variants, at_hand.test, reporter)
-    count = len(at_hand.test)
-    return [
-        {
-            "task": task,
-            "variant": variant,
-            "metric": study.pool.chain.modality.metric,
-            "value": right / count,
-            "n": count,
-            "ci_low": low,
-            "ci_high": high,
-            "seed": study.seed,
-        }
-        for variant, right in hits.items()
-        for low, high in [wilson(right, count)]
-    ]
-
-
-def _hits(
-    study: Study, task: str, variants: list[str], samples: SampleSet, reporter: Reporter
-) -> dict[str, int]:
-    """Samples that each variant gets right; a sample is read once for all of them."""
-    assert samples.labels is not None
     is_right = study.pool.chain.modality.is_right
     maps = {variant: study.head(task, variant) for variant in variants}
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
     hits = dict.fromkeys(variants, 0)
-    # As many rows as `accuracy_rows` makes: none without a test split or a head.
+    # Of every task as many as rows come of: none without a test split or a head.
     units = {
         name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
         for name, at in study.tasks.items()
@@ -89,7 +67,22 @@ def _hits(
                 labels = samples.labels[start : start + len(features)]
                 hits[variant] += int(is_right(head, features, labels).sum())
     meter.finish()
-    return hits
+    count, metric = len(samples), study.pool.chain.modality.metric
+    return [
+        {
+            **{"task": task, "variant": variant, "metric": metric, "value": right / count, "n": count},
+            **{"ci_low": low, "ci_high": high, "seed": study.seed},
+        }
+        for variant, right in hits.items()
+        for low, high in [wilson(right, count)]
+    ]
+
+
+def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Answers:
+    """What variants score on a task by all its metrics, accuracy among them; errors as for both."""
+    rows = accuracy_rows(study, task, variants, reporter)
+    found = answer_scores(study, task, variants, reporter)
+    return dataclasses.replace(found, rows=[*rows, *found.rows])
 
 
 @torch.no_grad()
@@ -99,80 +92,76 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
-    return torch.cat(list(_by_batch(pool, model, task, samples, pooling)))
-
-
-def _by_batch(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Iterator[Tensor]:
     per_sample = waiting_bytes(pool, model, samples.load([0]))
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
-    for first in range(0, len(samples), length):
-        chunk = samples.batches(first, min(first + length, len(samples)))
-        yield from (found for _, found in forward(pool, model, chunk, task=task, pooling=pooling))
+    parts = ((first, min(first + length, len(samples))) for first in range(0, len(samples), length))
+    chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
+    return torch.cat([found for chunk in chunks for _, found in chunk])
 
 
-@dataclass(frozen=True)
-class FinalDrift:
-    """How far a model's final features are from the expert's; the columns of the layer table's last row.
-
-    Attributes:
-        drift_l2_mean: mean norm of the difference.
-        drift_rel: sum of these norms against the sum of the expert's feature norms.
-        cos_mean: mean cosine to the expert's feature, over samples that have one.
-    """
-
-    drift_l2_mean: float
-    drift_rel: float
-    cos_mean: float
-
-    @classmethod
-    def between(cls, found: Tensor, expert: Tensor) -> FinalDrift:
-        """From the final features of a model and of the expert, [n, d] each, on the same samples."""
-        drift = torch.linalg.vector_norm(found - expert, dim=1).double()
-        size = float(torch.linalg.vector_norm(expert, dim=1).double().sum())
-        relative = float(drift.sum()) / size if size else math.nan
-        return cls(float(drift.mean()), relative, float(expert_cosine(found, expert).double().nanmean()))
+def final_drift(found: Tensor, expert: Tensor) -> dict[str, float]:
+    """How far a model's final features [n, d] are from the expert's, by columns of the layer table's last row."""
+    drift = torch.linalg.vector_norm(found - expert, dim=1).double()
+    size = float(torch.linalg.vector_norm(expert, dim=1).double().sum())
+    relative = float(drift.sum()) / size if size else math.nan
+    cosine = float(expert_cosine(found, expert).double().nanmean())
+    return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
 
 
 @torch.no_grad()
 def first_look(run: DriftRun, study: Study, variant: str, counts: Mapping[str, int]) -> str:
     """What a few diagnosis samples say of a new variant beside the merged model and the experts, in one sentence.
 
-    It costs one forward pass of the new model on at most `counts` samples of each task: all else is in the run.
+    It costs one forward pass of the new model on at most `counts` samples of each task, and its answers to as many test
+    samples where these are scored: all else is in the run.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.
         RunError: a table can't be read.
     """
-    drift, right = dict.fromkeys(("merged", variant), 0.0), dict.fromkeys(("merged", variant, "expert"), 0)
-    size, num_samples, num_labelled = 0.0, 0, 0
+    import pandas as pd
+
+    drift, size, num_samples = dict.fromkeys(("merged", variant), 0.0), 0.0, 0
+    scored: dict[tuple[str, str], list[pd.DataFrame]] = {}
     for task, at_hand in study.tasks.items():
-        whole = at_hand.diagnosis
-        few = slice(0, min(counts[task], len(whole)))
-        labels = whole.labels[few] if whole.labels is not None else None
-        samples = dataclasses.replace(whole, ids=whole.ids[few], labels=labels)
+        samples = part_of(at_hand.diagnosis, range(min(counts[task], len(at_hand.diagnosis))))
         found = final_features(study.pool, variant, task, samples, study.settings.pool).cpu()
-        expert = torch.from_numpy(run.features(task, "expert", "final")[few].astype(np.float32)).to(found)
+        features = run.features(task, "expert", "final")[: len(samples)].astype(np.float32)
+        expert = torch.from_numpy(features).to(found)
         seen = run.samples(task, "merged", layer="final").set_index("sample_id").loc[list(samples.ids)]
         drift["merged"] += float(seen["drift_l2"].sum())
         drift[variant] += float(torch.linalg.vector_norm(found - expert, dim=1).sum())
         size += float(torch.linalg.vector_norm(expert, dim=1).sum())
         num_samples += len(samples)
-        head = study.head(task, variant)
-        if head is None or labels is None:
+        head, metric = study.head(task, variant), study.pool.chain.modality.metric
+        if head is not None and samples.labels is not None:
+            there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
+            hits = study.pool.chain.modality.is_right(head, found, samples.labels)
+            right = {"merged": there["pred"] == there["label"], variant: hits.cpu().numpy()}
+            right["expert"] = there["expert_pred"] == there["label"]
+            rows = {name: pd.DataFrame({"value": hit, "reference": np.nan}) for name, hit in right.items()}
+        elif at_hand.test is not None and (asked := metrics_of(study, task)):
+            metric = asked[0]
+            few = few_of(at_hand.test, counts[task])
+            part = dataclasses.replace(at_hand, test=few, metrics=asked[:1])
+            of_few = dataclasses.replace(study, tasks={task: part})
+            rows = {name: results(run, task, name, metric_called(metric)) for name in ("merged", "expert")}
+            rows = {name: own[own.index.isin(few.ids)] for name, own in rows.items()}
+            rows[variant] = pd.DataFrame(answer_scores(of_few, task, [variant], Reporter()).results)
+        else:
             continue
-        there = run.outputs(task, "merged").set_index("sample_id").loc[list(samples.ids)]
-        right["merged"] += int((there["pred"] == there["label"]).sum())
-        right["expert"] += int((there["expert_pred"] == there["label"]).sum())
-        right[variant] += int(study.pool.chain.modality.is_right(head, found, labels).sum())
-        num_labelled += len(labels)
+        for name in ("merged", variant, "expert") if all(map(len, rows.values())) else ():
+            scored.setdefault((metric, name), []).append(rows[name][["value", "reference"]].astype(float))
     said = f"first look, {num_samples} samples of {len(study.tasks)} tasks: relative drift "
     said += (
         ", ".join(f"{title(name)} {value / size:.3f}" for name, value in drift.items())
         if size
         else "undefined"
     )
-    if not num_labelled:
-        return said
-    intervals = {name: (count / num_labelled, *wilson(count, num_labelled)) for name, count in right.items()}
-    scores = (f"{title(name)} {v:.1%} [{low:.1%}, {high:.1%}]" for name, (v, low, high) in intervals.items())
-    return f"{said}; accuracy with 95 % interval (n = {num_labelled}) {', '.join(scores)}"
+    for metric in dict.fromkeys(metric for metric, _ in scored):
+        of = metric_called(metric)
+        pairs = {at: pd.concat(own) for (one, at), own in scored.items() if one == metric}
+        ends = {name: interval_of(of, *pair.to_numpy().T) for name, pair in pairs.items()}
+        told = (f"{title(name)} {estimate(end, of.kind)}" for name, end in ends.items())
+        said += f"; {of.title} with 95 % interval (n = {ends[variant].n}) {', '.join(told)}"
+    return said

@@ -86,8 +86,8 @@ def analyze(
     goes_on = resume and (Path(out) / "manifest.json").exists()
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
         _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel))
-    writer = RunWriter.resume(out) if goes_on else _new_run(resolved, out, force=force)
-    with writer:
+    new = {"spec_yaml": resolved.dump(), "spec_digest": resolved.digest(), "name": resolved.name}
+    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, force=force) as writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
         for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
@@ -97,12 +97,6 @@ def analyze(
             _merge(writer, resolved, study, models, reporter)
         run_phases(writer, study, reporter, attribution=attribution)
     return open_run(out)
-
-
-def _new_run(spec: RunSpec, out: PathLike, *, force: bool) -> RunWriter:
-    return RunWriter.create(
-        out, spec_yaml=spec.dump(), spec_digest=spec.digest(), name=spec.name, force=force
-    )
 
 
 def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Reporter) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.access import resolve_device
-from driftlens.data.live import live_samples
+from driftlens.data.live import live_samples, live_texts
 from driftlens.data.samples import SampleSet
 from driftlens.data.sources import Split
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -30,9 +30,13 @@ from driftlens.layers import select_layers
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.models.chain import IMAGE, LayerChain, Pool, ScoreMap, pooled, require_pool
 from driftlens.models.frames import Mask, raw_inputs, unmasked_padding
-from driftlens.models.heads import linear_head
+from driftlens.models.heads import LmScores, linear_head
+from driftlens.models.hf_decoder import decoder_chain
+from driftlens.models.preprocessing import Preprocess
+from driftlens.models.refusals import DECODERS, T5
 from driftlens.models.sequential import check_deterministic, sequential_chain
 from driftlens.models.sources import module_source
+from driftlens.models.texts import Form, text_preprocess
 from driftlens.models.vit import PIXELS
 from driftlens.pipeline.analyze.phases import all_of, describe, run_phases
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
@@ -64,7 +68,7 @@ def live_study(
     mask: Mask = None,
     pool: Pool | None = None,
     n: int | None = 256,
-    n_calibration: int = 256,
+    n_calibration: int | None = 256,
     batch_size: int = 32,
     cka: bool = False,
     jacobian: JacobianSettings | None = None,
@@ -72,6 +76,8 @@ def live_study(
     device: str | torch.device | None = None,
     seed: int = 0,
     name: str = "live",
+    tokenizer: Any = None,
+    texts: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Study:
     """A study of modules that the caller has built. They run in eval mode; nothing about them is changed.
 
@@ -99,6 +105,9 @@ def live_study(
         device: where it is computed; the merged model's own device by default.
         seed: of the samples drawn and of random directions.
         name: of the run.
+        tokenizer: of the models, by their library; `data` then holds rows of text (mappings, or pairs of a question and
+            its answer), and what models answer is scored as for files. Decoders end in their final norm then.
+        texts: per task what its `data` entry in a spec would say of texts: `prompt`, `words`, `classes`, `metric`, ...
 
     Raises:
         SpecError: tasks of `experts` and `data` differ, there is no such pooling or device, or blocks pass on more than
@@ -110,7 +119,8 @@ def live_study(
     """
     if pool is not None:
         require_pool(pool)
-    for what, given in (("data", data), ("calibration data", calibration)):
+    stated = {**{task: {} for task in experts}, **(texts or {})}
+    for what, given in (("data", data), ("calibration data", calibration), ("texts", stated)):
         if not experts or (given is not None and set(experts) != set(given)):
             raise SpecError(
                 f"experts are given for {sorted(experts)}, {what} for {sorted(given or ())}",
@@ -123,6 +133,10 @@ def live_study(
     modules = ({"base": base} if base is not None else {}) | modules
     _require_one_class(modules)
     head_of = {task: _score_map(head) for task, head in (heads or {}).items()}
+    reads = Preprocess("by the caller", list) if tokenizer is None else _preprocess(merged, tokenizer)
+    reader, head = reads.texts, head_of.get
+    if texts and reader is None:
+        raise SpecError("texts= is given without tokenizer=", hint="Give the tokenizer of the models.")
 
     def drawn(source: Mapping[str, Any], count: int | None, split: Split) -> dict[str, SampleSet]:
         # Nobody looks at the labels of calibration samples, so these need not fit the head.
@@ -131,12 +145,15 @@ def live_study(
         tasks = sorted(source)
         return {task: live_samples(task, source[task], class_names=names.get(task), **how) for task in tasks}
 
-    diagnosis = drawn(data, n, "diagnosis")
-    fitted = {} if calibration is None else drawn(calibration, n_calibration, "calibration")
+    diagnosis = drawn(data, n, "diagnosis") if reader is None else {}
+    fitted = drawn(calibration, n_calibration, "calibration") if calibration and reader is None else {}
     dtype = _computed_in(merged)
     skeleton = _in_dtype(merged, dtype, place)
-    example = on_device(next(next(iter(diagnosis.values())).batches()).inputs, place, dtype)
-    chain = _chain(skeleton, example, blocks, mask)
+    words: Any = [("a word", ""), ("and a few more", "")]
+    example = reader(words) if reader is not None else next(next(iter(diagnosis.values())).batches()).inputs
+    example = on_device(example, place, dtype)
+    is_decoder = reader is not None and reader.form == "decoder"
+    chain = decoder_chain(skeleton, example) if is_decoder else _chain(skeleton, example, blocks, mask)
     _, side = chain.start(example)  # refuses what it can't read before anything runs on it
     check_deterministic(skeleton, example, chain)
     pooling, stream = pool or chain.modality.pool, chain.layers[-1].stream
@@ -147,20 +164,25 @@ def live_study(
         marks = {task: _mark(head, final) for task, head in head_of.items()}
     if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
+    weights = {key: module_source(module, key) for key, module in modules.items()}
+    own = {key: module for key, module in modules.items() if _is_in(module, dtype, place)}
+    models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=own)
+    tasks = {
+        task: TaskSamples(at, at if at.labels and head(task) else None, head(task), fitted.get(task))
+        for task, at in diagnosis.items()
+    }
+    for task in sorted(data) if reader is not None else ():
+        given = {"diagnosis": (data[task], n)}
+        given |= {"calibration": (calibration[task], n_calibration)} if calibration else {}
+        how = {"given": given, "reader": reader, "seed": seed, "batch_size": batch_size}
+        tasks[task] = _text_task(task, stated[task], head(task), models, merged, **how)
+    diagnosis = {task: at.diagnosis for task, at in tasks.items()}
+    is_scored = any(at.test is not None or at.head is not None for at in tasks.values())
     return Study(
         name=name,
-        pool=ModelPool(
-            chain,
-            skeleton,
-            {key: module_source(module, key) for key, module in modules.items()},
-            device=place,
-            dtype=dtype,
-            modules={key: module for key, module in modules.items() if _is_in(module, dtype, place)},
-        ),
+        pool=models,
         variants=(*(["base"] if base is not None else []), "merged", *others),
-        tasks={
-            task: _task(samples, head_of.get(task), fitted.get(task)) for task, samples in diagnosis.items()
-        },
+        tasks=tasks,
         settings=Settings(
             pool=pooling,
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], _indices(layers))),
@@ -171,16 +193,16 @@ def live_study(
         notices=(
             *(notice for samples in diagnosis.values() for notice in samples.notices),
             *_input_notices(diagnosis, merged, mask, chain),
-            *(["accuracy is measured on the diagnosis samples"] if head_of else []),
+            *(["accuracy is measured on the diagnosis samples"] if is_scored else []),
         ),
         provenance={key: f"live {type(module).__name__}" for key, module in modules.items()},
-        preprocessing="by the caller",
-        architecture={"loader": LOADER, "source": type(merged).__name__},
+        preprocessing=reads.backend,
+        architecture={"loader": LOADER, "source": type(merged).__name__, **reads.settings},
         head_marks=marks,
     )
 
 
-_PLAIN = ("blocks", "pool", "n", "n_calibration", "batch_size", "cka", "adjoint", "seed", "name")
+_PLAIN = ("blocks", "pool", "n", "n_calibration", "batch_size", "cka", "adjoint", "seed", "name", "texts")
 """What of `live_study`'s arguments can be written down as it is."""
 _FREE = ("n_calibration", "batch_size")
 """Settings on which no number of a run rests, so that they may be others when something is added to it."""
@@ -194,6 +216,7 @@ def recorded(given: Mapping[str, Any]) -> dict[str, Any]:
         found["layers"] = _indices(given["layers"])
     if "mask" in given:
         found["mask"] = True if callable(given["mask"]) else given["mask"]
+    found |= {"tokenizer": True} if given.get("tokenizer") is not None else {}
     if "jacobian" in given:
         found["jacobian"] = None if given["jacobian"] is None else dataclasses.asdict(given["jacobian"])
     return dict(json.loads(json.dumps(found, default=lambda number: number.item())))
@@ -239,10 +262,12 @@ def live_again(
     settings.setdefault("data", calibration)
     calibration = calibration if calibration is not None else settings.get("calibration")
     wanted = [name for name in ("merged", "experts", "data") if settings.get(name) is None]
-    wanted += ["mask"] if settings.get("mask") is True else []
-    manifest = read_manifest(folder)
+    wanted += [name for name in ("mask", "tokenizer") if settings.get(name) is True]
+    manifest, contents = read_manifest(folder), _written(folder, _CONTENTS)
     there = {task: tuple(_score_map(head).classes) for task, head in (settings.get("heads") or {}).items()}
-    wanted += [f"heads of {task}" for task in manifest.classes if task not in there]
+    # Nothing is noted of heads that language models bring.
+    with_head = [task for task in manifest.classes if contents.get(task, {}).get("head", True)]
+    wanted += [f"heads of {task}" for task in with_head if task not in there]
     wanted += ["base"] if "base" in manifest.variants and settings.get("base") is None else []
     if wanted:
         raise SpecError(
@@ -250,8 +275,8 @@ def live_again(
             hint="Hand in what dl.analyze was given: "
             "modules={'base': ..., 'merged': ..., 'experts': {...}, 'data': {...}, 'heads': {...}}.",
         )
-    for task, classes in manifest.classes.items():
-        if there[task] != tuple(classes):
+    for task in with_head:
+        if there[task] != tuple(manifest.classes[task]):
             raise SpecError(f"heads of {task} have other classes than those that the run was made with")
     settings |= {} if num_calibration is None else {"n_calibration": num_calibration}
     study = live_study(**{**settings, "calibration": calibration})
@@ -335,7 +360,7 @@ def _contents(study: Study) -> dict[str, dict[str, Any]]:
     return {
         task: {
             "samples": ids_digest(at.diagnosis.digests),
-            "labels": ids_digest(at.diagnosis.labels or ()),
+            "labels": ids_digest(at.diagnosis.labels or [text.target for text in at.diagnosis.all_texts]),
             "classes": ids_digest(at.head.classes if at.head is not None else ()),
             "head": list(study.head_marks.get(task, ())),
         }
@@ -388,6 +413,41 @@ def _chain(module: nn.Module, example: Any, blocks: str | None, mask: Mask) -> L
     return sequential_chain(module, example, blocks=blocks, mask=mask)
 
 
+def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
+    """How a live model of transformers reads texts; refused where it answers by text and can't be taken apart."""
+    config, answers = getattr(module, "config", None), getattr(module, "can_generate", bool)()
+    kind = getattr(config, "model_type", None)
+    form: Form = "encoder"
+    if answers and kind in (*DECODERS, T5):
+        form = "encoder-decoder" if kind == T5 else "decoder"
+    elif answers or kind is None:
+        raise IncompatibleModelsError(
+            f"the {type(module).__name__} is of type {kind}; of models of transformers that answer by text tokenizer= "
+            f"serves {', '.join((*DECODERS, T5))}",
+            hint="Leave it out and give batches of what the model reads: drift is measured, answers are not.",
+        )
+    own: Any = getattr(module, "generation_config", None) or config
+    stated = {key: value for key, value in own.to_dict().items() if value is not None}
+    return text_preprocess(copy.deepcopy(tokenizer), config, stated, form, type(module).__name__)
+
+
+def _text_task(
+    task: str, rules: Mapping[str, Any], head: ScoreMap | None, pool: ModelPool, module: Any, **how: Any
+) -> TaskSamples:
+    """A task of texts, read as `rules` say, before the head handed in (its rows are the classes) or the models' own."""
+    from driftlens.pipeline.study.opening import lm_head, task_samples
+    from driftlens.spec.data import TextEntry
+    from driftlens.spec.problems import checked
+
+    classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
+    entry = checked(TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]")
+    data = live_texts(task, entry=entry, **how)
+    if head is None and module.can_generate():
+        head = lm_head(data, pool.source(expert_of(task)), LmScores.of(module.config, pool.chain.tied))
+    found = task_samples(task, data, head, entry.metric or (), pool)
+    return found if "calibration" in how["given"] else dataclasses.replace(found, calibration=None)
+
+
 def _computed_in(module: nn.Module) -> torch.dtype:
     """The widest dtype among a module's parameters; float32 for those in half precision."""
     found = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
@@ -425,11 +485,6 @@ def _input_notices(
 
 def _score_map(head: ScoreMap | nn.Linear) -> ScoreMap:
     return linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
-
-
-def _task(samples: SampleSet, head: ScoreMap | None, calibration: SampleSet | None) -> TaskSamples:
-    test = samples if samples.labels is not None and head is not None else None
-    return TaskSamples(samples, test, head, calibration)
 
 
 def _require_one_class(modules: Mapping[str, nn.Module]) -> None:

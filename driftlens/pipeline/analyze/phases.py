@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from driftlens.diagnostic import chosen
 from driftlens.engine.exactness import exact_products
 from driftlens.models.heads import is_of_vocabulary
-from driftlens.pipeline.analyze.answers import answer_scores
 from driftlens.pipeline.analyze.causes import explain
 from driftlens.pipeline.analyze.diagnosis import TaskDiagnosis, diagnose
-from driftlens.pipeline.analyze.evaluation import accuracy_rows
+from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import ProgressEvent, ProgressSink, Reporter
 from driftlens.records.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
@@ -257,11 +256,10 @@ def measure_accuracy(
     """Score these variants on one task's test samples; `expert` is the task's own."""
     import pandas as pd
 
-    rows = accuracy_rows(study, task, list(variants), reporter)
-    found = answer_scores(study, task, variants, reporter)
+    found = scores_of(study, task, list(variants), reporter)
     for notice in found.notices:
         writer.notice(notice)
-    for name, new in (("scores", found.results), ("accuracy", [*rows, *found.rows])):
+    for name, new in (("scores", found.results), ("accuracy", found.rows)):
         if new:
             writer.append(name, pd.DataFrame(new), replace=True)
 

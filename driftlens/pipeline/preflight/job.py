@@ -6,22 +6,24 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from driftlens.access import Access, resolve_device
 from driftlens.calibration.calibrator import Trained
+from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
 from driftlens.merging.method import READS, MergeMethod, merge_methods
+from driftlens.metrics import Metric, metric_called
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, LinearHead
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.sources import TensorHeader
-from driftlens.pipeline.analyze.evaluation import accuracy_rows
+from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.analyze.phases import suitable_threads
 from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of
 from driftlens.pipeline.preflight.costs import (
@@ -51,7 +53,9 @@ from driftlens.pipeline.study.opening import (
 from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.progress import Reporter
+from driftlens.records.intervals import Interval
 from driftlens.records.layout import MOST_THUMBS
+from driftlens.records.reading import estimate as with_interval
 from driftlens.spec import RunSpec
 from driftlens.spec.sections import TextHead
 
@@ -362,50 +366,55 @@ def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> 
 
 
 def _score_experts(study: Study, checks: Preflight) -> None:
-    """File the accuracy of every expert, and of the base beside it, on the task's diagnosis samples."""
-    # In place of the test set, which may be large.
+    """File what every expert scores, and the base beside it, on as many test samples as a diagnosis has."""
     scored = {
-        task: dataclasses.replace(at, test=at.diagnosis if at.diagnosis.labels is not None else None)
+        task: dataclasses.replace(at, test=at.test and few_of(at.test, len(at.diagnosis)))
         for task, at in study.tasks.items()
     }
     study = dataclasses.replace(study, tasks=scored)
     variants = ["expert", *(["base"] if study.has_base else [])]
     for task in study.tasks:
         subject = f"expert of {task}"
-        rows = checks.attempt(subject, partial(accuracy_rows, study, task, variants, Reporter()))
-        if rows is None:
+        found = checks.attempt(subject, partial(scores_of, study, task, variants, Reporter()))
+        if found is None:
             continue
+        rows = [row for row in found.rows if row["metric"] == found.rows[0]["metric"]]
         if not rows:
-            checks.notice(subject, f"the {subject} is not scored: {task} has no head, or no labels")
+            why = "; ".join(found.notices) or f"{task} has no head, or no labels"
+            checks.notice(subject, f"the {subject} is not scored: {why}")
             continue
-        head = study.tasks[task].head
-        assert head is not None  # there are no rows without
-        _judge(checks, subject, {str(row["variant"]): row for row in rows}, len(head.classes))
+        metric, at = metric_called(str(rows[0]["metric"])), study.tasks[task]
+        known: dict[str, Any] = {"choices": at.choices, "head": () if at.head is None else at.head.classes}
+        _judge(
+            checks,
+            subject,
+            {str(row["variant"]): row for row in rows},
+            metric,
+            len(known.get(metric.needs, ())),
+        )
 
 
 def _judge(
-    checks: Preflight, subject: str, rows: Mapping[str, Mapping[str, object]], num_classes: int
+    checks: Preflight, subject: str, rows: Mapping[str, Mapping[str, Any]], metric: Metric, num_classes: int
 ) -> None:
-    expert, chance = rows["expert"], 1 / num_classes
-    text = f"the {subject} scores {_score(expert)} on {expert['n']} samples of its own task"
-    if num_classes > 1 and cast(float, expert["ci_low"]) <= chance:
+    found = {name: Interval(row["value"], row["ci_low"], row["ci_high"]) for name, row in rows.items()}
+    told = {name: with_interval(value, metric.kind) for name, value in found.items()}
+    expert, base, chance = found["expert"], found.get("base"), 1 / max(num_classes, 1)
+    text = f"the {subject} scores {told['expert']} in {metric.title} on {rows['expert']['n']} samples of its own task"
+    if num_classes > 1 and expert.low <= chance:
         error = DataError(
             f"{text}, which can't be told from guessing among {num_classes} classes ({chance:.1%})",
             hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
         )
         checks.problem(subject, error)
-    elif "base" not in rows:
+    elif base is None:
         checks.ok(subject, text)
-    elif cast(float, expert["value"]) > cast(float, rows["base"]["value"]):
-        checks.ok(subject, f"{text}, the base {_score(rows['base'])}")
+    elif (expert.value - base.value) * (-1 if metric.worse == "higher" else 1) > 0:
+        checks.ok(subject, f"{text}, the base {told['base']}")
     else:
-        text += f", the base {_score(rows['base'])}: no better"
-        checks.notice(subject, text, "Was it fine-tuned on this task?")
-
-
-def _score(row: Mapping[str, object]) -> str:
-    value, low, high = (cast(float, row[key]) for key in ("value", "ci_low", "ci_high"))
-    return f"{value:.1%} ({low:.1%} to {high:.1%})"
+        checks.notice(
+            subject, f"{text}, the base {told['base']}: no better", "Was it fine-tuned on this task?"
+        )
 
 
 def check_ties(chain: LayerChain, checks: Preflight) -> None:

@@ -34,7 +34,7 @@ from driftlens.calibration.automatic import (
     search,
 )
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, closed_form
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import ClosedForm
 from driftlens.engine.site_selection import updated_sites
@@ -42,7 +42,7 @@ from driftlens.errors import DataError, NumericsError, SpecError
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.calibrate.plan import method_called, preset_of
 from driftlens.pipeline.search.judge import Judge
-from driftlens.pipeline.search.trials import Trials, part_of, with_settings
+from driftlens.pipeline.search.trials import Trials, with_settings
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from driftlens.access import Access
 from driftlens.calibration.automatic import Scores, folds_of
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.exactness import exact_products
 from driftlens.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.files import PathLike
@@ -25,7 +25,6 @@ from driftlens.merging.method import merge_methods
 from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.variants import anchors, with_parameters
 from driftlens.pipeline.search.judge import LANE, Judge, drift_scores
-from driftlens.pipeline.search.trials import part_of
 from driftlens.pipeline.study.merging import merged_source, save_merge
 from driftlens.pipeline.study.opening import open_study
 from driftlens.pipeline.study.reopening import reopened

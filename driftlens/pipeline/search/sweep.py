@@ -15,15 +15,17 @@ from torch import Tensor
 
 from driftlens.access import Access
 from driftlens.calibration.calibrator import Calibrator, closed_form
-from driftlens.data.samples import SampleSet, shuffled
+from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.forward_order import Lane
 from driftlens.errors import DataError, SingularGramError, SpecError, did_you_mean
 from driftlens.files import PathLike
-from driftlens.pipeline.analyze.evaluation import FinalDrift, accuracy_rows
+from driftlens.metrics import METRICS
+from driftlens.pipeline.analyze.answers import metrics_of
+from driftlens.pipeline.analyze.evaluation import final_drift, scores_of
 from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.search.trials import Trials, Tried, part_of, with_settings
+from driftlens.pipeline.search.trials import Trials, Tried, with_settings
 from driftlens.pipeline.study.opening import open_data, with_own_answers
 from driftlens.pipeline.study.reopening import (
     Live,
@@ -150,7 +152,7 @@ def sweep(
         samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
-    scored = [task for task, at in tasks.items() if at.test is not None and at.head is not None]
+    scored = [task for task, at in tasks.items() if at.test is not None and metrics_of(study, task)]
     unsolved: dict[Setting, SingularGramError] = {}
     with RunWriter.resume(folder) as writer:
         rows = open_run(folder).sweeps()
@@ -245,9 +247,12 @@ def _measured(
     study: Study, model: str, task: str, found: Tensor, expert: Tensor, *, accuracy: bool
 ) -> dict[str, Any]:
     """Drift and accuracy of one model on one task, as columns of the sweep table."""
-    row = {"task": task, **dataclasses.asdict(FinalDrift.between(found, expert))}
-    for score in accuracy_rows(study, task, [model], Reporter()) if accuracy else ():
-        row |= {"accuracy": score["value"], "n_test": score["n"]}
+    row = {"task": task, **final_drift(found, expert)}
+    for score in scores_of(study, task, [model], Reporter()).rows if accuracy else ():
+        row |= {
+            score["metric"] if score["metric"] in METRICS else "accuracy": score["value"],
+            "n_test": score["n"],
+        }
     return row
 
 
@@ -349,10 +354,10 @@ def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> li
 def _is_there(
     point: _Point, seed: int, tasks: Collection[str], scored: Collection[str], rows: pd.DataFrame
 ) -> bool:
-    """Whether the run has a point's rows of one seed for all tasks, with an accuracy for those `scored`."""
+    """Whether the run has a point's rows of one seed for all tasks, with a score for those `scored`."""
     mine = rows[(rows["sweep"] == point.sweep) & (rows["point"] == point.point) & (rows["seed"] == seed)]
-    has_accuracy = set(mine["task"][mine["accuracy"].notna()])
-    return set(mine["task"]) >= set(tasks) and has_accuracy >= set(scored)
+    has_score = set(mine["task"][mine[[*METRICS]].notna().any(axis=1)])
+    return set(mine["task"]) >= set(tasks) and has_score >= set(scored)
 
 
 def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:

@@ -5,12 +5,11 @@ Candidates walk together in groups that fit into memory; then one calibrated mod
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -196,18 +195,3 @@ class Trials(Generic[T]):
 def with_settings(start: Calibrator, settings: Mapping[str, object]) -> Calibrator:
     """A calibrator like another one, some of its settings changed."""
     return type(start)(**start.get_params() | dict(settings))
-
-
-def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
-    """The samples at some positions, perhaps none, in this order."""
-    chosen = tuple(positions)
-
-    def load(wanted: Sequence[int]) -> Any:
-        return samples.load([chosen[position] for position in wanted])
-
-    return dataclasses.replace(
-        samples,
-        ids=tuple(samples.ids[position] for position in chosen),
-        labels=None if samples.labels is None else tuple(samples.labels[position] for position in chosen),
-        load=load,
-    )

@@ -24,6 +24,7 @@ from driftlens.models.chain import LayerChain, ScoreMap
 from driftlens.models.generation import generate
 from driftlens.models.heads import (
     LmHead,
+    LmScores,
     class_names,
     file_head,
     is_of_vocabulary,
@@ -183,6 +184,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
         models.sources,
         device=place,
         dtype=getattr(torch, spec.compute.dtype),
+        budget=spec.compute.feature_budget,
     )
 
 
@@ -232,15 +234,13 @@ def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
     return own | spec.heads
 
 
-def _lm_head(task: str, data: TaskData, models: OpenModels) -> LmHead:
-    """Scores of the tokens with which a task's answers begin.
+def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
+    """Scores of the tokens with which a task's answers begin, by its expert `source`.
 
     Of the whole vocabulary where it has no classes, or where the answers of two begin alike.
     """
-    architecture = models.architecture
-    reader = None if architecture.preprocess is None else architecture.preprocess.texts
-    assert reader is not None and architecture.lm is not None
-    source, lm = models.sources[expert_of(task)], architecture.lm
+    reader = None if data.test.texts is None else data.test.texts.reader
+    assert reader is not None
     first = {name: reader.answer_tokens(answer)[0] for name, answer in data.answers().items()}
     if first and len(set(first.values())) == len(first):
         return LmHead(tuple(first), source, lm, tuple(first.values()))
@@ -315,10 +315,9 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
     preprocess = models.architecture.preprocess
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
-    if models.architecture.lm is not None:
-        heads = {
-            task: _lm_head(task, opened, models) for task, opened in data.items() if task not in heads
-        } | heads
+    if (lm := models.architecture.lm) is not None:
+        own = {task: lm_head(at, models.sources[expert_of(task)], lm) for task, at in data.items()}
+        heads = own | heads
     settings = settings_of(spec, pool.chain, heads)
     num_calibration = {task: len(opened.calibration) for task, opened in data.items()}
     num_diagnosis = {task: len(opened.diagnosis) for task, opened in data.items()}
@@ -350,7 +349,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
         pool=pool,
         variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
         tasks={
-            task: _task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
+            task: task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
             for task, opened in data.items()
         },
         settings=settings,
@@ -415,10 +414,10 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
     return replace(samples, load=lambda positions: shown().load(positions))
 
 
-def _task_samples(
+def task_samples(
     task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
 ) -> TaskSamples:
-    """Raises a SpecError where a metric needs what the task or the model lacks."""
+    """A task's samples before its score map; a SpecError where a metric needs what the task or the model lacks."""
     test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
     choices = {} if test.labels is None else data.answers()
     reader = None if texts is None else texts.reader

@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from driftlens.metrics import METRICS
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SWEEPS
@@ -34,12 +35,17 @@ class _Measure:
 
 
 def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
-    """The measures that have numbers: drift and accuracy."""
+    """The measures that have numbers: drift, accuracy and other scores."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     what = "final drift / expert norm" if options.relative else "mean final drift"
     drift = _Measure(column, panels.titled(what, "sweeps", column), theme.NUMBER, theme.TICK_NUMBER)
-    accuracy = _Measure("accuracy", "accuracy (% of test samples)", theme.SHARE, theme.TICK_SHARE)
-    return [measure for measure in (drift, accuracy) if rows[measure.column].notna().any()]
+    share, other = (theme.SHARE, theme.TICK_SHARE), (theme.NUMBER, theme.TICK_NUMBER)
+    scores = [
+        _Measure(of.name, of.title + unit, *forms)
+        for of in METRICS.values()
+        for unit, forms in [(" (% of test samples)", share) if of.kind == "share" else ("", other)]
+    ]
+    return [measure for measure in (drift, *scores) if rows[measure.column].notna().any()]
 
 
 def _swept(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -65,7 +71,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     presets=("calibration",),
     needs=("sweeps", ("drift_l2_mean",)),
     lacks=_missing,
-    caption="Final drift on the diagnosis samples and accuracy on the test samples against one setting of the "
+    caption="Final drift on the diagnosis samples and scores on the test samples against one setting of the "
     "calibration at a time, mean over seeds with whiskers of one standard deviation over seeds; bold the mean of "
     "tasks, thin the tasks, a ring around the default.",
     hint="Flat curves mean that the setting matters little. Differences smaller than the whiskers are noise of the "

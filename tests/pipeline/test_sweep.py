@@ -13,13 +13,14 @@ import torch
 
 import driftlens as dl
 from driftlens.calibration.featcal import FeatCal
+from driftlens.data.samples import part_of
 from driftlens.engine.forward_order import Lane, calibrate_side_by_side
 from driftlens.engine.forward_order import calibrate as calibrate_layers
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search.sweep import SweepRequest, sweep
-from driftlens.pipeline.search.trials import Trials, part_of
+from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressEvent, Reporter

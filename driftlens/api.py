@@ -222,7 +222,7 @@ def analyze(
         force: replace the run that is there.
         **options: with a spec, those of `driftlens.pipeline.analyze.job.analyze` (attribution, device, offline, trust,
             overrides); with modules, those of `driftlens.pipeline.analyze.live.live_study` (heads, baselines, layers,
-            blocks, mask, pool, n, batch_size, cka, jacobian, adjoint, calibration, device, seed, name).
+            blocks, mask, pool, n, batch_size, cka, jacobian, adjoint, groups, calibration, device, seed, name).
 
     Raises:
         SpecError: both a spec and modules are given, or neither.

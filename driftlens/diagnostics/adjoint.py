@@ -7,7 +7,7 @@ forward costs one product per pair of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +66,15 @@ def adjoint_parts(steps: Sequence[Step], covector: State) -> Tensor:
         steps: all layers in forward order.
         covector: u at the last boundary.
     """
-    parts = []
+    return torch.stack([inner(step.local_mismatch, u) for step, u in pulled_back(steps, covector)][::-1])
+
+
+def pulled_back(steps: Sequence[Step], covector: State) -> Iterator[tuple[Step, State]]:
+    """Every layer with the covector at its own output, the last layer first; arguments as for `adjoint_parts`."""
     for step in reversed(steps):
-        parts.append(inner(step.local_mismatch, covector))
+        yield step, covector
         if step is not steps[0]:
             covector = PathJacobian(step.call, step.expert_in, step.merged_in, step.nodes).vjp(covector)
-    return torch.stack(parts[::-1])
 
 
 def drift_target(expert: Tensor, variant: Tensor) -> Target:

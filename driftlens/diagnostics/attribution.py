@@ -5,16 +5,20 @@ Both splits are fed one `LayerView` after the other, in forward order, all of on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from driftlens.diagnostic import diagnostic
+from driftlens.engine.pool import LayerMap
+from driftlens.engine.site_selection import GROUPS, parameter_groups
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.errors import ShapeError
 from driftlens.linalg.state import PathJacobian, State, floating, inner, norm, relative_error, subtract
-from driftlens.records.schema import LAYERS, SAMPLES
+from driftlens.models.chain import SideInputs
+from driftlens.records.schema import GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,44 @@ class PrefixSwaps:
         drift = subtract(self.finals[0], self.finals[-1])
         steps = zip(self.finals, self.finals[1:], strict=False)
         return torch.stack([inner(subtract(before, after), drift) for before, after in steps])
+
+
+@diagnostic(
+    "groups",
+    table="group_contributions",
+    columns=GROUP_CONTRIBUTIONS.columns[len(GROUP_CONTRIBUTIONS.key) :],
+    needs="jacobian",
+)
+def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: SideInputs) -> dict[str, State]:
+    """The part m_g of every module group in a layer's local mismatch: m = sum over g of m_g, to rounding.
+
+    On the expert's features, groups change from the expert's parameters to the variant's one after the other, in the
+    order of `GROUPS` and in its reverse. What the output changes by as g does telescopes to m in either order; m_g is
+    the mean of both: of what two groups make together, each gets half. Of two groups that is Shapley's value.
+
+    Args:
+        expert: the layer of the task's expert.
+        variant: the same layer of the variant; what is attached behind it is a group of its own.
+        state: the expert's features before it.
+        side: of their batch.
+    """
+    of, has_more = parameter_groups(variant.layer), variant.attachment is not None
+    order = [group for group in GROUPS if group in of.values()] + ["attached"] * has_more
+
+    def out(changed: Sequence[str]) -> State:
+        mixed = {name: (variant if of[name] in changed else expert).parameters[name] for name in of}
+        attachment = variant.attachment if "attached" in changed else None
+        return LayerMap(variant.layer, mixed, attachment)(state, side)
+
+    forward = [out(order[:at]) for at in range(len(order) + 1)]
+    back = [forward[-1], *(out(order[at:]) for at in range(1, len(order))), forward[0]]
+    return {
+        group: {
+            name: (leaf + subtract(back[at], back[at + 1])[name]) / 2
+            for name, leaf in subtract(forward[at + 1], forward[at]).items()
+        }
+        for at, group in enumerate(order)
+    }
 
 
 def _require_next(view: LayerView, seen: int) -> None:

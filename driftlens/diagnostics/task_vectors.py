@@ -10,7 +10,7 @@ from torch import Tensor
 
 from driftlens.diagnostic import diagnostic
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.site_selection import GROUPS, site_groups
+from driftlens.engine.site_selection import GROUPS, parameter_groups
 from driftlens.models.chain import Layer, LayerChain, Slot
 from driftlens.records.schema import PARAMS
 from driftlens.variants import expert_of
@@ -83,9 +83,9 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
     backbone, groups = Alignment(), {name: Alignment() for name in GROUPS}
     for layer in chain.layers:
         modules: dict[str, Alignment] = {}
-        known, usual = site_groups(layer), _USUAL[layer.role]
+        known = parameter_groups(layer)
         for name, slot in chain.owned(layer).items():
-            path, group = _module_path(chain, layer, name, slot), known.get(name.rpartition(".")[0], usual)
+            path, group = _module_path(chain, layer, name, slot), known[name]
             alignment = _alignment(pool, slot, task, variant)
             modules[path] = modules.get(path, Alignment()) + alignment
             groups[group] += alignment
@@ -101,10 +101,6 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
         if alignment.expert_energy or alignment.variant_energy:
             yield {"scope": "group", "path": group, **alignment.values()}
     yield {"scope": "backbone", "path": "", **backbone.values()}
-
-
-_USUAL = {"stem": "embeddings", "block": "other", "head": "head"}
-"""The group of what is no site of a layer, by its role."""
 
 
 def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:

@@ -49,6 +49,12 @@ def site_groups(layer: Layer) -> dict[str, str]:
     return found
 
 
+def parameter_groups(layer: Layer) -> dict[str, str]:
+    """The layer's own name of every parameter -> one of `GROUPS`; what is of no site goes by the layer's role."""
+    known, usual = site_groups(layer), {"stem": "embeddings", "head": "head"}.get(layer.role, "other")
+    return {name: known.get(name.rpartition(".")[0], usual) for name in layer.parameters}
+
+
 def _letter(name: str) -> str:
     leaf = name.rpartition(".")[2].lower()
     letters = {_LETTERS[word] for word in leaf.split("_") if word in _LETTERS}

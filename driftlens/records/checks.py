@@ -374,6 +374,7 @@ _CLAIMS = {
     "closure": ("drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
     "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
     "contributions": ("shares of the final drift sum to 1", "layers", "remainder_share", 1e-2),
+    "groups": ("parts of groups sum to the local mismatch", "group_contributions", "split_error", 1e-2),
     "softmax": ("its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
     "cross-entropy": ("its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
 }
@@ -386,9 +387,8 @@ def self_checks(run: DriftRun) -> CheckReport:
     Raises:
         RunError: a table can't be read.
     """
-    tables = {"layers": run.layers(), "outputs": run.outputs()}
     results = (
-        _self_check(tables[table], column, name, claim, limit)
+        _self_check(getattr(run, table)(), column, name, claim, limit)
         for name, (claim, table, column, limit) in _CLAIMS.items()
     )
     return CheckReport(run, tuple(results))

@@ -141,6 +141,10 @@ class DriftRun:
         """
         return self._rows(schema.ADJOINT, task=task, variant=variant)
 
+    def group_contributions(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
+        """Rows of the table of module groups' shares in mismatch and final drift (`metrics.groups`), as `layers`."""
+        return self._rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
+
     def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Rows of the parameter table: task vectors compared. Arguments as for `layers`."""
         return self._rows(schema.PARAMS, task=task, variant=variant)

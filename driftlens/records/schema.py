@@ -297,6 +297,23 @@ ADJOINT = Table(
     ),
 )
 
+GROUP_CONTRIBUTIONS = Table(
+    "group_contributions",
+    ("task", "variant", "layer", "group"),
+    (
+        TASK,
+        VARIANT,
+        LAYER,
+        _text("group", "Modules of the layer by the part they play: q, k, v, o, gate, up, down, norms, ..."),
+        *_asked(
+            "groups",
+            _pure("mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY),
+            _pure("final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY),
+            _pure("split_error", "|sum over groups - m| / |m| of the layer.", "higher"),
+        ),
+    ),
+)
+
 PARAMS = Table(
     "params",
     # A stem of one module shares its path with that module, so the scope is part of the key.
@@ -414,7 +431,10 @@ RESOURCES = Table(
 
 TABLES = {
     table.name: table
-    for table in (LAYERS, SAMPLES, OUTPUTS, ADJOINT, PARAMS, ACCURACY, SCORES, CALIBRATION, SWEEPS, RESOURCES)
+    for table in (
+        *(LAYERS, SAMPLES, OUTPUTS, ADJOINT, GROUP_CONTRIBUTIONS, PARAMS),
+        *(ACCURACY, SCORES, CALIBRATION, SWEEPS, RESOURCES),
+    )
 }
 
 

@@ -210,10 +210,11 @@ def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
 
 def test_no_attribution_leaves_out_what_the_spec_asks_for(world: World, tmp_path: pathlib.Path) -> None:
     run = dl.analyze(
-        world.one_task(metrics={"jacobian": {"samples": 2}, "adjoint": True}),
+        world.one_task(metrics={"jacobian": {"samples": 2}, "adjoint": True, "groups": True}),
         out=tmp_path / "run",
         progress="none",
         attribution=False,
     )
     assert unexplained(run, "merged") and run.adjoint().empty and not run.accuracy().empty
-    assert len(run.explain().adjoint()) > 0
+    told = run.explain()
+    assert len(told.adjoint()) > 0 and len(told.group_contributions()) > 0

@@ -24,7 +24,9 @@ def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: pathlib
     assert found.num_values > 1000
 
 
-@pytest.mark.parametrize("table", ["layers", "samples", "outputs", "params", "adjoint"])
+@pytest.mark.parametrize(
+    "table", ["layers", "samples", "outputs", "params", "adjoint", "group_contributions"]
+)
 def test_one_changed_number_anywhere_is_found(full: DriftRun, copied: pathlib.Path, table: str) -> None:
     column = {
         "layers": "drift_l2_mean",
@@ -32,6 +34,7 @@ def test_one_changed_number_anywhere_is_found(full: DriftRun, copied: pathlib.Pa
         "outputs": "kl",
         "params": "cos",
         "adjoint": "part",
+        "group_contributions": "final_share",
     }[table]
     value = pq.read_table(copied / "tables" / f"{table}.parquet")[column][3].as_py()
     spoil(copied, table, 3, column, value + 1e-3)

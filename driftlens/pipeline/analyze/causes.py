@@ -22,14 +22,17 @@ from driftlens.diagnostics.adjoint import (
     drift_target,
     loss_target,
     margin_target,
+    pulled_back,
 )
-from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps
+from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps, group_mismatches
 from driftlens.engine.walk import LayerView, decompose, walk
-from driftlens.linalg.state import State
+from driftlens.linalg.state import State, inner, norm
 from driftlens.models.chain import class_rows, pooled
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
 from driftlens.records.intervals import share_intervals
+from driftlens.records.schema import GROUP_CONTRIBUTIONS
+from driftlens.variants import expert_of
 
 BATCH = 8
 """Samples per batch, a small one: every vector carried so far is alive at once, or every state for the way back."""
@@ -43,12 +46,14 @@ class Explanation:
         layers: keys of rows of the layer table, and the columns to fill in them.
         samples: the same of the sample table, as columns, for the samples that were followed.
         adjoint: rows of the adjoint table, as columns.
+        groups: rows of the table of module groups.
         warnings: what may spoil these numbers.
     """
 
     layers: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     adjoint: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -75,8 +80,10 @@ def explain(study: Study, task: str, variants: Sequence[str], reporter: Reporter
             shares = sensitivity.final_shares[layer - 1]
             found.samples.append(key | {"sample_id": list(ids[: len(shares)]), "final_share": shares})
         found.warnings += _unconverged(study, task, variant, sensitivity)
-        if study.settings.adjoint:
-            nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
+        nodes = {layer: int(row["nodes"]) for layer, row in sensitivity.layers.items() if "nodes" in row}
+        if "groups" in study.settings.options:
+            found.groups += group_rows(study, task, variant, nodes)
+        if "adjoint" in study.settings.options:
             found.adjoint += adjoint_columns(study, task, variant, nodes)
     meter.finish()
     return found
@@ -193,33 +200,59 @@ def adjoint_columns(
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
-    settings = study.settings.jacobian
-    assert settings is not None
-    at_hand = study.tasks[task]
-    samples = dataclasses.replace(at_hand.diagnosis, batch_size=BATCH)
-    views: dict[int, list[LayerView]] = defaultdict(list)
-    for view in walk(study.pool, task, [variant], samples.batches(0, min(settings.samples, len(samples)))):
-        # The view's own layer function holds the layer's parameters; they are read again on the way back.
-        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten))
-    for seen in views.values():
-        steps = [_step(study, variant, view, nodes.get(view.layer.index, settings.nodes)) for view in seen]
+    samples = study.tasks[task].diagnosis
+    for seen, steps in _taken_back(study, task, variant, nodes):
         last = seen[-1]
         for name, target in _targets(study, samples, last).items():
             parts = adjoint_parts(steps, {last.layer.stream: target.covector})
             ids = list(samples.ids[last.start : last.stop])
             remainder = target.change - parts.sum(dim=0)
             for view, part in zip(seen, parts, strict=True):
-                is_head = view is last
-                yield {
-                    "task": task,
-                    "variant": variant,
-                    "target": name,
-                    "layer": view.layer.index,
+                key = {"task": task, "variant": variant, "target": name, "layer": view.layer.index}
+                yield key | {
                     "sample_id": ids,
                     "part": part.double().cpu().numpy(),
                     "change": target.change.double().cpu().numpy(),
-                    **({"remainder": remainder.double().cpu().numpy()} if is_head else {}),
+                    **({"remainder": remainder.double().cpu().numpy()} if view is last else {}),
                 }
+
+
+@torch.no_grad()
+def group_rows(study: Study, task: str, variant: str, nodes: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+    """Rows of the table of module groups; arguments and errors as for `adjoint_columns`."""
+    sums: dict[tuple[int, str], NDArray[np.float64]] = defaultdict(lambda: np.zeros(6))
+    for seen, steps in _taken_back(study, task, variant, nodes):
+        last = seen[-1]
+        drift = {last.layer.stream: decompose(last).drift[last.layer.stream]}
+        for view, (step, pulled) in zip(reversed(seen), pulled_back(steps, drift), strict=True):
+            if view.layer.index not in study.settings.stored_layers:
+                continue
+            expert, merged = (study.pool.layer_map(at, view.layer, task) for at in (expert_of(task), variant))
+            parts, whole = group_mismatches(expert, merged, view.expert_in, view.side), step.local_mismatch
+            rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
+            common = norm(rest), inner(whole, whole), inner(drift, drift), norm(whole)
+            for group, part in parts.items():
+                found = torch.stack([inner(part, whole), inner(part, pulled), *common])
+                sums[view.layer.index, group] += found.double().sum(dim=1).cpu().numpy()
+    for key, of in sums.items():
+        ratios = of[:3] / np.where(of[3:] > 0, of[3:], np.nan)
+        yield dict(zip(GROUP_CONTRIBUTIONS.names, (task, variant, *key, *ratios), strict=True))
+
+
+def _taken_back(
+    study: Study, task: str, variant: str, nodes: Mapping[int, int]
+) -> Iterator[tuple[list[LayerView], list[Step]]]:
+    """Batch by batch of the first samples, all layers in forward order: as the walk saw them, and as steps."""
+    settings = study.settings.jacobian
+    assert settings is not None
+    samples = dataclasses.replace(study.tasks[task].diagnosis, batch_size=BATCH)
+    views: dict[int, list[LayerView]] = defaultdict(list)
+    for view in walk(study.pool, task, [variant], samples.batches(0, min(settings.samples, len(samples)))):
+        # The view's own layer function holds the layer's parameters; they are read again on the way back.
+        views[view.start].append(dataclasses.replace(view, crossed_layer=_forgotten))
+    for seen in views.values():
+        steps = [_step(study, variant, view, nodes.get(view.layer.index, settings.nodes)) for view in seen]
+        yield seen, steps
 
 
 def _forgotten(state: State) -> State:

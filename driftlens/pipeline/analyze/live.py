@@ -11,6 +11,7 @@ import json
 import operator
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,7 @@ def live_study(
     cka: bool = False,
     jacobian: JacobianSettings | None = None,
     adjoint: bool = False,
+    groups: bool = False,
     device: str | torch.device | None = None,
     seed: int = 0,
     name: str = "live",
@@ -102,6 +104,7 @@ def live_study(
         cka: whether linear CKA is computed.
         jacobian: settings of path-averaged Jacobians; None leaves them out.
         adjoint: whether changes of loss and margin are traced back to layers; needs `jacobian`.
+        groups: whether local mismatches and contributions are split by module group; needs `jacobian`.
         device: where it is computed; the merged model's own device by default.
         seed: of the samples drawn and of random directions.
         name: of the run.
@@ -186,7 +189,7 @@ def live_study(
         settings=Settings(
             pool=pooling,
             stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], _indices(layers))),
-            options=frozenset(name for name, on in {"cka": cka, "adjoint": adjoint}.items() if on),
+            options=frozenset(compress(("cka", "adjoint", "groups"), (cka, adjoint, groups))),
             jacobian=jacobian,
         ),
         seed=seed,
@@ -202,10 +205,10 @@ def live_study(
     )
 
 
-_PLAIN = ("blocks", "pool", "n", "n_calibration", "batch_size", "cka", "adjoint", "seed", "name", "texts")
-"""What of `live_study`'s arguments can be written down as it is."""
 _FREE = ("n_calibration", "batch_size")
 """Settings on which no number of a run rests, so that they may be others when something is added to it."""
+_PLAIN = (*_FREE, "blocks", "pool", "n", "cka", "adjoint", "groups", "seed", "name", "texts")
+"""What of `live_study`'s arguments can be written down as it is."""
 _SETTINGS, _CONTENTS = "settings: ", "contents: "
 
 

@@ -84,6 +84,8 @@ def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str]
         writer.warn(warning)
     if found.adjoint:
         writer.append("adjoint", _stacked(found.adjoint), replace=True)
+    if found.groups:
+        writer.append("group_contributions", pd.DataFrame(found.groups), replace=True)
     if found.layers:
         writer.fill("samples", _stacked(found.samples))
         # Last: by these rows it is known what is explained.

@@ -177,6 +177,7 @@ def _jacobian_bytes(work: Workload, largest: int, weights: int) -> int:
     samples = min(jacobian.samples, max(task.diagnosis for task in work.tasks.values()))
     # One vector per layer and sample is carried to the end, and one prefix per layer.
     vectors = len(work.layers) * (jacobian.contributions + jacobian.prefix)
+    vectors += 5 * len(work.layers) * bool({"adjoint", "groups"} & work.settings.options)  # on the way back
     at_work = BATCH * LIVE_COPIES * (len(work.layers) if jacobian.contributions else 1)
     return 2 * weights + (samples * (vectors + 3) + at_work) * largest
 
@@ -208,7 +209,10 @@ def _jacobian_operations(work: Workload, jacobian: JacobianSettings) -> int:
     for index, layer in enumerate(work.layers[1:], start=2):
         vectors = index + 1 if jacobian.contributions else 2
         passes = nodes * (1 + vectors) + (nodes * POWER_STEPS if jacobian.spectral else 0)
-        total += layer.operations * (passes + (index - 2 if jacobian.prefix else 0))
+        # A pass back costs about three; of groups, some eight are switched in two orders.
+        options = work.settings.options
+        back = 9 * nodes * ("adjoint" in options) + (3 * nodes + 16) * ("groups" in options)
+        total += layer.operations * (passes + back + (index - 2 if jacobian.prefix else 0))
     return total
 
 

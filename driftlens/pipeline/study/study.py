@@ -75,11 +75,6 @@ class Settings:
         """The diagnostics of the walk that are always measured or switched on."""
         return tuple(chosen(self.options))
 
-    @property
-    def adjoint(self) -> bool:
-        """Whether changes of loss and margin are traced back to layers, sample by sample."""
-        return "adjoint" in self.options
-
 
 @dataclass(frozen=True)
 class Study:

@@ -242,19 +242,50 @@ def contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of cells; the scale is symmetric around zero."""
     rows = share_rows(run, options, {"final_share": CONTRIBUTED}).rename(columns={"remainder_share": REST})
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
-    highest = rows[[CONTRIBUTED, REST]].astype(float).abs().max().max()
-    shades = Scale(
-        title="share of final drift (%)",
-        low=-highest,
-        high=highest,
-        colours=theme.palette(options.dark).diverging,
-        write=lambda value: f"{round(value, 2) + 0.0:.0%}",
-        hover=theme.SHARE,
-    )
+    shades = _shares(rows[[CONTRIBUTED, REST]], options.dark)
     figure = _task_cells(run, rows, CONTRIBUTED, shades, beyond=REST, dark=options.dark)
     alt = f"Heatmap of signed shares of the final drift by task and layer. {words.peak_share(rows, CONTRIBUTED)}"
     notes, columns = words.gap_notes(run, rows, CONTRIBUTED), [*with_ends(rows, CONTRIBUTED), REST]
     return of_layers(run, figure, rows, *columns, alt=alt, notes=notes)
+
+
+def _shares(values: pd.DataFrame, dark: bool) -> Scale:
+    highest = values.astype(float).abs().max().max()
+    return Scale(
+        title="share of final drift (%)",
+        low=-highest,
+        high=highest,
+        colours=theme.palette(dark).diverging,
+        write=lambda value: f"{round(value, 2) + 0.0:.0%}",
+        hover=theme.SHARE,
+    )
+
+
+@chart(
+    "group-contributions",
+    title="Contributions by module group and layer",
+    section="contributions",
+    rank=25,
+    needs=("group_contributions", ("final_share",)),
+    caption="Signed share of the final drift that each module group's part of a layer's local mismatch ends up as, a "
+    "ratio of sums over diagnosis samples, mean over tasks without a band, groups down, layers across.",
+    hint="A column sums to the layer's contribution, so a dark cell names the modules to repair or to merge otherwise: "
+    "q, k, v, o of attention, gate, up, down of the feed-forward part. Groups become the variant's one by one; a "
+    "part is the mean over forward and backward order.",
+)
+def group_contributions(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Panels of cells, with groups in the place of tasks; the scale is symmetric around zero."""
+    rows = picking.chosen(run, options, run.group_contributions())
+    means = rows.groupby(["variant", "group", "layer"], sort=False)["final_share"].mean()
+    cells = means.rename(CONTRIBUTED).reset_index().rename(columns={"group": "task"})
+    shades, peak = _shares(cells[[CONTRIBUTED]], options.dark), words.peak_share(cells, CONTRIBUTED)
+    figure = _task_cells(run, cells, CONTRIBUTED, shades, dark=options.dark)
+    return Drawn(
+        figure.update_yaxes(title_text="module group (name)"),
+        alt=f"Heatmap of signed shares of the final drift by module group and layer. {peak}",
+        data=cells.rename(columns={"task": "module group"}),
+        notes=(f"Mean over {words.counted(rows['task'].nunique(), 'task')}.", *words.overlap_notes(run)),
+    )
 
 
 _MEASURES = {

@@ -43,7 +43,7 @@ def hostile(folder: pathlib.Path) -> DriftRun:
 def single(folder: pathlib.Path) -> DriftRun:
     """One task, one block, and rows of the last layer only."""
     path = write_full_run(folder / "single", tasks=["cars"], size=Size(blocks=1))
-    for name in ("layers", "samples", "adjoint", "calibration"):
+    for name in ("layers", "samples", "adjoint", "group_contributions", "calibration"):
         file = path / "tables" / f"{name}.parquet"
         rows = pq.read_table(file)
         pq.write_table(rows.filter(pc.equal(rows["layer"], pc.max(rows["layer"]))), file)

@@ -116,6 +116,19 @@ def test_adjoint_bars_and_dots_are_means_over_samples(full: DriftRun) -> None:
         assert list(bar.x) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_module_groups_are_means_over_tasks_and_sum_to_the_layer(full: DriftRun) -> None:
+    drawn = charts["group-contributions"].draw(full)
+    cells = drawn.data[drawn.data["variant"] == CALIBRATED].groupby("layer")["share of final drift"].sum()
+    layers = full.layers(variant=CALIBRATED).groupby("layer")["final_share"].mean()
+    assert cells.tolist() == pytest.approx(layers.tolist())
+    [cell] = drawn.data.query("variant == @CALIBRATED and `module group` == 'o' and layer == 3")[
+        "share of final drift"
+    ]
+    rows = full.group_contributions(variant=CALIBRATED).query("group == 'o' and layer == 3")
+    assert cell == pytest.approx(rows["final_share"].mean()) and cell < 0
+    assert drawn.figure.layout.yaxis.title.text == "module group (name)"
+
+
 def test_adjoint_parts_and_remainder_add_up_to_the_change(full: DriftRun) -> None:
     data = charts["adjoint"].draw(full).data
     sums = data[data["task"] == "cars"].groupby(["variant", "target"])["mean part"].sum()

@@ -55,6 +55,7 @@ def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) ->
     "name",
     [
         *("contributions", "contributions-heatmap", "splits", "adjoint", "alignment", "backbone-alignment"),
+        "group-contributions",
     ],
 )
 def test_what_other_variants_have_is_not_measured_again(name: str, full: DriftRun) -> None:

@@ -16,7 +16,7 @@ from driftlens.models.sources import TensorHeader
 
 
 class Asked:
-    """One task's samples before a score map; of texts the questions alone.
+    """One task's samples before a score map.
 
     Args:
         pool: tells how a model computes.
@@ -26,9 +26,7 @@ class Asked:
     """
 
     def __init__(self, pool: ModelPool, samples: SampleSet, head: ScoreMap, pooling: Pool) -> None:
-        is_read = samples.texts is not None and samples.texts.reader is not None
-        self._samples = samples.answering([""] * len(samples)) if is_read else samples
-        self._pool, self._head, self._pooling = pool, head, pooling
+        self._samples, self._pool, self._head, self._pooling = samples, pool, head, pooling
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -35,7 +35,7 @@ def adamerging(
         Literal["layer", "task"],
         "whether every parameter tensor has a coefficient per task, or the whole model",
     ] = "layer",
-    initial: Annotated[float, Bounds(), "the coefficients that it starts with"] = 0.3,
+    initial: Annotated[float, Bounds(-100, 100), "the coefficients that it starts with"] = 0.3,
     steps: Annotated[int, Bounds(0), "of the descent, each on one batch of every task"] = 1000,
     learning_rate: Annotated[float, Bounds(0, low_open=True), "of Adam"] = 1e-3,
     batch_size: Annotated[int, Bounds(1), "calibration samples per task and step"] = 16,

@@ -23,7 +23,7 @@ def dare(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(), "factor on the sum of task vectors"] = 0.3,
+    scaling: Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"] = 0.3,
     drop_rate: sparse.DropRate = 0.5,
     seed: sparse.Seed = 0,
 ) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ def della(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(), "factor on the merged step"] = 1.0,
+    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
     drop_rate: DropRate = 0.5,
     window: Annotated[
         float, Bounds(0, 1), "by how much the chances of a row's least and largest differ"

@@ -8,9 +8,13 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from driftlens.errors import SpecError
 from driftlens.merging.average import average
 from driftlens.merging.method import StateDict, merge_methods
 from driftlens.settings import Bounds
+
+MOST_CLASSES = 2048
+"""Exact information takes a backward pass for each class of each sample: a vocabulary is refused, ImageNet is not."""
 
 
 @merge_methods.method(
@@ -23,7 +27,7 @@ from driftlens.settings import Bounds
     scores=True,
     passes=2,
     held=lambda experts: 5,
-    runs=lambda settings, samples, classes: samples * (classes if settings["estimator"] == "exact" else 1),
+    runs=lambda settings, samples, classes: _runs(settings, samples, classes),
 )
 def fisher(
     base: StateDict,
@@ -67,6 +71,17 @@ def fisher(
         if key in seen:
             mean = torch.where(seen.pop(key).cpu(), (above.pop(key) / below.pop(key)).to(mean), mean)
         yield key, mean
+
+
+def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
+    if settings["estimator"] != "exact":
+        return samples
+    if classes > MOST_CLASSES:
+        raise SpecError(
+            f"the exact Fisher information of {classes:,} classes would take {samples * classes:,} backward passes",
+            hint="Set estimator=batch_sqrt, or name the classes in the data's entry: `classes: true`.",
+        )
+    return samples * classes
 
 
 def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ def iso_c(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(), "factor on the merged step"] = 1.0,
+    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
 ) -> dict[str, Tensor]:
     """base + scaling * the sum of task vectors, all of whose singular values are made their mean.
 

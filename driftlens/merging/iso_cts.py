@@ -28,7 +28,7 @@ def iso_cts(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(), "factor on the merged step"] = 1.0,
+    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
     common: Annotated[float, Bounds(0, 1), "share of a matrix's rank that the sum's directions keep"] = 0.8,
 ) -> dict[str, Tensor]:
     """As Iso-C, where the sum's least directions give way to each expert's own beside the common ones.

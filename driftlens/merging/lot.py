@@ -30,7 +30,7 @@ def lot(
     moments: Mapping[str, Tensor],
     *,
     scaling: Annotated[
-        float, Bounds(), "factor on the merged step; the paper takes 1.2 for ViT-B/32, 1.5 for ViT-L/14"
+        float, Bounds(-100, 100), "factor on the merged step; published: 1.2 for ViT-B/32, 1.5 for ViT-L/14"
     ] = 1.2,
 ) -> dict[str, Tensor]:
     """base + scaling * the step that changes outputs as close to every expert's as possible, on that expert's inputs.

@@ -67,7 +67,7 @@ class MergeMethod:
         passes: how often the function goes through all tensors, where `reads` is `model` or `samples`.
         held: experts -> how many whole models in float32 the function keeps in memory.
         runs: (settings, samples of a task, their classes) -> how many forward and backward passes of one sample the
-            function makes for each task, where `reads` is `samples`.
+            function makes for each task, where `reads` is `samples`; a SpecError where nobody would wait for them.
         work: (settings, experts, rows, columns) -> floating-point operations on one linear module's matrix, where they
             are more than a few per entry.
     """

@@ -25,7 +25,7 @@ def ties(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(), "factor on the merged step"] = 1.0,
+    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
     density: Annotated[
         float, Bounds(0, 1, low_open=True), "share of a task vector's entries that is kept"
     ] = 0.2,

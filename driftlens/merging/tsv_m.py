@@ -27,7 +27,7 @@ def tsv_m(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    scaling: Annotated[float, Bounds(), "factor on the merged step"] = 1.0,
+    scaling: Annotated[float, Bounds(-100, 100), "factor on the merged step"] = 1.0,
 ) -> dict[str, Tensor]:
     """base + scaling * U S V', of every expert's leading singular vectors, brought apart by polar factors.
 

@@ -95,6 +95,91 @@ def test_lists_go_over_layers_and_filters_over_names(
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+def in_slices(folders: Folders, method: str) -> dict[str, Any]:
+    """The first layer apart from the others, with settings of slices and of their models."""
+    made = recipe(folders, method)
+    del made["models"]
+
+    def sources(first: int, end: int, *given: dict[str, Any]) -> list[dict[str, Any]]:
+        settings = [*given, {}]
+        return [
+            {"model": folders[name], "layer_range": [first, end], "parameters": own}
+            for name, own in zip(("one", "two", "base"), settings, strict=True)
+        ]
+
+    weights = [{"filter": "self_attn", "value": [0.2, 0.8]}, {"value": 0.5}]
+    return made | {
+        "slices": [
+            {"sources": sources(0, 1, {"weight": 0.3}, {}), "parameters": {"weight": [0.9, 0.1]}},
+            {"sources": sources(1, 3, {"weight": weights}, {"weight": [1, 0]})},
+        ],
+        "parameters": {"weight": 7, "density": 1.0},
+    }
+
+
+def test_slices_have_settings_of_their_own(folders: Folders, tmp_path: pathlib.Path, run_cli: Cli) -> None:
+    done = run_cli("merge", written(in_slices(folders, "dare_linear"), tmp_path), "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    base, one, two = (weights(folders[name]) for name in MODELS)
+    found = weights(tmp_path / "out")
+    # Of one layer the last entry of a list holds, and the first one before and behind all layers.
+    wanted = {
+        "embed_tokens": (0.3, 0.9),
+        "layers.0": (0.3, 0.1),
+        "layers.1.self_attn": (0.2, 1.0),
+        "layers.2.self_attn": (0.8, 0.0),
+        "layers.1": (0.5, 1.0),
+        "layers.2": (0.5, 0.0),
+        "model.norm": (0.5, 1.0),
+        "lm_head": (0.5, 1.0),
+    }
+    for key, start in base.items():
+        a, b = next(value for part, value in wanted.items() if part in key)
+        torch.testing.assert_close(found[key], start + a * (one[key] - start) + b * (two[key] - start))
+
+
+DROPPED = ("dare_linear", "dare_ties", "della", "della_linear")
+
+
+def dropped(folders: Folders, method: str) -> dict[str, Any]:
+    """One model, so that what is left of its task vector can be seen."""
+    own = {"weight": 1.0, "density": 0.6} | ({"epsilon": 0.3} if "della" in method else {})
+    made = recipe(folders, method) | {"models": [{"model": folders["one"], "parameters": own}]}
+    assert made["base_model"] == folders["base"]
+    return made
+
+
+def is_drawn_by_the_law(method: str, folders: Folders, merged: dict[str, Tensor]) -> None:
+    """Sizes add up to the task vector's; shares that stay are within five standard errors of their chances."""
+    base, one = weights(folders["base"]), weights(folders["one"])
+    kept, chances = [], []
+    for key in ("model.layers.0.mlp.up_proj.weight", "model.layers.2.mlp.down_proj.weight"):
+        vector, left = one[key] - base[key], merged[key] - base[key]
+        torch.testing.assert_close(left.abs().sum(), vector.abs().sum(), rtol=1e-3, atol=0)
+        places = vector.abs().argsort(dim=1).argsort(dim=1) / (vector.shape[1] - 1)
+        kept.append((left.abs() > 1e-6).double().flatten())
+        chances.append((0.6 + (0.6 * (places - 0.5) if "della" in method else 0 * places)).double().flatten())
+    found, chance = torch.cat(kept), torch.cat(chances)
+    for part in (chance > 0, chance > chance.median(), chance < chance.median()):
+        if part.any():
+            error = (chance[part] * (1 - chance[part])).sum().sqrt()
+            assert abs(found[part].sum() - chance[part].sum()) < 5 * error
+    assert 0 < found.mean() < 1
+
+
+@pytest.mark.parametrize("method", DROPPED)
+def test_random_masks_follow_the_law(
+    method: str, folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    file = written(dropped(folders, method), tmp_path)
+    for name in ("out", "again"):
+        done = run_cli("merge", file, "--out", tmp_path / name)
+        assert done.code == 0, done.err
+    merged, again = weights(tmp_path / "out"), weights(tmp_path / "again")
+    is_drawn_by_the_law(method, folders, merged)
+    assert all(torch.equal(merged[key], again[key]) for key in merged)
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
     "linear, not normalized": ("linear", {"parameters": {"normalize": False}}),
@@ -107,6 +192,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ties, rescaled": ("ties", {"parameters": {"normalize": False, "rescale": True}}),
     "breadcrumbs": ("breadcrumbs", {"parameters": {"gamma": 0.1}}),
     "breadcrumbs_ties": ("breadcrumbs_ties", {}),
+    "slices": ("slices", {}),
+    **{f"{name}, nothing dropped": (name, {"density": 1.0}) for name in DROPPED},
+    **{f"{name}, in law": (name, {"alone": True}) for name in DROPPED},
 }
 
 
@@ -117,7 +205,12 @@ def test_what_mergekit_makes_is_made(
     case: str, folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:
     method, more = CASES[case]
-    file = written(recipe(folders, method, **more), tmp_path)
+    made = in_slices(folders, "task_arithmetic") if method == "slices" else recipe(folders, method)
+    made = dropped(folders, method) if "alone" in more else made | more
+    if made.pop("density", None):
+        for model in made["models"]:
+            model["parameters"]["density"] = 1.0
+    file = written(made, tmp_path)
     assert MERGEKIT is not None
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([MERGEKIT, str(file), str(tmp_path / "theirs"), "--quiet"], check=True, env=alone)
@@ -125,6 +218,9 @@ def test_what_mergekit_makes_is_made(
     assert done.code == 0, done.err
     theirs, ours = open_checkpoint(str(tmp_path / "theirs")), weights(tmp_path / "ours")
     assert set(theirs.headers) == set(ours)
+    if "alone" in more:
+        is_drawn_by_the_law(method, folders, {key: theirs.read(key) for key in ours})
+        return
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs.read(key), rtol=1e-4, atol=2e-6)
     base = weights(folders["base"])
@@ -133,8 +229,14 @@ def test_what_mergekit_makes_is_made(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"merge_method": "passthrough"}, "merge_method is 'passthrough'"),
-    "random masks": ({"merge_method": "dare_ties"}, "merge_method is 'dare_ties'"),
-    "slices": ({"slices": []}, "slices can't be followed"),
+    "epsilon": ({"merge_method": "della", "parameters": {"epsilon": 0.6}}, "epsilon is 0.6"),
+    "models and slices": ({"slices": []}, "slices can't be followed"),
+    "no slices": ({"slices": []}, "models is []"),
+    "slices that move": ({"slices": [[1, 3]]}, "a slice takes the layers [[1, 3], [1, 3]]"),
+    "slices that repeat": ({"slices": [[0, 2], [1, 3]]}, "a slice takes the layers [[1, 3], [1, 3]]"),
+    "slices that end early": ({"slices": [[0, 2]]}, "its slices end before or behind layer 3"),
+    "slices that go on": ({"slices": [[0, 4]]}, "its slices end before or behind layer 3"),
+    "no layers": ({"slices": [None]}, "a slice takes the layers [None, None]"),
     "tokenizer": ({"tokenizer_source": "base"}, "tokenizer_source can't be followed"),
     "parameter": ({"parameters": {"densty": 0.5}}, "no parameter 'densty'"),
     "no base": ({"base_model": None}, "ties needs base_model"),
@@ -153,6 +255,11 @@ def test_what_a_recipe_may_not_ask_is_refused_by_name(
     made = recipe(folders, "ties", **more)
     if fault == "weight missing":
         made["models"] = [{"model": folders["one"]}]
+    if fault.startswith(("slices", "no slices", "no layers")):
+        models = made.pop("models")
+        made["slices"] = [
+            {"sources": [{**model, "layer_range": span} for model in models]} for span in more["slices"]
+        ]
     done = run_cli("merge", written(made, tmp_path), "--out", tmp_path / "out")
     assert done.code == 2 and message in done.err.replace("\n", " "), done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yml"]

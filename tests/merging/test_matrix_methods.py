@@ -193,7 +193,7 @@ def test_moments_are_those_of_each_experts_own_forward_and_of_the_merged_prefix(
     assert not torch.allclose(found["blocks.2.up.weight"], plain["blocks.2.up.weight"], atol=1e-2)
 
 
-@pytest.mark.parametrize("name", [*SVD, "wudi", "lot", "regmean", "regmean_pp"])
+@pytest.mark.parametrize("name", [*SVD, "wudi", "lot", "regmean", "regmean_pp", "fisher", "adamerging"])
 def test_two_threads_give_what_one_gives(name: str) -> None:
     base, experts = states(merge_methods[name])
     before = torch.get_num_threads()
@@ -205,7 +205,8 @@ def test_two_threads_give_what_one_gives(name: str) -> None:
     finally:
         torch.set_num_threads(before)
     for key in base:
-        if merge_methods[name].runs_models:  # whose features are products in float32
+        # Features are products in float32, whose sums torch parts among threads: only what reads none is exact.
+        if merge_methods[name].runs_models:
             torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-4, atol=1e-5)
         else:
             assert torch.equal(found[0][key], found[1][key])

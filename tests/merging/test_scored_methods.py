@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.errors import SpecError
+from driftlens.errors import Cancelled, SpecError
 from driftlens.merging.method import merge_methods
+from driftlens.models.chain import LinearHead
 from driftlens.pipeline.study.merging import merged_source
+from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from tests.merging.applying import apply, head_of, open_models, random_model, study_of
 from tests.merging.test_matrix_methods import calibration_images, stacks
 from tests.reference import matrix_merging as reference
@@ -96,3 +98,34 @@ def test_labels_are_not_read_and_the_order_of_tasks_does_not_matter(name: str) -
 
     first, second = merged("abc", "x"), merged("cab", "z")
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ["fisher", "adamerging"])
+def test_every_batch_is_told_of_and_the_next_one_can_be_cancelled(name: str, tmp_path: pathlib.Path) -> None:
+    models, events, token = open_models(BASE, EXPERTS), list[ProgressEvent](), CancelToken()
+
+    def see(event: ProgressEvent) -> None:
+        events.append(event)
+        if event.done == 8:
+            token.cancel()
+
+    settings = {"steps": 50, "batch_size": 4} if name == "adamerging" else {}
+    with pytest.raises(Cancelled):
+        merged_source(
+            models, name, settings, study_of(models), beside=tmp_path / "x", reporter=Reporter(see, token)
+        )
+    total = 3 * (50 * 4 if name == "adamerging" else 6)
+    assert [(event.done, event.total) for event in events if event.phase == "ask"][-1] == (8, total)
+    assert events[-1].done == 8 and not list(tmp_path.iterdir())
+
+
+def test_exact_information_of_a_vocabulary_is_refused_before_anything_is_computed() -> None:
+    models = open_models(BASE, EXPERTS)
+    study = study_of(models)
+    words = LinearHead(tuple(map(str, range(3000))), torch.zeros(3000, 16))
+    tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=words)}
+    study, events = dataclasses.replace(study, tasks=tasks), list[ProgressEvent]()
+    with pytest.raises(SpecError, match="3,000 classes would take 18,000 backward passes") as caught:
+        merged_source(models, "fisher", {}, study, reporter=Reporter(events.append))
+    assert "estimator=batch_sqrt" in caught.value.hint and not events
+    merged_source(models, "fisher", {"estimator": "batch_sqrt"}, study)

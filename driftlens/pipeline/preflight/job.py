@@ -20,9 +20,8 @@ from driftlens.layers import select_layers
 from driftlens.merging.method import READS, MergeMethod, merge_methods
 from driftlens.metrics import Metric, metric_called
 from driftlens.models.architecture import Architecture
-from driftlens.models.chain import Layer, LayerChain, LinearHead
+from driftlens.models.chain import LayerChain, LinearHead
 from driftlens.models.own_heads import OwnHead
-from driftlens.models.sources import TensorHeader
 from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.analyze.phases import suitable_threads
 from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of
@@ -158,14 +157,24 @@ def _check_merge(
             return
         samples = sum(len(opened.calibration) for opened in data.values())
         text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
-        if passes := merge_passes(entry, settings, data):
-            text += f", and layers run {passes:,} times on a sample"
+        passes = checks.attempt("merge", lambda: merge_passes(entry, settings, data, models))
+        if passes is None:
+            return
+        text += f", and layers run {passes:,} times on a sample" if passes else ""
     checks.ok("merge", text)
 
 
-def merge_passes(entry: MergeMethod, settings: Mapping[str, Any], data: Mapping[str, TaskData]) -> int:
-    """How often every layer runs on one sample, there and back counted as three, at most."""
-    counts = [(len(opened.calibration), len(opened.class_names or [""])) for opened in data.values()]
+def merge_passes(
+    entry: MergeMethod, settings: Mapping[str, Any], data: Mapping[str, TaskData], models: OpenModels
+) -> int:
+    """How often every layer runs on one sample, there and back counted as three, at most.
+
+    Raises:
+        SpecError: it would be more often than anybody waits for.
+    """
+    lm = models.architecture.lm
+    rows = 1 if lm is None else next(iter(models.sources.values())).headers[lm.key].shape[0]
+    counts = [(len(at.calibration), len(at.class_names or at.answers()) or rows) for at in data.values()]
     if entry.reads_moments:
         return sum(count for count, _ in counts) * (2 if entry.reads == "prefix" else 1)
     return 3 * sum(entry.runs(settings, *count) for count in counts) if entry.scores else 0
@@ -213,7 +222,9 @@ def _merge_cost(
     # In float32 and at a time: the base's, each expert's, the result, and one to compute with.
     words = (num_tasks + 3) * min(largest, PIECE if entry.reads == "entry" else largest)
     if entry.reads_moments:
-        words += max(_moment_words(layer, headers) for layer in models.architecture.chain.layers) * num_tasks
+        # In float64, once for all sites that read the same.
+        widths = [{read: shape[1] for read, shape in layer}.values() for layer in _matrices(models)]
+        words += max(sum(2 * width * width for width in layer) for layer in widths) * num_tasks
         words += 2 * samples * max((layer.state_bytes for layer in layers), default=0) // 4
     words += entry.held(num_tasks) * sum(torch.Size(header.shape).numel() for header in headers.values())
     passes = entry.passes + entry.reads_moments  # which runs the experts first
@@ -223,13 +234,15 @@ def _merge_cost(
     return f"every file is read {times}, with {least}{size_text(4 * words)} in memory"
 
 
-def _moment_words(layer: Layer, headers: Mapping[str, TensorHeader]) -> int:
-    """Words of one task's moments of a layer, in float64; sites that read the same share theirs."""
-    slots = {
-        site.input: layer.parameters[f"{site.name}.weight"] for site in layer.sites if site.kind == "linear"
-    }
-    widths = [slot.shape(headers[slot.key].shape)[1] for slot in slots.values()]
-    return sum(2 * width * width for width in widths)
+def _matrices(models: OpenModels) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """By layer what each linear module reads, and the shape of its matrix."""
+    headers = next(iter(models.sources.values())).headers
+    found = []
+    for layer in models.architecture.chain.layers:
+        sites = [site for site in layer.sites if site.kind == "linear"]
+        slots = [(site.input, layer.parameters.get(f"{site.name}.weight")) for site in sites]
+        found.append([(input, slot.shape(headers[slot.key].shape)) for input, slot in slots if slot])
+    return found
 
 
 def _cost(
@@ -264,23 +277,10 @@ def _cost(
     more = 0
     if spec.merge is not None:
         entry, chosen = merge_of(spec, spec.merge.method, spec.merge.parameters)
-        more = merge_passes(entry, chosen, data) * sum(layer.operations for layer in layers)
-        more += _matrix_operations(entry, chosen, models, len(spec.tasks))
+        more = merge_passes(entry, chosen, data, models) * sum(layer.operations for layer in layers)
+        shapes = [shape for layer in _matrices(models) for _, shape in layer]
+        more += sum(int(entry.work(chosen, len(spec.tasks), *shape)) for shape in shapes)
     return estimate(work, sample, device, getattr(torch, spec.compute.dtype), more_operations=more)
-
-
-def _matrix_operations(
-    entry: MergeMethod, settings: Mapping[str, Any], models: OpenModels, experts: int
-) -> int:
-    """What the method computes of the linear modules' matrices by themselves."""
-    headers, total = next(iter(models.sources.values())).headers, 0
-    for layer in models.architecture.chain.layers:
-        for site in layer.sites:
-            slot = layer.parameters.get(f"{site.name}.weight")
-            if site.kind == "linear" and slot is not None:
-                shape = slot.shape(headers[slot.key].shape)
-                total += int(entry.work(settings, experts, *shape))
-    return total
 
 
 def _check_data(

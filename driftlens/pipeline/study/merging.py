@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from driftlens.access import Access
+from driftlens.data.samples import SampleSet
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import UNIFORM, normalised
 from driftlens.engine.site_rows import row_weights, rows_and_output
@@ -132,6 +133,8 @@ def merged_source(
     headless = [task for task in samples if study is not None and study.head(task, expert_of(task)) is None]
     if entry.scores and headless:
         raise no_scores(entry, headless)
+    if study is not None and entry.reads == "samples":
+        study = _asked(study, entry, settings, reporter or Reporter())
     name = f"{entry.title} of {', '.join(sorted(experts))}"
     tensors = _on_disk(start, beside)
     missing = {key: tensors[key].numel() for key in at_hand.base}
@@ -155,6 +158,34 @@ def merged_source(
         if count:
             raise ShapeError(f"{name}: {key!r} came {'twice' if count < 0 else 'not, or not as a whole'}")
     return TensorsSource(name, tensors)
+
+
+def _asked(study: Study, entry: MergeMethod, settings: Mapping[str, Any], reporter: Reporter) -> Study:
+    """What a method of samples is given: no labels, and of texts it scores no answers; every reading is reported.
+
+    Raises:
+        SpecError: the method would take too long.
+    """
+    total, done = 0, 0
+
+    def shown(samples: SampleSet) -> SampleSet:
+        is_read = entry.scores and samples.texts is not None and samples.texts.reader is not None
+        samples = samples.answering([""] * len(samples)) if is_read else samples
+
+        def load(positions: Sequence[int]) -> Any:
+            nonlocal done
+            reporter.step("ask", done, total or None, "samples")
+            done += len(positions)
+            return samples.load(positions)
+
+        return dataclasses.replace(samples, load=load)
+
+    given = {task: shown(at.calibration) for task, at in study.tasks.items() if at.calibration is not None}
+    for task, samples in given.items() if entry.scores else ():
+        head = study.head(task, expert_of(task))
+        entry.runs(settings, len(samples), 0 if head is None else len(head.classes))
+        total += entry.runs(settings, len(samples), 1)
+    return study.blinded(given)
 
 
 def _on_disk(start: StateSource, beside: PathLike | None) -> dict[str, Tensor]:
@@ -202,10 +233,7 @@ def _parts(
     elif entry.reads_sites:
         yield from _sites(entry, settings, models, chain, study, place_of)
     else:
-        more: tuple[Study, ...] = ()
-        if study is not None and entry.reads == "samples":
-            given = {task: at.calibration for task, at in study.tasks.items() if at.calibration is not None}
-            more = (study.blinded(given),)
+        more = () if study is None or entry.reads != "samples" else (study,)
         for key, value in entry.function(models.base, models.experts, *more, **settings):
             yield Slot(key), value
 

@@ -1,6 +1,6 @@
 """mergekit's recipes, for the methods that both have: read, and merged tensor by tensor like any others.
 
-Arithmetic is in float32. Methods of random masks are refused: mergekit's draws can't be repeated.
+Arithmetic is in float32. Random masks are drawn by the same law, not by mergekit's own draws, which can't be repeated.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from driftlens.access import Access
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.files import PathLike
+from driftlens.merging.della import keep_chances
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
-from driftlens.merging.sparse import ranked
+from driftlens.merging.sparse import keep_mask, ranked
 from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import save_merge
 from driftlens.pipeline.study.opening import open_models, open_pool
@@ -35,6 +36,8 @@ _SUM = {
     "density": 1.0,
 }
 _OUTLIERS = _SUM | {"gamma": 0.01}
+_DARE = _SUM | {"rescale": True}
+_DELLA = _DARE | {"epsilon": 0.15}
 METHODS: Mapping[str, tuple[str, Settings]] = {
     "linear": ("average", {"weight": None, "normalize": True}),
     "slerp": ("slerp", {"t": None}),
@@ -44,20 +47,25 @@ METHODS: Mapping[str, tuple[str, Settings]] = {
     "ties": ("ties", _SUM | {"normalize": True}),
     "breadcrumbs": ("breadcrumbs", _OUTLIERS),
     "breadcrumbs_ties": ("breadcrumbs", _OUTLIERS),
+    "dare_linear": ("dare", _DARE),
+    "dare_ties": ("dare", _DARE),
+    "della": ("della", _DELLA | {"normalize": True}),
+    "della_linear": ("della", _DELLA),
 }
 """mergekit's name -> ours for what is nearest, and its parameters with defaults; None where one must be given."""
-_OF_MODELS = ("weight", "density", "gamma")
+_OF_MODELS = ("weight", "density", "gamma", "epsilon")
+_ELECTED = ("ties", "breadcrumbs_ties", "dare_ties", "della")
 _ALIKE = ("linear", "slerp", "karcher")
-_KEYS = ("merge_method", "models", "base_model", "parameters", "dtype", "out_dtype")
+_KEYS = ("merge_method", "models", "slices", "base_model", "parameters", "dtype", "out_dtype")
 
 
 class Recipe(NamedTuple):
-    """mergekit's method, the base unless all models are alike, experts by task and what is set for each, and dtype."""
+    """mergekit's method, the base unless all are alike, experts by task, by layers what is set for each, and dtype."""
 
     method: str
     base: str | None
     experts: Mapping[str, str]
-    settings: Mapping[str, Sequence[Settings]]
+    settings: Sequence[tuple[int, int | None, Mapping[str, Sequence[Settings]]]]
     dtype: str | None
 
     def merge(self, base: StateDict, experts: Mapping[str, StateDict], layers: int) -> dict[str, Tensor]:
@@ -66,10 +74,15 @@ class Recipe(NamedTuple):
         merged: dict[str, Tensor] = {}
         for key, start in base.items():
             number = re.search(r"\.(\d+)\.", key)
-            along = 0.0 if number is None else int(number[1]) / (layers - 1) if layers > 1 else 1.0
+            at = int(number[1]) if number else 0 if "embed" in key else layers - 1
+            first, end, settings = next(each for each in self.settings if at < (each[1] or layers))
+            last = (end or layers) - first - 1
+            along = 0.0 if number is None else (at - first) / last if last else 1.0
 
-            def value(name: str, task: str = "", key: str = key, along: float = along) -> Any:
-                found = (_value(given.get(name), key, along) for given in self.settings[task])
+            def value(
+                name: str, task: str = "", key: str = key, along: float = along, settings: Any = settings
+            ) -> Any:
+                found = (_value(given.get(name), key, along) for given in settings[task])
                 known = next((each for each in found if each is not None), defaults[name])
                 if known is None:
                     raise _refused(
@@ -91,9 +104,9 @@ class Recipe(NamedTuple):
                 continue
             for row, task in zip(given, experts, strict=True):
                 chosen = {name: value(name, task) for name in defaults if name in _OF_MODELS}
-                row.copy_(_sparse(row - start, ours, chosen, shared["rescale"]))
+                row.copy_(_sparse(row - start, ours, chosen, shared["rescale"], task, key))
             given, same = weights * given, torch.ones_like(given)
-            if self.method.endswith("ties"):
+            if self.method in _ELECTED:
                 same = (given.sign() == torch.where(given.sum(dim=0) >= 0, 1.0, -1.0)).to(given)
             step, divisor = (given * same).sum(dim=0), (weights * same).sum(dim=0)
             step = step / torch.where(divisor.abs() < 1e-8, 1.0, divisor) if shared["normalize"] else step
@@ -101,12 +114,19 @@ class Recipe(NamedTuple):
         return merged
 
 
-def _sparse(vector: Tensor, kind: str, own: Settings, rescale: bool) -> Tensor:
+def _sparse(vector: Tensor, kind: str, own: Settings, rescale: bool, task: str, key: str) -> Tensor:
     density, count, size = own["density"], vector.numel(), vector.abs().flatten()
     if density >= 1 or kind == "task_arithmetic":
         return vector
     target = int(density * count)
-    if kind == "ties":
+    if kind in ("dare", "della"):
+        spread = own.get("epsilon", 0.0) if density > 0 else 0.0
+        if density - spread < 0 or density + spread > 1:
+            raise _refused(
+                f"epsilon is {spread}", "density - epsilon and density + epsilon lie between 0 and 1."
+            )
+        keep = keep_mask(keep_chances(vector, 1 - density, 2 * spread), 0, task, key)
+    elif kind == "ties":
         keep = ranked(size, 0, max(1, target) if density > 0 else 0)
     else:
         keep = ranked(size, min(int(own["gamma"] * count), count - target), target)
@@ -121,36 +141,31 @@ def read_recipe(file: PathLike) -> Recipe:
         SpecError: the file can't be read, or asks for something that is not done here; says what.
     """
     raw = read_mapping(Path(file), "recipe", "It needs `merge_method` and `models`.")
-    method, base, entries = str(raw.get("merge_method")), raw.get("base_model"), raw.get("models")
+    method, base = str(raw.get("merge_method")), raw.get("base_model")
     if method not in METHODS:
         raise _refused(f"merge_method is {method!r}", f"There are {', '.join(METHODS)}.")
-    if others := raw.keys() - set(_KEYS):
+    if others := raw.keys() - (set(_KEYS) - ({"slices"} if "models" in raw else set())):
         raise _refused(f"{', '.join(sorted(others))} can't be followed", f"What is read: {', '.join(_KEYS)}.")
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise _refused(f"models is {entries!r}", "Write a list of `model: PATH` with `parameters`.")
-    if base is not None and base not in [entry.get("model") for entry in entries]:
-        entries = [*entries, {"model": base}]
     if base is None and method not in ("linear", "karcher"):
         raise _refused(f"{method} needs base_model", "Name the model that the others were trained from.")
-    if method == "slerp":
-        entries = sorted(entries, key=lambda entry: bool(entry.get("model") != base))
-    wide, defaults = raw.get("parameters") or {}, METHODS[method][1]
-    experts: dict[str, str] = {}
-    settings: dict[str, list[Settings]] = {"": [wide]}
-    for entry in entries:
-        name, own, task = entry.get("model"), entry.get("parameters") or {}, f"model{len(experts):03d}"
-        if not isinstance(name, str) or "+" in name:
-            raise _refused(
-                f"the model {name!r} is no path or Hub id", "Merge adapters into their base first."
-            )
-        for given in (wide, own):
-            if not isinstance(given, dict) or (
-                unknown := next((key for key in given if key not in defaults), None)
-            ):
-                hint = did_you_mean(unknown, defaults) or f"It takes {', '.join(defaults)}."
-                raise _refused(f"{method} has no parameter {unknown!r}", hint)
-        if method in _ALIKE or name != base:
-            experts[task], settings[task] = name, [own, wide]
+    slices = raw["slices"] if "slices" in raw else [{"sources": raw.get("models")}]
+    wide, experts, end = raw.get("parameters") or {}, dict[str, str](), 0
+    settings: list[tuple[int, int | None, Mapping[str, Sequence[Settings]]]] = []
+    for part in slices if isinstance(slices, list) and slices else [slices]:
+        entries = part.get("sources") if isinstance(part, dict) else part
+        if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+            raise _refused(f"models is {entries!r}", "Write a list of `model: PATH` with `parameters`.")
+        ranges = [entry.get("layer_range") for entry in entries]
+        first, (end, given) = end, _slice(part, ranges, end) if "slices" in raw else (0, {})
+        if base is not None and base not in [entry.get("model") for entry in entries]:
+            entries = [*entries, {"model": base}]
+        if method == "slerp":
+            entries = sorted(entries, key=lambda entry: bool(entry.get("model") != base))
+        found = _entries(method, base, entries, [given, wide])
+        if settings and found[0] != experts:
+            raise _refused("slices have different models", "Name the same ones, in the same order, in each.")
+        experts = found[0]
+        settings.append((first, end or None, found[1]))
     return Recipe(
         method,
         None if method in _ALIKE else base,
@@ -158,6 +173,44 @@ def read_recipe(file: PathLike) -> Recipe:
         settings,
         raw.get("out_dtype") or raw.get("dtype"),
     )
+
+
+def _slice(part: Any, ranges: Sequence[Any], start: int) -> tuple[int, Settings]:
+    """Where a slice ends, and what is set for all of it."""
+    span = ranges[0] if ranges else None
+    is_next = isinstance(span, list) and len(span) == 2 and span[0] == start < span[1]
+    if (
+        span is None
+        or not is_next
+        or any(each != span for each in ranges)
+        or part.keys() - {"sources", "parameters"}
+    ):
+        hint = "Layers stay where they are: each slice takes all models' next ones, `sources` and `parameters` alone."
+        raise _refused(f"a slice takes the layers {ranges}", hint)
+    return span[1], part.get("parameters") or {}
+
+
+def _entries(
+    method: str, base: str | None, entries: Sequence[Settings], shared: Sequence[Settings]
+) -> tuple[dict[str, str], dict[str, Sequence[Settings]]]:
+    """Experts by task, and what is set for each; under no name what is set for all."""
+    defaults, experts = METHODS[method][1], dict[str, str]()
+    settings: dict[str, Sequence[Settings]] = {"": shared}
+    for entry in entries:
+        name, own, task = entry.get("model"), entry.get("parameters") or {}, f"model{len(experts):03d}"
+        if not isinstance(name, str) or "+" in name:
+            raise _refused(
+                f"the model {name!r} is no path or Hub id", "Merge adapters into their base first."
+            )
+        for given in (*shared, own):
+            if not isinstance(given, dict) or (
+                unknown := next((key for key in given if key not in defaults), None)
+            ):
+                hint = did_you_mean(unknown, defaults) or f"It takes {', '.join(defaults)}."
+                raise _refused(f"{method} has no parameter {unknown!r}", hint)
+        if method in _ALIKE or name != base:
+            experts[task], settings[task] = name, [own, *shared]
+    return experts, settings
 
 
 def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
@@ -180,6 +233,10 @@ def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
     if recipe.dtype is not None and dtypes != {recipe.dtype}:
         raise _refused(f"dtype is {recipe.dtype}, and the models are {', '.join(dtypes)}", "Leave dtype out.")
     layers = 1 + max((int(at[1]) for key in headers if (at := re.search(r"\.(\d+)\.", key))), default=0)
+    if recipe.settings[-1][1] not in (None, layers):
+        raise _refused(
+            f"its slices end before or behind layer {layers}", "They take all layers of the models."
+        )
 
     def function(base: StateDict, experts: Mapping[str, StateDict], *, recipe_text: str) -> dict[str, Tensor]:
         return recipe.merge(base, experts, layers)

@@ -140,6 +140,7 @@ def walk(
             carried.append(_Waiting(at.start, at.stop, out, at.side))
         watch.check()
         waiting = carried
+        maps.clear()  # before the next layer is read: both would be alive
 
 
 def layer_states(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 
-from driftlens.engine.pool import ModelPool, streamed_weights
+from driftlens.engine.pool import LayerMap, ModelPool, streamed_weights
 from driftlens.engine.walk import forward, waiting_bytes, walk
 from driftlens.errors import IncompatibleModelsError, NumericsError
 from driftlens.models.sources import TensorsSource
@@ -150,6 +151,22 @@ def test_features_of_one_boundary_wait_and_no_more(models: Family) -> None:
     # Two models of four samples wait; of the batch of two at hand there are the outputs and the crossed output, and
     # the view of the batch before it.
     assert most <= (2 * 4 + 3 * 2 + 3 * 2) * per_sample
+
+
+def test_a_layer_is_let_go_before_the_next_is_read(models: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the view at hand keeps one model's."""
+    counts, read = [], models.pool.layer_map
+
+    def counted(*args: Any) -> LayerMap:
+        counts.append(sum(type(thing) is LayerMap for thing in gc.get_objects()))
+        return read(*args)
+
+    monkeypatch.setattr(models.pool, "layer_map", counted)
+    gc.collect()
+    with torch.no_grad():
+        for _ in walk(models.pool, "a", ["base", "merged"], models.batches):
+            pass
+    assert max(counts) <= 2 + 1
 
 
 def test_side_inputs_are_weighed_once_for_all_models() -> None:

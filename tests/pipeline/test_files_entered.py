@@ -8,9 +8,12 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
+
 import driftlens
 from driftlens.access import Access
-from driftlens.pipeline.analyze.diagnosis import diagnose
+from driftlens.engine.walk import walk
+from driftlens.pipeline.analyze.diagnosis import _Recorder, diagnose
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.progress import Reporter
 from driftlens.records.run import DriftRun
@@ -48,3 +51,15 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
     diagnose(study, task, Reporter())  # finds the diagnostics and whatever else is found once
     files = entered(lambda: diagnose(study, task, Reporter()))
     assert len(files) <= MOST, "\n".join(sorted(files))
+
+
+def test_pooled_features_hold_no_other_tokens(light: DriftRun) -> None:
+    """One token of each sample, kept as a view, would keep the whole features of every layer."""
+    study, _ = reopened(light.path, access=Access(device="cpu"))
+    task, variant = next(iter(study.tasks)), study.variants[0]
+    recorder = _Recorder("cls", variant, study.settings.measured)
+    with torch.no_grad():
+        for view in walk(study.pool, task, [variant], study.tasks[task].diagnosis.batches()):
+            recorder.add(view)
+    kept = [part for parts in recorder._features.values() for part in parts]
+    assert kept and all(part.base is None for part in kept)

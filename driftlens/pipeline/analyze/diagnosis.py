@@ -129,7 +129,8 @@ class _Recorder:
 
     def _keep_features(self, key: tuple[str, int], view: LayerView, state: State) -> None:
         vectors = view.layer.vectors(state, view.side, self._pool)
-        self._features[key].append(vectors.float().cpu().numpy())
+        # A copy: one token of each sample, taken as a view, would keep all tokens of every layer in memory.
+        self._features[key].append(vectors.float().cpu().numpy().copy())
 
     def columns(self, variant: str, layer: int) -> dict[str, Array]:
         parts = self._columns[variant, layer]

@@ -188,7 +188,7 @@ def test_all_problems_are_told_at_once_each_with_its_remedy() -> None:
     error = refused(minimal(layers={"pool": "clss"}, metrics={"prefiks": True}))
     assert error.context["problems"] == [
         "layers.pool: expected one of cls, mean, last, all; got 'clss'",
-        "metrics.prefiks: unknown key; allowed here: jacobian, contributions, prefix, cka, adjoint",
+        "metrics.prefiks: unknown key; allowed here: jacobian, contributions, prefix, cka, adjoint, groups",
     ]
     assert "2 problems" in error.message
     assert "(Did you mean 'cls'?)" in error.message

@@ -210,6 +210,7 @@ class Metrics(Part):
     prefix: Flag = True
     cka: Flag = False
     adjoint: Flag = False
+    groups: Flag = False
 
     @model_validator(mode="before")
     @classmethod

@@ -76,7 +76,7 @@ def test_the_spec_knows_it_by_name(toy: None, world: World) -> None:
     assert "toy" not in load_spec(values(world), ["metrics.toy=false"]).metrics.options
     with pytest.raises(SpecError, match=r"metrics\.toy: expected true or false, got 3"):
         load_spec(values(world), ["metrics.toy=3"])
-    with pytest.raises(SpecError, match=r"metrics\.tox: unknown key; .*adjoint, toy") as caught:
+    with pytest.raises(SpecError, match=r"metrics\.tox: unknown key; .*adjoint, groups, toy") as caught:
         load_spec(values(world), ["metrics.tox=true"])
     assert "'toy'" in caught.value.hint
 

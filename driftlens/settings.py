@@ -108,6 +108,8 @@ class Setting:
         """
         if value is None and self.optional:
             return None
+        if isinstance(value, bool) and {"on", "off"} <= {*self.choices}:
+            value = "on" if value else "off"  # as YAML reads these words
         is_list = isinstance(value, list | tuple)
         entries = value if is_list else [value]
         is_empty = not entries and self.default != ()

@@ -172,3 +172,10 @@ def test_reading_settings_takes_the_standard_library_alone() -> None:
     code = "import sys, driftlens.settings; print([m for m in ('torch', 'pydantic', 'numpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_on_and_off_are_words_though_yaml_reads_booleans() -> None:
+    setting = Setting("cv", "choice", "on", choices=("on", "off"))
+    assert [setting.read(value) for value in (False, True, "off")] == ["off", "on", "off"]
+    with pytest.raises(SpecError, match="expected one of auto, off"):
+        Setting("cv", "choice", "off", choices=("auto", "off")).read(False)

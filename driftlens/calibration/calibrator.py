@@ -30,6 +30,7 @@ class Calibrator:
         source: the paper.
         presets: published settings by name; what one leaves out keeps its default.
         candidates: settings, over the defaults, that `--auto` compares with other methods; none where it is not asked.
+        ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
     """
 
@@ -37,6 +38,7 @@ class Calibrator:
     source: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class FeatCal(ClosedFormBase):
     title = "FeatCal"
     source = "arXiv:2605.13030"
     presets = PRESETS
+    ablations = ({"rho": 1}, {"alpha": 0}, {"anchor": "none"}, {"update": ["linear"]})
 
     def __init__(
         self,

@@ -43,9 +43,11 @@ Sites = Annotated[
     ),
 ]
 Parameters = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
-        "--param", metavar="name=values", help="lam, rho, alpha or n, and values: lam=0.01,0.05. Repeatable."
+        "--param",
+        metavar="name=values",
+        help="A setting of the method, or n (samples per task), and values: lam=0.01,0.05. Repeatable.",
     ),
 ]
 
@@ -178,7 +180,10 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
 @computing
 def sweep(
     run: RunFolder,
-    param: Parameters,
+    param: Parameters = None,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Take the method apart: every declared part by itself.")
+    ] = False,
     seeds: Annotated[
         int, typer.Option(min=1, help="Draws of the calibration samples; the first is the run's own.")
     ] = 1,
@@ -188,7 +193,10 @@ def sweep(
             "--grid/--one-factor", help="All combinations, or one factor at a time around the preset."
         ),
     ] = False,
-    method: Method = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="Registered calibrators, joined by commas.", show_default="featcal"),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Published settings for what is not varied.")] = None,
     samples: Annotated[
         int | None,
@@ -212,41 +220,46 @@ def sweep(
     from driftlens.pipeline.search.sweep import sweep as run_sweep
     from driftlens_reports.terminal import sweep_text
 
-    values = _values(param)
+    values = _values(param or ())
     request = SweepRequest(
         values,
         grid=grid,
+        ablate=ablate,
         seeds=seeds,
-        method=method,
+        method=None if method is None else parts(method),
         preset=preset,
         samples=samples,
         accuracy=not no_accuracy,
     )
     with job.watched() as watched:
         finished = run_sweep(run, request, resume=resume, replace=replace, access=job.access, **watched)
-    sweeps = ["+".join(values)] if grid else list(values)
+    asked = (["+".join(values)] if grid and values else list(values)) + ["ablation"] * ablate
+    rows = finished.sweeps()
+    rows = rows[rows["sweep"].str.rpartition(":")[2].isin(asked)]
+    if method is not None:
+        rows = rows[rows["method"].fillna("featcal").isin(parts(method))]
+    sweeps = sorted(rows["sweep"].unique(), key=lambda name: asked.index(name.rpartition(":")[2]))
     if not as_json:
         say("\n\n".join(sweep_text(finished, name) for name in sweeps))
         return
-    rows = finished.sweeps()
-    ordered = rows[rows["sweep"].isin(sweeps)].sort_values(["sweep", "point", "seed", "task"], kind="stable")
+    ordered = rows.sort_values(["sweep", "point", "seed", "task"], kind="stable")
     say_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
 
 
-def _values(given: Sequence[str]) -> dict[str, list[float]]:
-    """The values of `--param name=1,2`; the same name twice adds to its values.
+def _values(given: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of `--param name=1,2`, each read as YAML; the same name twice adds to its values.
 
     Raises:
         SpecError: one is not of this form.
     """
-    found: dict[str, list[float]] = {}
+    from driftlens.spec.yaml_text import from_yaml
+
+    found: dict[str, list[Any]] = {}
     for text in given:
-        name, _, values = text.partition("=")
-        try:
-            numbers = [float(value) for value in values.split(",")]
-        except ValueError:
+        name, equals, values = text.partition("=")
+        if not name.strip() or not equals:
             raise SpecError(
-                f"--param {text}: expected name=number,number,...", hint="For example --param lam=0.01,0.05."
-            ) from None
-        found.setdefault(name.strip(), []).extend(numbers)
+                f"--param {text}: expected name=value,value", hint="For example --param lam=0.01,0.05."
+            )
+        found.setdefault(name.strip(), []).extend(from_yaml(f"[{values}]", f"--param {name}"))
     return found

@@ -186,6 +186,15 @@ def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
     return math.sqrt(total), total**2 / weights
 
 
+def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
+    """The mean of one number per draw, Student's t; missing ones are left out, and a single one has no interval."""
+    found = np.asarray(values, dtype=np.float64)
+    found = found[np.isfinite(found)]
+    if len(found) < 2:
+        return Interval(float(found[0]) if len(found) else math.nan)
+    return _around(float(found.mean()), *standard_error([found]))
+
+
 def mean_over_tasks(found: Sequence[Interval]) -> Interval:
     """The mean over tasks of numbers with intervals; NaN where one lacks its own.
 

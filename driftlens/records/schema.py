@@ -399,7 +399,11 @@ SWEEPS = Table(
     "sweeps",
     ("sweep", "point", "seed", "task"),
     (
-        _text("sweep", "What was varied: lam, rho, alpha, n (samples per task), or several joined by `+`."),
+        _text(
+            "sweep",
+            "What was varied: settings or n (samples per task), joined by `+`, or `ablation`; of another method than "
+            "FeatCal with `METHOD:` in front.",
+        ),
         Column("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
         Column("seed", "int", "", "Seed that drew the calibration samples."),
         TASK,
@@ -413,6 +417,9 @@ SWEEPS = Table(
         *(_pure(metric.name, metric.described, metric.worse, metric.range) for metric in METRICS.values()),
         _count("n_test", "samples", "Test samples behind the scores."),
         Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
+        _text("method", "The calibrator."),
+        _text("settings", "All its settings, as JSON."),
+        _score("kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"),
     ),
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
 )

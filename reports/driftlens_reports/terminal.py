@@ -29,10 +29,12 @@ from driftlens.records.reading import (
     points,
     points_interval,
     printable,
+    setting_text,
     size,
     written,
 )
 from driftlens.records.run import DriftRun
+from driftlens.records.swept import ABLATION, ablation_sheet, settings_of
 from driftlens.records.verify import VerifyResult
 from driftlens.variants import calibrated, title
 from driftlens_reports import facts
@@ -406,18 +408,24 @@ def sweep_text(run: DriftRun, name: str) -> str:
     Raises:
         RunError: the table can't be read.
     """
+    if name.endswith(ABLATION):
+        return sheet_text(ablation_sheet(run, name))
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
-    found = _sweep_points(rows).sort_values(name.split("+"), kind="stable")
+    varied = name.rpartition(":")[2].split("+")
+    for factor in set(varied) - {*_FACTORS}:
+        rows = rows.assign(**{factor: [setting_text(settings_of(row)[factor]) for _, row in rows.iterrows()]})
+    factors = [at for at in dict.fromkeys([*_FACTORS, *varied]) if rows[at].notna().any()]
+    found = _sweep_points(rows, factors).sort_values(varied, kind="stable")
     has_accuracy = bool(found["accuracy"].notna().any())
     others = [
         metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()
     ]
     scored = ["accuracy", "95 % interval", "std"] * has_accuracy + [metric.title for metric in others]
-    lines = [[*_FACTORS, "L2 drift", "relative", "cosine", *scored, "s"]]
+    lines = [[*factors, "L2 drift", "relative", "cosine", "KL", *scored, "s"]]
     for _, point in found.iterrows():
-        settings = [f"{point[factor]:g}" for factor in _FACTORS]
-        features = [number(point[column]) for column in ("drift_l2_mean", "drift_rel", "cos_mean")]
+        settings = [at if isinstance(at := point[factor], str) else f"{at:g}" for factor in factors]
+        features = [number(point[column]) for column in ("drift_l2_mean", "drift_rel", "cos_mean", "kl")]
         ends = f"{written(point['low'], 'share', '')} to {written(point['high'], 'share', '')}"
         scores = [percent(point["accuracy"]), ends, percent(point["std"])] * has_accuracy
         scores += [written(point[metric.name], metric.kind) for metric in others]
@@ -436,14 +444,14 @@ def sweep_text(run: DriftRun, name: str) -> str:
     return "\n".join([*aligned(lines, num_names=0), "", "; ".join(parts)])
 
 
-def _sweep_points(rows: pd.DataFrame) -> pd.DataFrame:
+def _sweep_points(rows: pd.DataFrame, factors: Sequence[str]) -> pd.DataFrame:
     """Means over tasks, then over seeds; `std` is that of the accuracy over seeds, of a sample.
 
     `low` and `high` are ends of the 95 % interval of the mean accuracy over tasks. All seeds share their test samples,
     so that their ends are averaged like their values.
     """
-    measured = ["drift_l2_mean", "drift_rel", "cos_mean", *METRICS, "seconds"]
-    points_of, means = ["point", *_FACTORS], []
+    measured = ["drift_l2_mean", "drift_rel", "cos_mean", "kl", *METRICS, "seconds"]
+    points_of, means = ["point", *factors], []
     for key, own in rows.astype({"n": float}).groupby(["seed", *points_of]):
         scored = own[["accuracy", "n_test"]].dropna().astype(float).to_numpy()
         accuracy = Interval(math.nan)

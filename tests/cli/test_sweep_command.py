@@ -54,13 +54,13 @@ def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(
     ("flags", "code", "words"),
     [
         (("--param", "lamda=1"), 2, "hint: Did you mean 'lam'?"),
-        (("--param", "lam"), 2, "expected name=number,number"),
-        (("--param", "lam=a"), 2, "expected name=number,number"),
+        (("--param", "lam"), 2, "expected name=value,value"),
+        (("--param", "lam=a"), 2, "lam is 'a'"),
         (("--param", "alpha=2"), 2, "alpha is 2"),
         (("--param", "n=1000"), 4, "1000 calibration samples asked for"),
         (("--param", "lam=1", "--preset", "paper-klip"), 2, "Did you mean 'paper-clip'?"),
         (("--param", "lam=1", "--seeds", 0), 2, "'--seeds'"),
-        ((), 2, "Missing option '--param'"),
+        ((), 2, "a sweep needs something to vary"),
     ],
     ids=["unknown", "no values", "words", "no share", "too many samples", "preset", "no seed", "nothing"],
 )

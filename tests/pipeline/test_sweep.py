@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -25,6 +26,7 @@ from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.swept import ablation_sheet
 from driftlens.records.verify import verify
 from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
 from tests.pipeline.world import TASKS, World
@@ -244,7 +246,7 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
 
 def test_a_setting_that_cannot_be_solved_for_leaves_the_others_their_points(folder: pathlib.Path) -> None:
     before = sweep(folder, SweepRequest(values=LAM, samples=1, accuracy=False))
-    with pytest.raises(SingularGramError, match=r"lam 0, rho 2, alpha 0\.3, 1 samples") as raised:
+    with pytest.raises(SingularGramError, match=r"featcal, lam 0, 1 samples") as raised:
         sweep(folder, SweepRequest(values={"lam": [0.0, 0.3]}, samples=1, accuracy=False), replace=True)
     assert "All other points are in the run" in raised.value.hint
     found = rows_of(open_run(folder), "lam")
@@ -294,7 +296,7 @@ def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path:
 @pytest.mark.parametrize(
     ("values", "words", "hint"),
     [
-        ({"lamda": [1.0]}, "can't vary 'lamda'; it varies lam, rho, alpha, n", "Did you mean 'lam'?"),
+        ({"lamda": [1.0]}, "featcal has no parameter 'lamda'", "Did you mean 'lam'?"),
         ({}, "something to vary", "--param"),
         ({"lam": [-1.0]}, "lam is -1", ""),
         ({"alpha": [0.1, 1.5]}, "alpha is 1.5", ""),
@@ -328,3 +330,59 @@ def test_tables_of_the_run_know_nothing_of_the_models_tried(folder: pathlib.Path
     run = sweep(folder, SweepRequest(LAM))
     for table in TABLES:
         assert not getattr(run, table)()["variant"].astype(str).str.contains("lane").any()
+
+
+@pytest.mark.slow
+def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calibration(
+    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    asked = SweepRequest({"n": [2, 6]}, seeds=2, method=["featcal", "residual"])
+    with pytest.raises(DataError, match=r"residual, 2 samples\. The first one: .*folds"):
+        sweep(folder, asked)
+    run = sweep(folder, SweepRequest({"n": [5, 6]}, method=["residual"]), replace=True)
+    assert set(run.sweeps()["sweep"]) == {"n", "residual:n"}, "what could be measured is there"
+    assert len(rows_of(run, "n")) == 8 and rows_of(run, "n")["kl"].notna().all()
+    plain = calibrate(
+        copied(light, tmp_path / "plain"),
+        dataclasses.replace(request(samples=5), method="residual", parameters={}),
+    )
+    for row in rows_of(run, "residual:n", n=5).itertuples():
+        assert pd.isna(row.lam) and row.method == "residual" and row.seconds > 0
+        final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
+        kl = plain.outputs(row.task, VARIANT)["kl"].mean()
+        assert row.drift_rel == pytest.approx(final["drift_rel"], rel=1e-5)
+        assert row.kl == pytest.approx(kl, rel=1e-4)
+        assert row.accuracy == plain.accuracy(task=row.task, variant=VARIANT).iloc[0]["value"]
+
+
+@pytest.mark.slow
+def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder: pathlib.Path) -> None:
+    run = sweep(folder, SweepRequest({}, ablate=True, seeds=2, method="residual", samples=5))
+    rows = rows_of(run, "residual:ablation", task=TASKS[0], seed=0)
+    start = json.loads(rows["settings"][0])
+    changed = [
+        {key: at for key, at in json.loads(text).items() if at != start[key]} for text in rows["settings"]
+    ]
+    assert changed == [
+        *({}, {"order": "block"}, {"residual": 0.0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})
+    ]
+    assert rows["drift_l2_mean"].nunique() == 6, "no part is without effect"
+    sheet = ablation_sheet(run, "residual:ablation").frame().set_index("model")
+    assert [*sheet.index] == [
+        *("merged", "base", "expert"),
+        *("residual", "order=block", "residual=0.0", "weights=uniform", "cv=off", "mu=0.9"),
+    ]
+    drift = run.sweeps().groupby(["point", "seed"])["drift_rel"].mean().unstack()
+    gap = drift.loc[1] - drift.loc[0]
+    assert sheet.loc["order=block", "relative drift against it"] == pytest.approx(gap.mean())
+    reach = 12.7062047 * abs(gap[1] - gap[0]) / 2  # Student's t with one degree of freedom
+    assert sheet.loc["order=block", "relative drift against it high"] == pytest.approx(gap.mean() + reach)
+    again = run.layers(variant="merged", layer="final")["drift_rel"].mean()
+    assert sheet.loc["merged", "relative drift"] == pytest.approx(again)
+
+
+def test_trained_calibrators_and_methods_without_the_setting_are_refused(folder: pathlib.Path) -> None:
+    with pytest.raises(SpecError, match="residual has no parameter 'lam'"):
+        sweep(folder, SweepRequest(LAM, method=["featcal", "residual"]))
+    with pytest.raises(SpecError, match=r"mu is 1\.5"):
+        sweep(folder, SweepRequest({"mu": [1.5]}, method="residual"))

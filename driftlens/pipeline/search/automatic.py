@@ -100,7 +100,7 @@ def choose_settings(
             assert isinstance(calibrator, ClosedForm)
             mine = updated_sites(study.pool.chain, sites, calibrator.update)
             try:
-                scores[name] = Scores(deciding.alone(rest, calibrator, mine))
+                scores[name] = Scores(deciding.alone(rest, calibrator, mine).by_task)
             except (DataError, NumericsError, SpecError) as error:
                 if name == "start":
                     raise

@@ -1,11 +1,11 @@
-"""How drift and accuracy depend on the settings of a calibration: many calibrations of one run, as a table."""
+"""How drift and accuracy depend on methods, settings and samples: many calibrations of one run, as a table."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-import math
+import json
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from driftlens.access import Access
-from driftlens.calibration.calibrator import Calibrator, closed_form
+from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, calibrators, closed_form
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.forward_order import Lane
-from driftlens.errors import DataError, SingularGramError, SpecError, did_you_mean
+from driftlens.engine.problems import ClosedForm
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import DataError, DriftLensError, NumericsError, SpecError
 from driftlens.files import PathLike
 from driftlens.metrics import METRICS
 from driftlens.pipeline.analyze.answers import metrics_of
 from driftlens.pipeline.analyze.evaluation import final_drift, scores_of
 from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
-from driftlens.pipeline.calibrate.plan import CalibrationRequest
-from driftlens.pipeline.search.trials import Trials, Tried, with_settings
+from driftlens.pipeline.calibrate.plan import DEFAULT_METHOD, CalibrationRequest, calibrator_of, method_called
+from driftlens.pipeline.search.judge import Judge
+from driftlens.pipeline.search.trials import Trials, Tried
 from driftlens.pipeline.study.opening import open_data, with_own_answers
 from driftlens.pipeline.study.reopening import (
     Live,
@@ -38,15 +41,15 @@ from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.swept import ABLATION, settings_of
 from driftlens.records.writer import RunWriter
+from driftlens.settings import resolve
 from driftlens.spec import load_spec
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PHASE = "sweep"
-FACTORS = ("lam", "rho", "alpha", "n")
-"""What a sweep can vary; `n` is the number of calibration samples per task."""
 
 
 @dataclass(frozen=True)
@@ -54,42 +57,72 @@ class SweepRequest:
     """One or several sweeps, as asked for.
 
     Attributes:
-        values: lam, rho, alpha or n -> the values to visit.
+        values: a setting of every method, or `n`, the calibration samples per task -> the values to visit.
         grid: whether all combinations are visited in one sweep; otherwise each factor is varied by itself.
+        ablate: whether a sweep called `ablation` takes every method apart, one declared setting at a time.
         seeds: how many draws of the calibration samples; the first is the run's own.
-        method: a registered calibrator; the spec's, or FeatCal, if left out.
-        preset: published settings for all that is not varied.
+        method: registered calibrators, each swept by itself; the spec's, or FeatCal, if left out.
+        preset: published settings for all that is not varied, of the methods that have it.
         samples: calibration samples per task where n is not varied; the spec's number if left out.
         accuracy: whether every point is scored on the test samples too.
     """
 
-    values: Mapping[str, Sequence[float]]
+    values: Mapping[str, Sequence[Any]]
     grid: bool = False
     seeds: int = 1
-    method: str | None = None
+    method: str | Sequence[str] | None = None
     preset: str | None = None
     samples: int | None = None
     accuracy: bool = True
+    ablate: bool = False
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One calibration: the hyperparameters that sweeps vary, and the samples per task."""
+    """One calibration: a method, all its settings as JSON, and the samples per task."""
 
-    lam: float
-    rho: float
-    alpha: float
+    method: str
+    settings: str
     n: int
 
     @classmethod
-    def of(cls, values: Mapping[Any, Any]) -> Setting:
-        """The setting that these values are about, among others that don't matter."""
-        return cls(float(values["lam"]), float(values["rho"]), float(values["alpha"]), int(values["n"]))
+    def of(cls, method: str, settings: Mapping[str, Any], n: int) -> Setting:
+        """The setting with these values over the method's defaults.
+
+        Raises:
+            SpecError: a name that is no setting, or a value out of its range.
+        """
+        found = resolve(calibrators[method], settings, method)
+        return cls(method, json.dumps(found), n)
 
     @property
-    def hyperparameters(self) -> dict[str, float]:
-        """What the calibrator is told of it."""
-        return {"lam": self.lam, "rho": self.rho, "alpha": self.alpha}
+    def values(self) -> dict[str, Any]:
+        """All that a sweep can vary, by name."""
+        return {**json.loads(self.settings), "n": self.n}
+
+    @property
+    def calibrator(self) -> Calibrator:
+        """The calibrator with these settings."""
+        return calibrators[self.method](**json.loads(self.settings))
+
+    def changed(self, values: Mapping[str, Any]) -> Setting:
+        """The setting with some values changed; raises as `of` does."""
+        found = self.values | dict(values)
+        count = int(found.pop("n"))
+        return Setting.of(self.method, found, count)
+
+    def named(self, varied: str) -> str:
+        """What a sweep around it is called: other methods than the default one stand in front."""
+        return varied if self.method == DEFAULT_METHOD else f"{self.method}:{varied}"
+
+    def stored(self, row: Mapping[Any, Any]) -> Setting:
+        """The setting of a row of the sweep table, around this one."""
+        return self.changed(settings_of(row) | {"n": int(row["n"])})
+
+    def __str__(self) -> str:
+        plain = Setting.of(self.method, {}, 0).values | {"n": self.n}
+        named = [f" {name} {_written(value)}," for name, value in self.values.items() if value != plain[name]]
+        return f"{self.method},{''.join(named)} {self.n} samples"
 
 
 @dataclass(frozen=True)
@@ -134,15 +167,15 @@ def sweep(
         DriftLensError: see the tree in `driftlens.errors`.
     """
     folder = pathlib.Path(path)
-    _require_factors(request.values)
-    if request.seeds < 1:
-        raise SpecError(f"seeds is {request.seeds}, expected a whole number from 1 upwards")
+    _require_something(request)
     opened, around = _open(folder, request, access=access, live=live)
     if live is not None:
         _require_own_samples(request, opened.study)
-    sweeps = _settings_of(request.values, around, grid=request.grid)
+    sweeps = _settings_of(request, around)
     for setting in {setting for settings in sweeps.values() for setting in settings}:
-        with_settings(opened.plan.calibrator, setting.hyperparameters).check(has_base=opened.study.has_base)
+        if not isinstance(calibrator := setting.calibrator, ClosedForm):
+            closed_form(calibrator)  # which says why not
+        calibrator.check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
     _numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
     require_same_samples(opened.manifest, opened.study)
@@ -153,7 +186,7 @@ def sweep(
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     scored = [task for task, at in tasks.items() if at.test is not None and metrics_of(study, task)]
-    unsolved: dict[Setting, SingularGramError] = {}
+    unsolved: dict[Setting, DriftLensError] = {}
     with RunWriter.resume(folder) as writer:
         rows = open_run(folder).sweeps()
         is_outdated = rows["sweep"].isin(sweeps) & replace
@@ -175,11 +208,12 @@ def sweep(
                 phase, wanted = f"{PHASE}:{seed}", scored if request.accuracy else []
                 missing = [point for point in points if not _is_there(point, seed, tasks, wanted, kept)]
                 with writer.phase(phase), suitable_threads(writer, phase, study):
-                    for setting, tried in _tried(trials, opened.plan.calibrator, missing, drawn):
+                    for setting, tried in _tried(trials, opened.plan.patterns, missing, drawn):
                         if tried.error is not None:
                             unsolved.setdefault(setting, tried.error)
                             continue
                         known = {"seed": seed, "seconds": tried.seconds, **dataclasses.asdict(setting)}
+                        known |= {name: setting.values.get(name) for name in ("lam", "rho", "alpha")}
                         found = [
                             {"sweep": point.sweep, "point": point.point, **known, **row}
                             for point in missing
@@ -194,29 +228,34 @@ def sweep(
 
 def _open(
     folder: pathlib.Path, request: SweepRequest, *, live: Live | None, **options: Any
-) -> tuple[OpenCalibration, Setting]:
-    """The run opened with the most samples that a point needs, and the setting that sweeps vary around."""
+) -> tuple[OpenCalibration, list[Setting]]:
+    """The run opened with the most samples that a point needs, and the settings that sweeps vary around, by method."""
     count = request.samples
-    if count is None and live is None:
+    section = None
+    if live is None:
         require_spec(folder, open_run(folder).manifest)
         spec = load_spec(folder / layout.SPEC)
-        count = min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
+        section = spec.calibration
+        count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     wanted = int(max(request.values.get("n", ()), default=0))
     most = None if count is None else max(count, wanted, 1)
-    asked = CalibrationRequest(PHASE, method=request.method, preset=request.preset, samples=most)
-    opened = open_calibration(folder, asked, live=live, **options)
+    names = [request.method] if request.method is None or isinstance(request.method, str) else request.method
+    has_preset = [name for name in names if name and request.preset in calibrators[name].presets] or names
+    asked = [
+        CalibrationRequest(
+            PHASE, method=name, preset=request.preset if name in has_preset else None, samples=most
+        )
+        for name in dict.fromkeys(names)
+    ]
+    opened = open_calibration(folder, asked[0], live=live, **options)
     fewest = min(map(len, opened.plan.samples.values()))
     if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
         raise DataError(
             f"n is {wanted}, but there are {fewest} calibration samples",
             hint="Hand in more, and set `samples`.",
         )
-    count = count or fewest
-    settings = opened.plan.calibrator.get_params() | {"n": count}
-    missing = [name for name in FACTORS if name not in settings]
-    if missing:
-        raise SpecError(f"{opened.plan.method} has no {', '.join(missing)} to sweep")
-    return opened, Setting.of(settings)
+    starts = [calibrator_of(one, section) for one in asked]
+    return opened, [Setting.of(method_called(at), at.get_params(), count or fewest) for at in starts]
 
 
 def _require_own_samples(request: SweepRequest, study: Study) -> None:
@@ -248,6 +287,9 @@ def _measured(
 ) -> dict[str, Any]:
     """Drift and accuracy of one model on one task, as columns of the sweep table."""
     row = {"task": task, **final_drift(found, expert)}
+    judge = Judge(study)
+    if not judge.bare:
+        row["kl"] = float(judge(model, task, found, expert).mean())
     for score in scores_of(study, task, [model], Reporter()).rows if accuracy else ():
         row |= {
             score["metric"] if score["metric"] in METRICS else "accuracy": score["value"],
@@ -258,24 +300,36 @@ def _measured(
 
 def _tried(
     trials: Trials[dict[str, Any]],
-    start: Calibrator,
+    patterns: Sequence[str],
     missing: Sequence[_Point],
     samples: Mapping[str, SampleSet],
 ) -> Iterator[tuple[Setting, Tried[dict[str, Any]]]]:
     """What became of every setting of the missing points, calibrated on these samples."""
-    settings = list(dict.fromkeys(point.setting for point in missing))
-    if not settings:
-        return
-    cuts = sorted({setting.n for setting in settings})
-    parts = {
-        task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
-        for task, drawn in samples.items()
-    }
-    lanes = []
-    for setting in settings:
-        calibrator = closed_form(with_settings(start, setting.hyperparameters))
-        lanes.append(Lane(calibrator, frozenset(range(cuts.index(setting.n) + 1))))
-    yield from zip(settings, trials.run(parts, lanes), strict=True)
+    chain = trials.study.pool.chain
+    together: dict[tuple[str, ...], list[tuple[Setting, ClosedFormBase]]] = {}
+    for setting in dict.fromkeys(point.setting for point in missing):
+        calibrator = setting.calibrator
+        if isinstance(calibrator, ClosedFormBase):
+            together.setdefault(tuple(calibrator.update), []).append((setting, calibrator))
+            continue
+        assert isinstance(calibrator, ClosedForm)
+        few = {task: part_of(drawn, range(setting.n)) for task, drawn in samples.items()}
+        sites = select_sites(chain, sites=patterns or None, update=calibrator.update)
+        try:
+            tried = trials.alone(few, calibrator, sites)
+        except (DataError, NumericsError) as error:
+            tried = Tried({}, error=error)
+        yield setting, tried
+    for update, found in together.items():
+        cuts = sorted({setting.n for setting, _ in found})
+        parts = {
+            task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
+            for task, drawn in samples.items()
+        }
+        lanes = [Lane(calibrator, frozenset(range(cuts.index(at.n) + 1))) for at, calibrator in found]
+        sites = select_sites(chain, sites=patterns or None, update=update)
+        several = dataclasses.replace(trials, sites=sites).run(parts, lanes)
+        yield from zip((setting for setting, _ in found), several, strict=True)
 
 
 def _write(writer: RunWriter, rows: Sequence[Mapping[str, Any]], outdated: set[str]) -> None:
@@ -288,52 +342,49 @@ def _write(writer: RunWriter, rows: Sequence[Mapping[str, Any]], outdated: set[s
     writer.append("sweeps", pd.DataFrame(rows), replace=True)
 
 
-def _incomplete(unsolved: Mapping[Setting, SingularGramError]) -> SingularGramError:
+def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
     """Names the settings that could not be measured; every other point is in the run."""
-    named = "; ".join(
-        f"lam {setting.lam:g}, rho {setting.rho:g}, alpha {setting.alpha:g}, {setting.n} samples"
-        for setting in unsolved
-    )
     error = next(iter(unsolved.values()))
-    return SingularGramError(
-        f"not measured, because they can't be solved for: {named}. The first one: {error.message}",
+    return type(error)(
+        f"not measured, because they can't be solved for: {'; '.join(map(str, unsolved))}. "
+        f"The first one: {error.message}",
         hint=f"All other points are in the run. {error.hint}",
         **error.context,
     )
 
 
-def _require_factors(values: Mapping[str, Sequence[float]]) -> None:
-    """Refuse an unknown factor, one without values, a value that can't be, or nothing at all."""
-    if not values:
+def _require_something(request: SweepRequest) -> None:
+    """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
+    if not request.values and not request.ablate:
         raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
-    for name, wanted in values.items():
-        if name not in FACTORS:
-            raise SpecError(
-                f"a sweep can't vary {name!r}; it varies {', '.join(FACTORS)}",
-                hint=did_you_mean(name, FACTORS),
-            )
+    for name, wanted in request.values.items():
         if not wanted:
             raise SpecError(f"{name} has no values", hint=f"For example --param {name}=1,2.")
-        for value in wanted:
-            if not math.isfinite(value) or (name == "n" and (value < 1 or value != int(value))):
-                expected = "a whole number from 1 upwards" if name == "n" else "a finite number"
-                raise SpecError(f"{name} is {value:g}, expected {expected}")
+    for name, count in [("seeds", request.seeds), *(("n", value) for value in request.values.get("n", ()))]:
+        if not isinstance(count, int | float) or count != int(count) or count < 1:
+            raise SpecError(f"{name} is {count}, expected a whole number from 1 upwards")
 
 
-def _settings_of(
-    values: Mapping[str, Sequence[float]], around: Setting, *, grid: bool
-) -> dict[str, list[Setting]]:
-    """The settings to visit around another one, by sweep, in the order of the values; none twice."""
-    groups = [tuple(values)] if grid else [(name,) for name in values]
-    return {
-        "+".join(names): list(
-            dict.fromkeys(
-                Setting.of(dataclasses.asdict(around) | dict(zip(names, chosen, strict=True)))
-                for chosen in itertools.product(*(values[name] for name in names))
-            )
-        )
-        for names in groups
-    }
+def _settings_of(request: SweepRequest, around: Sequence[Setting]) -> dict[str, list[Setting]]:
+    """The settings to visit around others, by sweep, in the order of the values; none twice.
+
+    Raises:
+        SpecError: a factor that a method doesn't have, a value out of its range, or no ablations where they are wanted.
+    """
+    values = request.values
+    groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
+    sweeps = {}
+    for start in around:
+        for names in groups:
+            combinations = itertools.product(*(values[name] for name in names))
+            found = (start.changed(dict(zip(names, chosen, strict=True))) for chosen in combinations)
+            sweeps[start.named("+".join(names))] = list(dict.fromkeys(found))
+        ablations = calibrators[start.method].ablations if request.ablate else ()
+        if ablations:
+            sweeps[start.named(ABLATION)] = [start, *map(start.changed, ablations)]
+        elif request.ablate:
+            raise SpecError(f"{start.method} declares no ablations", hint="Name what to vary with --param.")
+    return sweeps
 
 
 def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> list[_Point]:
@@ -341,7 +392,7 @@ def _numbered(sweeps: Mapping[str, Sequence[Setting]], rows: pd.DataFrame) -> li
     points = []
     for name, settings in sweeps.items():
         there = rows[rows["sweep"] == name].to_dict("records")
-        known = {Setting.of(row): int(row["point"]) for row in there}
+        known = {settings[0].stored(row): int(row["point"]) for row in there}
         _require_same_rest(name, settings, known)
         following = itertools.count(max(known.values(), default=-1) + 1)
         points += [
@@ -361,16 +412,21 @@ def _is_there(
 
 
 def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:
-    varied = sweep.split("+")
-    for name in FACTORS:
-        before = {getattr(setting, name) for setting in known}
-        if name not in varied and before and before != {getattr(settings[0], name)}:
-            there = ", ".join(f"{value:g}" for value in sorted(before))
+    varied, now = sweep.rpartition(":")[2].split("+"), settings[0].values
+    if varied == [ABLATION]:
+        varied = [name for at in calibrators[settings[0].method].ablations for name in at]
+    for name, value in now.items():
+        before = [at.values[name] for at in known]
+        if name not in varied and any(other != value for other in before):
+            there = ", ".join(dict.fromkeys(_written(other) for other in before))
             raise SpecError(
-                f"the run has a sweep of {sweep} with {name} {there}; "
-                f"now {name} is {getattr(settings[0], name):g}",
+                f"the run has a sweep of {sweep} with {name} {there}; now {name} is {_written(value)}",
                 hint="Points of one curve share everything else; --replace takes the earlier ones out.",
             )
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _samples_by_seed(

@@ -18,7 +18,7 @@ from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet
 from driftlens.engine.forward_order import Lane, Parts, calibrate, calibrate_side_by_side
 from driftlens.engine.problems import ClosedForm
-from driftlens.errors import SingularGramError
+from driftlens.errors import DriftLensError, SingularGramError
 from driftlens.models.chain import ParameterKey
 from driftlens.models.sources import StateSource
 from driftlens.pipeline.analyze.evaluation import final_features
@@ -43,7 +43,7 @@ class Tried(Generic[T]):
 
     by_task: Mapping[str, T]
     seconds: float = 0.0
-    error: SingularGramError | None = None
+    error: DriftLensError | None = None
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ class Trials(Generic[T]):
 
     def alone(
         self, samples: Mapping[str, SampleSet], calibrator: ClosedForm, sites: Mapping[int, Sequence[str]]
-    ) -> dict[str, T]:
-        """What is measured of one candidate that walks alone, perhaps with other sites; errors as for `calibrate`."""
+    ) -> Tried[T]:
+        """What became of one candidate that walks alone, perhaps with other sites; errors as for `calibrate`."""
         pool, last, updates = self.study.pool, max(sites, default=0), dict[ParameterKey, Tensor]()
+        seconds = 0.0
         for found in calibrate(
             pool,
             {task: at.batches for task, at in samples.items()},
@@ -112,8 +113,9 @@ class Trials(Generic[T]):
             ),
         ):
             updates |= {(found.layer, name): value for name, value in found.updates.items()}
+            seconds += found.seconds
         pool.add(LANE, with_parameters(pool.chain, pool.source("merged"), self._like, updates))
-        return self.of(LANE)
+        return Tried(self.of(LANE), seconds)
 
     @property
     def _like(self) -> StateSource:

@@ -9,6 +9,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from driftlens.metrics import METRICS
+from driftlens.records import swept
+from driftlens.records.intervals import over_draws
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SWEEPS
@@ -124,6 +126,84 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(figure, alt, data, tuple(_notes(run, rows)))
 
 
+def _by_samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+    """Rows of sweeps of the number of samples by any method, of the chosen tasks."""
+    picking.chosen_variants(run, options)
+    rows = run.sweeps()
+    rows = rows[rows["sweep"].astype(str).str.rpartition(":")[2] == "n"]
+    rows = rows[rows["task"].isin(picking.chosen_tasks(run, options))]
+    return rows.assign(method=rows["method"].fillna("featcal"))
+
+
+def _lacks_methods(run: DriftRun, options: ChartOptions) -> str | None:
+    if _by_samples(run, options)["method"].nunique() > 1:
+        return None
+    command = "driftlens sweep RUN --param n=8,16,32,64,128,256,512 --method featcal,residual --seeds 5"
+    return f"needs a sweep of the number of samples by several methods; `{command}` adds one."
+
+
+@chart(
+    "samples",
+    title="Methods by calibration samples",
+    section="calibration",
+    rank=21,
+    presets=("calibration",),
+    needs=("sweeps", ("n",)),
+    lacks=_lacks_methods,
+    caption="Accuracy on the test samples, divergence from the experts and relative final drift on the diagnosis "
+    "samples against the calibration samples per task, a line per method; means over tasks and draws with 95 % "
+    "intervals over draws (Student's t); dotted the models of the run.",
+    hint="A method below the merged model's dotted line costs more than it repairs.",
+)
+def draw_samples(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Panels: a measure each, down."""
+    rows = _by_samples(run, options)
+    tasks, methods = picking.chosen_tasks(run, options), [*rows["method"].unique()]
+    measures = [measure for measure in swept.MEASURES if rows[measure].notna().any()]
+    figure = make_subplots(len(measures), 1, shared_xaxes=True, vertical_spacing=0.06)
+    found = []
+    for down, measure in enumerate(measures, start=1):
+        for name in (*methods, *swept.LEVELS):
+            if name in methods:
+                own = rows[rows["method"] == name].groupby(["n", "seed"])[measure]
+                # A draw that lacks a task would have a mean over others.
+                drawn = own.mean().where(own.count() == len(tasks)).groupby(level="n")
+                made = [vars(over_draws(at.to_numpy())) | {"n": count} for count, at in drawn]
+                points = pd.DataFrame(made).assign(draws=[*drawn.count()])
+                look = theme.look(
+                    [f"calibrated:{at}" for at in methods], f"calibrated:{name}", dark=options.dark
+                )
+            else:
+                value = swept.level(run, name, measure, tasks)
+                points = pd.DataFrame(
+                    {"n": [rows["n"].min(), rows["n"].max()], "value": value, "low": value, "high": value}
+                )
+                look = theme.look(run.variants, name, dark=options.dark)
+            found.append(points.assign(method=name, measure=measure))
+            figure.add_scatter(
+                x=points["n"],
+                y=marks.gapped(points["value"]),
+                name=name,
+                legendgroup=name,
+                showlegend=down == 1,
+                mode="lines+markers" if name in methods else "lines",
+                line={"color": look.colour, "dash": look.dash if name in methods else "dot"},
+                marker={"symbol": look.symbol},
+                error_y=marks.whiskers(points["value"], points["low"], points["high"], look.colour),
+                row=down,
+                col=1,
+            )
+        figure.update_yaxes(title_text=swept.MEASURES[measure][0], row=down)
+    theme.apply_theme(figure, height=len(measures) * _PANEL + _TOP + _BOTTOM, dark=options.dark)
+    figure.update_xaxes(type="log", title_text=_SETTINGS["n"])
+    data = pd.concat(found, ignore_index=True)
+    best = (
+        data[(data["measure"] == measures[0]) & data["method"].isin(methods)].groupby("method")["value"].max()
+    )
+    said = ", ".join(f"{name} {number(value)}" for name, value in best.items())
+    return Drawn(figure, f"Methods by calibration samples; highest {measures[0]}: {said}.", data)
+
+
 def _traces(
     points: pd.DataFrame, setting: str, measure: _Measure, dark: bool, *, legend: bool
 ) -> list[go.Scatter]:
@@ -185,7 +265,7 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
         notes.append(f"{words.ranged(rows['n_test'].dropna(), 'test sample')} per task.")
     others = [str(name) for name in run.sweeps()["sweep"].unique() if name not in _SETTINGS]
     if others:
-        notes.append(f"Sweeps of several settings at once are not drawn: {', '.join(others)}.")
+        notes.append(f"Not drawn here: {', '.join(others)}.")
     return notes
 
 

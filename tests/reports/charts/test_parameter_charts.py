@@ -209,7 +209,7 @@ def test_a_sweep_of_several_settings_is_named_and_not_drawn(full: DriftRun) -> N
     run = with_rows(full, "sweeps", pd.concat([sweep_rows("alpha", [0, 1]), several]))
     drawn = charts["sweeps"].draw(run)
     assert set(drawn.data["sweep"]) == {"alpha"}
-    assert "Sweeps of several settings at once are not drawn: lam+rho." in drawn.notes
+    assert "Not drawn here: lam+rho." in drawn.notes
     reason = charts["sweeps"].missing(with_rows(full, "sweeps", several), ChartOptions())
     assert reason is not None and "`driftlens sweep RUN --param" in reason
 
@@ -228,3 +228,22 @@ def test_a_task_without_a_number_spoils_the_mean_but_not_the_other_task(full: Dr
     drift = data[data["measure"] == "drift_l2_mean"].set_index(["task", "alpha"])["mean"]
     assert math.isnan(drift[("mean of tasks", 1)]) and math.isnan(drift[("dtd", 1)])
     assert finite([drift[("mean of tasks", 0)], drift[("cars", 1)]])
+
+
+def test_methods_stand_in_one_picture_beside_the_runs_own_models(full: DriftRun) -> None:
+    rows = sweep_rows("n", [8, 64], tasks=tuple(full.tasks))
+    other = rows.assign(sweep="residual:n", method="residual", accuracy=rows["accuracy"] + 0.05)
+    assert "--method featcal,residual" in str(
+        charts["samples"].missing(with_rows(full, "sweeps", rows), ChartOptions())
+    )
+    drawn = charts["samples"].draw(with_rows(full, "sweeps", pd.concat([rows, other])))
+    data = drawn.data.set_index(["measure", "method", "n"]).sort_index()
+    for method, gain in (("featcal", 0.0), ("residual", 0.05)):
+        by_seed = rows[rows["n"] == 8].groupby("seed")["accuracy"].mean() + gain
+        found = data.loc[("accuracy", method, 8)]
+        assert (found["value"], found["draws"]) == (pytest.approx(by_seed.mean()), 3)
+        reach = 4.3026527 * by_seed.std() / 3**0.5  # Student's t with two degrees of freedom
+        assert found["high"] - found["value"] == pytest.approx(reach)
+    merged = next(trace for trace in drawn.figure.data if trace.name == "merged")
+    level = full.accuracy(variant="merged")["value"].mean()
+    assert list(merged.y) == pytest.approx([level, level])

@@ -96,15 +96,6 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One candidate, calibrated without one fold and scored on it."""
-
-    candidate: Candidate
-    fold: int
-    score: float
-
-
-@dataclass(frozen=True)
 class Decision:
     """Which of several models to use.
 
@@ -162,14 +153,15 @@ def folds_of(num_samples: int, task: str) -> list[range]:
 
 def search(
     start: Candidate, evaluate: Evaluate, *, varies: Sequence[str] = CHOSEN
-) -> tuple[Candidate, list[Trial]]:
-    """The best settings found by changing one at a time, and everything that was tried; `varies` may be changed."""
+) -> tuple[Candidate, dict[Candidate, Scores]]:
+    """The best settings found by changing one at a time, and all that were tried; `varies` may be changed."""
     best, known = start, dict[Candidate, Scores]()
     for name in varies:
-        new = [candidate for candidate in (best, *steps_from(best, name)) if candidate not in known]
+        around = [best, *steps_from(best, name)]
+        new = [candidate for candidate in around if candidate not in known]
         known |= zip(new, evaluate(new), strict=True)
-        best = min([best, *steps_from(best, name)], key=lambda candidate: known[candidate].mean)
-    return best, [Trial(candidate, SEARCH_FOLD, scores.mean) for candidate, scores in known.items()]
+        best = min(around, key=lambda candidate: known[candidate].mean)
+    return best, known
 
 
 def steps_from(at: Candidate, name: str) -> list[Candidate]:

@@ -118,9 +118,14 @@ def test_the_start_stays_where_nothing_is_better() -> None:
 
 
 def test_no_candidate_is_calibrated_twice_in_a_search() -> None:
-    _, trials = search(START, judge(lambda at: abs(at.alpha - 0.5)))
-    tried = [trial.candidate for trial in trials]
-    assert len(tried) == len(set(tried)) == 7
+    asked: list[Candidate] = []
+
+    def evaluate(candidates: Sequence[Candidate]) -> list[Scores]:
+        asked.extend(candidates)
+        return judge(lambda at: abs(at.alpha - 0.5))(candidates)
+
+    _, tried = search(START, evaluate)
+    assert len(asked) == len(set(asked)) == 7 and {*asked} == {*tried}
 
 
 def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
@@ -229,6 +234,23 @@ def test_nothing_is_chosen_that_something_simpler_is_clearly_better_than() -> No
     }
     assert not decide(scores).over_merged["start"].is_clear
     assert start.compared_with(scores["found"], among=2).is_clear and decide(scores).name == "merged"
+
+
+def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> None:
+    """The merged model and the preset among them; scores of any spread, shared noise, and ways that can't be solved."""
+    rng = np.random.default_rng(17)
+    for _ in range(200):
+        shared = {task: rng.exponential(size=len(values)) for task, values in NOISE.items()}
+        scores = {}
+        for name in ("merged", "base", "start", "found", "other"):
+            middle, spread, sharing = rng.normal(), rng.exponential(), rng.choice([0.0, 1.0])
+            drawn = {task: sharing * at + rng.normal(middle, spread, len(at)) for task, at in shared.items()}
+            if name != "merged" and rng.random() < 0.1:
+                drawn["cars"] = np.full(len(drawn["cars"]), np.inf)
+            scores[name] = Scores(drawn)
+        chosen = scores[decide(scores).name]
+        assert math.isfinite(chosen.mean)
+        assert not any(is_clear(other, chosen, among=4) for other in scores.values())
 
 
 def test_what_can_not_be_solved_for_is_never_chosen() -> None:

@@ -290,9 +290,9 @@ def _calibrate(
     if choose is not None:
         choosing = f"{plan.phase}:choose"
         with writer.phase(choosing), suitable_threads(writer, choosing, study):
-            plan = plan.chosen(choose, study, reporter)
+            plan = plan.chosen(choose, study, reporter, scratch.begun)
     identity = plan.identity(opened.manifest, study)
-    solved = scratch.begin(identity, resume=resume)
+    solved = scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
     if replaces:
         # Only when all layers are solved does the calibration that has the name make room.
         try:

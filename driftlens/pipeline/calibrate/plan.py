@@ -83,17 +83,22 @@ class CalibrationPlan:
         control = control_of(self.name) if study.has_base and _anchor_moves(calibrator) else ""
         return dataclasses.replace(self, calibrator=calibrator, control=control)
 
-    def chosen(self, choose: Choice, study: Study, reporter: Reporter) -> CalibrationPlan:
-        """The plan with hyperparameters that `choose` finds on its samples.
+    def chosen(self, choose: Choice, study: Study, reporter: Reporter, begun: Any) -> CalibrationPlan:
+        """The plan with hyperparameters that `choose` finds on its samples, or found before: what had `begun`.
 
         Raises:
             SpecError: it chose what can't be.
             Cancelled: somebody asked to stop.
         """
-        shown = study.blinded(self.samples)
-        calibrator, selection = choose.choose(shown, self.calibrator, self.sites, reporter)
+        selection = begun.get("selection") or {}
+        if selection.get("asked") == self.asked:
+            kind = calibrators[begun["method"]]
+            calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
+        else:
+            shown = study.blinded(self.samples)
+            calibrator, found = choose.choose(shown, self.calibrator, self.sites, reporter)
+            selection = {**found, "preset": preset_of(self.calibrator), "asked": self.asked}
         calibrator.check(has_base=study.has_base)
-        selection = {**selection, "preset": preset_of(self.calibrator), "asked": self.asked}
         plan = dataclasses.replace(self, automatic=True, selection=selection)
         if plan.kept:
             return dataclasses.replace(plan, sites={}, control="")

@@ -51,7 +51,7 @@ class CalibrationScratch:
         """The layers solved before an interruption, by index; none when the calibration starts afresh.
 
         Args:
-            settings: everything that the solutions depend on, as plain values.
+            settings: everything that the solutions depend on, as plain values, and as `selection` how it was chosen.
             resume: whether to go on; otherwise what is there is thrown away.
 
         Raises:
@@ -72,7 +72,7 @@ class CalibrationScratch:
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """A block that, stopped in the middle, leaves nothing to go on with."""
-        settings = json.loads(self._settings.read_text(encoding="utf-8"))
+        settings = self.begun
         self._settings.unlink()
         yield
         write_json_atomic(self._settings, settings)
@@ -81,6 +81,11 @@ class CalibrationScratch:
     def is_there(self) -> bool:
         """Whether a calibration of this name was begun and is not finished."""
         return self._settings.is_file()
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """What it began with, and as `selection` how that was chosen; nothing where nothing was begun."""
+        return json.loads(self._settings.read_text(encoding="utf-8")) if self.is_there else {}
 
     def require_same(self, settings: Mapping[str, Any], *, chosen: Collection[str] = ()) -> None:
         """Refuse to go on with other settings; nothing happens where nothing was begun.
@@ -94,9 +99,9 @@ class CalibrationScratch:
         """
         if not self.is_there:
             return
-        begun, now = _flat(json.loads(self._settings.read_text(encoding="utf-8"))), _flat(settings)
+        begun, now = _flat(self.begun), _flat(settings)
         for name in {**now, **begun}:
-            if name.partition(".")[0] not in chosen and begun.get(name) != now.get(name):
+            if name.partition(".")[0] not in {*chosen, "selection"} and begun.get(name) != now.get(name):
                 raise SpecError(
                     f"the interrupted calibration had another {name}: {_shown(begun.get(name))}, "
                     f"now {_shown(now.get(name))}",

@@ -28,7 +28,6 @@ from driftlens.calibration.automatic import (
     Candidate,
     Comparison,
     Scores,
-    Trial,
     decide,
     folds_of,
     search,
@@ -84,9 +83,9 @@ def choose_settings(
             for fold in (SEARCH_FOLD, DECISION_FOLD)
         )
         contenders: dict[str, Calibrator] = {"start": start}
-        trials: list[Trial] = []
+        tried: dict[Candidate, Scores] = {}
         if varies:
-            found, trials = _searched(looking, start, held_out, varies)
+            found, tried = _searched(looking, start, held_out, varies)
             contenders |= {} if found is start else {"found": found}
         contenders |= _declared(start, others=others, has_base=study.has_base)
         plain = ["merged", *(["base"] if study.has_base else [])]
@@ -109,7 +108,6 @@ def choose_settings(
     told = {
         name: _told(name, at, contenders, decision.over_merged.get(name)) for name, at in scores.items()
     } | {name: _told(name, None, contenders, None) | {"error": text} for name, text in failures.items()}
-    settings = contenders.get(decision.name, start).get_params()
     kept = decision.name if decision.name in plain else ""
     record = {
         "score": judge.score,
@@ -123,15 +121,15 @@ def choose_settings(
         "level": LEVEL,
         "correction": f"Bonferroni, {decision.among} comparisons",
         "start": _plain(start.get_params()),
-        "chosen": None if kept else _plain(settings),
+        "chosen": None if kept else _plain(contenders[decision.name].get_params()),
         "candidates": [
-            dataclasses.asdict(trial.candidate) | {"fold": trial.fold, "score": _finite(trial.score)}
-            for trial in trials
+            dataclasses.asdict(candidate) | {"fold": SEARCH_FOLD, "score": _finite(at.mean)}
+            for candidate, at in tried.items()
         ],
         "num_held_out": {task: len(at) for task, at in held_out[DECISION_FOLD].items()},
-        "num_calibrations": len(trials) + len(contenders),
+        "num_calibrations": len(tried) + len(contenders),
         # Of all samples: the search leaves two folds out, and the decision one.
-        "cost_in_calibrations": len(trials) * (1 - 2 / NUM_FOLDS) + len(contenders) * (1 - 1 / NUM_FOLDS),
+        "cost_in_calibrations": len(tried) * (1 - 2 / NUM_FOLDS) + len(contenders) * (1 - 1 / NUM_FOLDS),
         "seconds": round(time.perf_counter() - started, 3),
     }
     return contenders.get(decision.name, start), record
@@ -142,7 +140,7 @@ def _searched(
     start: Calibrator,
     folds: Mapping[int, Mapping[str, SampleSet]],
     varies: Sequence[str],
-) -> tuple[Calibrator, list[Trial]]:
+) -> tuple[Calibrator, dict[Candidate, Scores]]:
     """What a search finds without the samples that decide: what had seen them would do better on them."""
     settings = start.get_params()
     first = Candidate(*(float(settings[name]) for name in _FIELDS))

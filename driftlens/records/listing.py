@@ -40,6 +40,7 @@ class RunSummary:
         problem: why the run can't be read.
         hint: what to do about that, where there is something to say.
         left: what later work left undone, in sentences; see `left_undone`.
+        is_live: see `is_live`.
     """
 
     path: pathlib.Path
@@ -54,6 +55,7 @@ class RunSummary:
     problem: str = ""
     hint: str = ""
     left: tuple[str, ...] = ()
+    is_live: bool = False
 
 
 def find_runs(root: PathLike) -> list[RunSummary]:
@@ -183,6 +185,7 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
             final_drift=final_drift,
             bytes=sum(file.bytes for file in run.manifest.files.values()),
             left=left_undone(run),
+            is_live=is_live(run.manifest),
         )
     except DriftLensError as error:
         return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.errors import DriftLensError, RunLockedError, SpecError
+from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.status import Status, write_status
 from driftlens_app.jobs import Job, command_line, processes, start, watch
 from driftlens_app.jobs.command_line import ask
@@ -203,6 +205,14 @@ def test_the_form_starts_with_a_name_that_it_accepts(open_app: Open, root: Path)
     button.click().run()
     until(lambda: (view := watch(root / "mein-spec-u")) is not None and view.is_live, "it runs")
     assert not app.error and len(processes._CHILDREN) == 1
+
+
+def test_what_a_run_of_live_modules_was_made_from_is_not_offered(open_app: Open, root: Path) -> None:
+    assert open_app(root, "new_run").selectbox(key="spec").options == ["full/spec.yaml"]
+    manifest = read_manifest(root / "full")
+    live = dataclasses.replace(manifest, architecture={**manifest.architecture, "loader": "live"})
+    write_manifest(root / "full", live)
+    assert "There is no spec" in said(open_app(root, "new_run"))
 
 
 def choose(app: AppTest, *merges: str) -> AppTest:

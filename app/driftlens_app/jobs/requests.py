@@ -20,6 +20,7 @@ from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs.record import Request, job_of
+from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
@@ -156,9 +157,9 @@ def spec_files(root: Path) -> list[str]:
 
 
 def own_specs(root: Path) -> list[str]:
-    """Paths, relative to the root, of what the runs in it were made from."""
-    runs = [folder for folder in _entries(root) if (folder / MANIFEST).exists()]
-    return sorted(f"{run.name}/{SPEC}" for run in runs if is_file_inside(run / SPEC))
+    """Paths, relative to the root, of what the runs in it were made from, but for runs of live modules."""
+    runs = [run.path for run in listed_runs(Settings(root)) if not (run.problem or run.is_live)]
+    return [(path / SPEC).relative_to(root).as_posix() for path in runs if is_file_inside(path / SPEC)]
 
 
 def spec_file(root: Path, relative: str) -> Path:

@@ -365,16 +365,16 @@ def tasks_not_balanced(patch: Patch) -> None:
 
 
 def stale_features(patch: Patch) -> None:
-    original = forward_order._Walk._advance
+    original = forward_order.SnapshotWalk.advance
 
     def stale(self, layer, merged, found):  # type: ignore[no-untyped-def]
         return original(self, layer, merged, [({}, reports) for _, reports in found])
 
-    patch.setattr(forward_order._Walk, "_advance", stale)
+    patch.setattr(forward_order.SnapshotWalk, "advance", stale)
 
 
 def expert_path_replaced(patch: Patch) -> None:
-    original = forward_order._Walk._advance
+    original = forward_order.SnapshotWalk.advance
 
     def mixed(self, layer, merged, found):  # type: ignore[no-untyped-def]
         drift = original(self, layer, merged, found)
@@ -382,7 +382,7 @@ def expert_path_replaced(patch: Patch) -> None:
             batch.put("expert", batch.get("merged"))
         return drift
 
-    patch.setattr(forward_order._Walk, "_advance", mixed)
+    patch.setattr(forward_order.SnapshotWalk, "advance", mixed)
 
 
 def target_of_the_expert_alone(patch: Patch) -> None:

@@ -2,7 +2,7 @@
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
 annotations (see `driftlens.settings`). Spec, command line, dashboard and model card ask for them there. It is
-`ClosedForm`, which solves from moments, or `Trained`, which learns attachments from features.
+`Layerwise` or `Stepwise`, which solve from moments, or `Trained`, which learns attachments from features.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from driftlens.engine.pool import Attachment
-from driftlens.engine.problems import ClosedForm
+from driftlens.engine.problems import Layerwise
 from driftlens.engine.training import Trainer
 from driftlens.errors import SpecError, did_you_mean
 from driftlens.registry import Registry
@@ -78,7 +78,7 @@ class Calibrator:
             setting.read(getattr(self, setting.name))
 
 
-class ClosedFormBase(Calibrator, ClosedForm):
+class ClosedFormBase(Calibrator, Layerwise):
     """A calibrator that solves from moments; a subclass adds `solve`."""
 
     update: Sequence[str] = ("linear", "bias", "norm")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import ClosedFormBase, calibrators
 from driftlens.calibration.solves import solve_linear, solve_norm
-from driftlens.engine.problems import LinearProblem, NormProblem, Problem, SiteUpdate, Wanted
+from driftlens.engine.problems import LinearProblem, Problem, SiteUpdate, Wanted
 from driftlens.errors import SpecError
 from driftlens.models.chain import Parameters, Site
 from driftlens.settings import Bounds, Label
@@ -151,7 +151,6 @@ class FeatCal(ClosedFormBase):
             NumericsError: the moments hold NaN or infinite entries.
             SingularGramError: gram + lam * I is singular to working precision.
         """
-        assert isinstance(problem, LinearProblem | NormProblem)  # the others are of step-wise calibrators
         anchor = self.anchor_of(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
             return solve_linear(problem, anchor, lam=self.lam, update=self.update)

@@ -9,7 +9,7 @@ import torch
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.solves import relative_change
-from driftlens.engine.problems import Problem, SiteReport, SiteUpdate, StepProblem, Stepwise
+from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem, Stepwise
 from driftlens.errors import SpecError
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 from driftlens.settings import Bounds, Label
@@ -90,16 +90,17 @@ class ResidualCal(Calibrator, Stepwise):
         """Parts that the samples fall into; 1 where nothing is held out."""
         return self.folds if self.cv == "on" else 1
 
-    def solve(self, problem: Problem) -> list[SiteUpdate]:
+    def solve(self, problem: StepProblem) -> list[SiteUpdate]:
         """New weights and biases of sites that share a Gram matrix, and with it their ridges and share.
 
         Raises:
             NumericsError: the moments hold NaN or infinite entries.
             SingularGramError: gram + ridge * I is singular to working precision.
         """
-        assert isinstance(problem, StepProblem)
         if self.cv == "on":
-            ridges = choose_ridges(problem.folds, most=self.residual)
+            single = all(value.dtype != torch.float64 for value in problem.merged.values())
+            dtype = torch.float32 if single else torch.float64  # products of float32 rows are no better
+            ridges = choose_ridges(problem.folds, most=self.residual, dtype=dtype)
         else:
             ridges = Ridges(self.ridge, self.ridge, self.residual)
         moments = total(problem.folds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import (
-    ClosedForm,
+    Layerwise,
     LinearFold,
     LinearProblem,
     NormProblem,
     Problem,
     SiteReport,
     SiteUpdate,
+    StepProblem,
     TaskMoments,
     Wanted,
 )
@@ -31,6 +33,7 @@ from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 UNIFORM = "uniform"
+_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem)
 
 
 class LayerSums:
@@ -49,7 +52,7 @@ class LayerSums:
         chain: LayerChain,
         layer: Layer,
         names: Collection[str],
-        calibrator: ClosedForm,
+        calibrator: Layerwise,
         *,
         objectives: bool = True,
         grams: GramPool | None = None,
@@ -334,7 +337,12 @@ def normalised(site: Site, rows: Tensor) -> Tensor:
 
 
 def solve_layer(
-    pool: ModelPool, layer: Layer, problems: Sequence[Problem], calibrator: ClosedForm, *, stored_as: str
+    pool: ModelPool,
+    layer: Layer,
+    problems: Sequence[_P],
+    solve: Callable[[_P], Sequence[SiteUpdate]],
+    *,
+    stored_as: str,
 ) -> tuple[dict[str, Tensor], list[SiteReport]]:
     """New parameters of a layer by its own names, and a report per site; problems are from one snapshot of features.
 
@@ -351,7 +359,7 @@ def solve_layer(
     reports: list[SiteReport] = []
     for problem in problems:
         started = time.perf_counter()
-        found = _solved(layer, problem, calibrator)
+        found = _solved(layer, problem, solve)
         seconds = (time.perf_counter() - started) / len(found)
         paths = {site.name: site_path(layer, site) for site in _sites(problem)}
         for update in found:
@@ -362,9 +370,9 @@ def solve_layer(
     return updates, reports
 
 
-def _solved(layer: Layer, problem: Problem, calibrator: ClosedForm) -> Sequence[SiteUpdate]:
+def _solved(layer: Layer, problem: _P, solve: Callable[[_P], Sequence[SiteUpdate]]) -> Sequence[SiteUpdate]:
     try:
-        return calibrator.solve(problem)
+        return solve(problem)
     except NumericsError as error:
         named = ", ".join(site_path(layer, site) for site in _sites(problem))
         raise type(error)(
@@ -374,5 +382,5 @@ def _solved(layer: Layer, problem: Problem, calibrator: ClosedForm) -> Sequence[
         ) from error
 
 
-def _sites(problem: Problem) -> Sequence[Site]:
+def _sites(problem: Problem | StepProblem) -> Sequence[Site]:
     return [problem.site] if isinstance(problem, NormProblem) else problem.sites

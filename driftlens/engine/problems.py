@@ -68,7 +68,7 @@ class StepProblem:
     task_weight_sum: float
 
 
-Problem = LinearProblem | NormProblem | StepProblem
+Problem = LinearProblem | NormProblem
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,7 @@ class WeightedFold:
 
 
 class ClosedForm(ABC):
-    """A calibrator that solves from moments: it says which it wants, folds those of the tasks, and solves.
-
-    It never holds a model. What is here wants the experts' own outputs and counts every task alike; a subclass adds
-    `solve`.
+    """A calibrator that solves from moments and never holds a model: `Layerwise` or `Stepwise`.
 
     Attributes:
         solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
@@ -249,11 +246,6 @@ class ClosedForm(ABC):
     solve_dtype: str = "float64"
     update: Sequence[str] = ("linear", "bias", "norm")
 
-    @property
-    def moments_key(self) -> Hashable:
-        """Equal for calibrators that want the same moments and fold them alike: those with equal settings."""
-        return type(self), repr(self)
-
     @abstractmethod
     def check(self, *, has_base: bool) -> None:
         """Refuse settings that make no sense.
@@ -261,6 +253,18 @@ class ClosedForm(ABC):
         Raises:
             SpecError: names the setting and what was expected.
         """
+
+
+class Layerwise(ClosedForm):
+    """Solves all sites of a layer from one snapshot: it says which moments it wants, folds those of the tasks, solves.
+
+    What is here wants the experts' own outputs and counts every task alike; a subclass adds `solve`.
+    """
+
+    @property
+    def moments_key(self) -> Hashable:
+        """Equal for calibrators that want the same moments and fold them alike: those with equal settings."""
+        return type(self), repr(self)
 
     def wants(self, site: Site, *, in_last_block: bool) -> Wanted:
         """Which moments of a site are wanted; tokens count as the adapter says."""
@@ -313,8 +317,8 @@ class Stepwise(ClosedForm):
         """Parts that the samples fall into; 1 where nothing is held out."""
 
     @abstractmethod
-    def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
-        """New parameters of the sites of a `StepProblem`."""
+    def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
+        """New parameters of the problem's sites; errors as for `Layerwise`."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ class Group:
     sites: tuple[Site, ...]
     has_bias: bool
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sites."""
+        return tuple(site.name for site in self.sites)
+
 
 def groups_of(layer: Layer, names: Collection[str]) -> list[Group]:
     """The named linear sites of a layer in the order in which they run, those that read the same rows together."""

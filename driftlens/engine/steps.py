@@ -10,182 +10,164 @@ there is no such sum and the term drops out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from driftlens.data.samples import Batch
+from driftlens.engine.carried import EXPERT, TRUNK, CalibrationWalk, Part, in_words
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import require_rule, solve_layer, stacked
-from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
 from driftlens.engine.site_rows import rows_and_output
 from driftlens.engine.step_weights import NUM_PASSES, ExpertGradients, Group, Weighted, groups_of, row_counts
-from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
+from driftlens.engine.waiting import WaitingBatch
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError
-from driftlens.linalg.joint_ridge import BIAS_INPUT, JointMoments
-from driftlens.models.chain import Layer, Parameters, Pool, SideInputs, State
+from driftlens.linalg.joint_ridge import BIAS_INPUT, JointSums
+from driftlens.models.chain import Layer, Parameters, SideInputs, State
 from driftlens.variants import expert_of
 
-_EXPERT, _STUDENT = "expert", "merged"
+_WANTED = "wanted"
 _ROWS = 64
 _ENTERED = ""
 """Stands for what enters a block, among the streams that are added to."""
 
 
 @dataclass
-class _Piece:
-    """One batch, and of its samples the digests and the folds."""
+class _Noted:
+    """All samples of a task; reading them notes their digests, batch by batch."""
 
-    batch: WaitingBatch
-    digests: tuple[str, ...]
-    folds: Tensor
+    task: str
+    part: Part
+    num_folds: int
+    digests: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def ids(self) -> Sequence[str]:
+        return self.part.ids
+
+    def batches(self) -> Iterator[Batch]:
+        for batch in self.part.batches():
+            self.digests.append(batch.digests)
+            yield batch
+        count = len({digest for batch in self.digests for digest in batch})
+        if 0 < count < self.num_folds:
+            raise DataError(
+                f"task {self.task!r} has {count} different calibration samples, which {self.num_folds} folds can't "
+                "share",
+                hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
+                task=self.task,
+            )
+
+    def folds(self) -> list[list[int]]:
+        """The fold of every sample of every batch, by content: equal samples in one, whatever their order."""
+        found = sorted({digest for batch in self.digests for digest in batch})
+        rank = {digest: at % self.num_folds for at, digest in enumerate(found)}
+        return [[rank[digest] for digest in batch] for batch in self.digests]
 
 
 @dataclass
-class StepWalk:
-    """What stays the same from layer to layer, and the features that wait at the boundary reached.
+class StepWalk(CalibrationWalk):
+    """Solves the sites of a layer step by step, in one lane.
 
-    Arguments are those of `driftlens.engine.forward_order.calibrate`.
+    Every expert runs once per layer: what its sites give waits beside the features until the layer is solved.
     """
 
-    pool: ModelPool
-    samples: Mapping[str, Callable[[], Iterable[Batch]]]
     calibrator: Stepwise
-    sites: Mapping[int, Collection[str]]
-    store: FeatureStore
-    merged: str
-    base: str | None
-    on_step: Callable[[int, str], None]
-    pooling: Pool
-    ids: Mapping[str, Sequence[str]]
-    pieces: dict[str, list[_Piece]] = field(default_factory=dict)
-    weighted: dict[str, dict[tuple[int, int], Weighted]] = field(default_factory=dict)
+    groups: dict[int, list[Group]] = field(default_factory=dict, init=False)
+    weighted: dict[str, dict[tuple[int, int], Weighted]] = field(default_factory=dict, init=False)
 
-    def layers(self, done: Mapping[int, Mapping[str, Tensor]]) -> Iterator[CalibratedLayer]:
-        """Calibrated layers in forward order; those of `done` are applied."""
-        last = max((index for index in self.sites if index not in done), default=0)
-        groups = {
-            layer.index: found
-            for layer in self.pool.chain.layers[:last]
-            if layer.index not in done and (found := groups_of(layer, self.sites.get(layer.index, ())))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.noted = {
+            task: _Noted(task, part, self.calibrator.num_folds) for task, [part] in self.parts.items()
         }
-        for index, mine in groups.items():
-            for group in mine:
-                require_rule(self.pool.chain, group.sites[0].token_weights)
-            last = index
-        with self.store:
-            self._read()
-            for layer in self.pool.chain.layers[: last if groups else 0]:
-                if layer.index in groups:
-                    if self.calibrator.weights == "gradient" and not self.weighted:
-                        self._weigh_by_gradients(groups)
-                    yield self._calibrate(layer, groups[layer.index], is_last=layer.index == last)
-                else:
-                    self._pass(layer, done.get(layer.index, {}))
-
-    @torch.no_grad()
-    def _read(self) -> None:
-        """All batches at boundary 0, and folds by content: equal samples in one, whatever their order."""
-        folds = self.calibrator.num_folds
-        for number, task in enumerate(sorted(self.samples)):
-            named: list[tuple[str, ...]] = []
-
-            def reading(task: str = task, named: list[tuple[str, ...]] = named) -> Iterator[Batch]:
-                for batch in self.samples[task]():
-                    named.append(batch.digests)
-                    yield batch
-
-            batches = list(read_batches(self.pool, reading(), self.store, f"{number}", (_EXPERT, _STUDENT)))
-            rank = {digest: at for at, digest in enumerate(sorted({d for names in named for d in names}))}
-            if not rank:
-                raise DataError(
-                    f"task {task!r} has no calibration samples",
-                    hint="Give every task at least one, or leave the task out.",
-                    task=task,
-                )
-            if len(rank) < folds:
-                raise DataError(
-                    f"task {task!r} has {len(rank)} different calibration samples, which {folds} folds can't share",
-                    hint=f"Bring more samples, or set folds to at most {len(rank)}; cv=off needs one sample.",
-                    task=task,
-                )
-            self.pieces[task] = [
-                _Piece(
-                    batch,
-                    names,
-                    torch.tensor([rank[name] % folds for name in names], device=self.pool.device),
-                )
-                for batch, names in zip(batches, named, strict=True)
-            ]
+        self.parts = {task: [noted] for task, noted in self.noted.items()}
 
     @torch.no_grad()
     @exact_products()
-    def _pass(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """Take all features to the next boundary."""
-        student = self.pool.parameters(self.merged, layer)
-        self._advance(layer, student | {name: value.to(student[name]) for name, value in done.items()})
-
-    @torch.no_grad()
-    @exact_products()
-    def _weigh_by_gradients(self, groups: Mapping[int, Sequence[Group]]) -> None:
-        gradients = ExpertGradients(
-            self.pool, self.pooling, groups, metric=self.calibrator.mu > 0, on_step=self.on_step
-        )
-        for task, pieces in self.pieces.items():
-            draws = [self._draws(piece.digests) for piece in pieces]
-            self.weighted[task] = gradients.weigh(task, [piece.batch for piece in pieces], draws, _EXPERT)
-
-    def _draws(self, digests: Sequence[str]) -> Callable[[int], Tensor]:
-        def draw(width: int) -> Tensor:
-            rows = []
-            for digest in digests:
-                generator = torch.Generator().manual_seed(
-                    (int(digest[:15], 16) + self.calibrator.seed) % 2**63
-                )
-                rows.append(torch.randn(NUM_PASSES, width, generator=generator, dtype=torch.float64))
-            return torch.stack(rows, dim=1).to(self.pool.dtype).to(self.pool.device)
-
-        return draw
-
-    @torch.no_grad()
-    def _weigh_alike(self, layer: Layer, groups: Sequence[Group]) -> None:
-        wanted = {group.sites[0].name for group in groups}
-        for task, pieces in self.pieces.items():
-            parameters = self.pool.parameters(expert_of(task), layer)
-            counts: list[list[Tensor]] = [[] for _ in groups]
-            for piece in pieces:
-                state, side = piece.batch.get(_EXPERT), piece.batch.side
-                seen, _ = rows_and_output(layer, parameters, state, side, (), wanted, stops=True)
-                for at, group in enumerate(groups):
-                    y = seen.outputs[group.sites[0].name]
-                    counts[at].append(row_counts(self.pool.chain, layer, group.sites[0], y, state, side))
-            mine = self.weighted.setdefault(task, {})
-            mine |= {(layer.index, at): Weighted.of(found, None) for at, found in enumerate(counts)}
-
-    @torch.no_grad()
-    @exact_products()
-    def _calibrate(self, layer: Layer, groups: Sequence[Group], *, is_last: bool) -> CalibratedLayer:
+    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
+        """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
         started = time.perf_counter()
-        student = self.pool.parameters(self.merged, layer)
-        if self.calibrator.weights == "uniform":
-            self._weigh_alike(layer, groups)
-        streams = self._streams(layer, student, groups) if self.calibrator.residual else {}
+        if not self.groups:
+            self._begin(layer)
+        groups, student = self.groups[layer.index], self.pool.parameters(self.merged, layer)
         merged, updates = dict(student), dict[str, Tensor]()
         reports: list[SiteReport] = []
+        streams = self._run_experts(layer, student, needs_output=not is_last)
         stored_as = self.merged if self.base is None else self.base
         numbered = list(enumerate(groups))
         for step in [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]:
             problems = [self._problem(layer, student, merged, at, group, streams) for at, group in step]
-            found, said = solve_layer(self.pool, layer, problems, self.calibrator, stored_as=stored_as)
+            found, said = solve_layer(self.pool, layer, problems, self.calibrator.solve, stored_as=stored_as)
+            self.grams.take_back()
             student |= found
             updates |= found
             reports += said
-        drift = {} if is_last else self._advance(layer, student)
-        return CalibratedLayer(layer.index, updates, reports, drift, time.perf_counter() - started)
+        for batches in self.waiting.values():
+            for batch in batches:
+                batch.put(_WANTED, {})
+        drift = {} if is_last else self.advance(layer, merged, [(updates, reports)])
+        return [CalibratedLayer(layer.index, updates, reports, drift, time.perf_counter() - started)]
+
+    def _begin(self, first: Layer) -> None:
+        """Token weights of all layers, where gradients say them."""
+        for layer in self.pool.chain.layers:
+            if layer.index in self.sites:
+                self.groups[layer.index] = groups_of(layer, self.sites[layer.index])
+                for group in self.groups[layer.index]:
+                    require_rule(self.pool.chain, group.sites[0].token_weights)
+        gradients = ExpertGradients(
+            self.pool, self.pooling, self.groups, metric=self.calibrator.mu > 0, on_step=self.on_step
+        )
+        for task in self.parts if self.calibrator.weights == "gradient" else ():
+            batches = list(self.batches(first, task, 0))
+            draws = [partial(self._draw, digests) for digests in self.noted[task].digests]
+            self.weighted[task] = gradients.weigh(task, batches, draws, EXPERT)
+
+    def _draw(self, digests: Sequence[str], width: int) -> Tensor:
+        """Random directions for every sample of a batch, the same wherever it stands."""
+        rows = []
+        for digest in digests:
+            generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
+            rows.append(torch.randn(NUM_PASSES, width, generator=generator, dtype=torch.float64))
+        return torch.stack(rows, dim=1).to(self.pool.dtype).to(self.pool.device)
+
+    def _run_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
+        """Take the experts through the layer, and let wait what their sites give; to what sites add their outputs."""
+        groups, streams = self.groups[layer.index], None
+        names = [site.name for group in groups for site in group.sites]
+        for task, [part] in self.parts.items():
+            expert = self.pool.parameters(expert_of(task), layer)
+            watch = FiniteWatch(layer, task, part.ids)
+            counts: list[list[Tensor]] = [[] for _ in groups]
+            for batch in self.batches(layer, task, 0):
+                state, side = batch.get(EXPERT), batch.side
+                if streams is None:
+                    repairs = self.calibrator.residual > 0
+                    streams = added_to(layer, student, batch.get(TRUNK), side, groups) if repairs else {}
+                tapped = {*streams.values()} - {_ENTERED}
+                seen, out = rows_and_output(layer, expert, state, side, tapped, names, stops=not needs_output)
+                for group, mine in zip(groups, counts, strict=True):
+                    y = seen.outputs[group.names[0]]
+                    mine.append(row_counts(self.pool.chain, layer, group.sites[0], y, state, side))
+                wanted = dict(seen.outputs)
+                for name, stream in streams.items():
+                    wanted[name] = wanted[name] + _stream(layer, stream, state, seen.inputs)
+                batch.put(_WANTED, wanted)
+                if needs_output:
+                    watch.see(in_words(EXPERT), out[layer.stream])
+                    batch.put(EXPERT, out)
+            watch.check()
+            if self.calibrator.weights == "uniform":
+                self.weighted[task] = {
+                    (layer.index, at): Weighted.of(found, None) for at, found in enumerate(counts)
+                }
+        return streams or {}
 
     def _problem(
         self,
@@ -198,51 +180,67 @@ class StepWalk:
     ) -> StepProblem:
         """Moments of one group of all tasks; their Gram matrices are brought to mean norm 1."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
-        weight = stacked(merged, group.sites)
-        outputs, width = weight.shape
-        like = torch.zeros((), dtype=dtype, device=self.pool.device)
-        empty = JointMoments.zeros(outputs, width + group.has_bias, like)
-        folds = [empty.scaled(1.0) for _ in range(self.calibrator.num_folds)]
+        own = _affine(merged, group)
+        outputs, inputs = own.shape
+        lend = partial(self.grams.lend, inputs, device=self.pool.device)
+        folds = [JointSums(lend(dtype=dtype), outputs) for _ in range(self.calibrator.num_folds)]
+        product, task_gram = lend(dtype=own.dtype), lend(dtype=dtype)
         weights = {task: mine[layer.index, at] for task, mine in self.weighted.items()}
         energy = sum(found.energy for found in weights.values()) / len(weights)
-        tasks: list[tuple[Tensor, JointMoments]] = []
+        tasks: list[tuple[Tensor, JointSums]] = []
         norms: list[Tensor] = []
-        factors: list[float] = []
+        task_weight_sum = 0.0
         for task, weighted in weights.items():
-            expert = self.pool.parameters(expert_of(task), layer)
-            factors.append(weighted.energy / energy if energy > 0 else 1.0)
-            whole = empty.scaled(1.0)
-            rows = _Rows(layer, group, streams, student, merged, expert)
-            for piece, count in zip(self.pieces[task], weighted.rows, strict=True):
-                self.on_step(layer.index, task)
-                x, local, upstream = rows.of(piece.batch)
-                fold = piece.folds.repeat_interleave(len(x) // len(piece.folds))
-                for number in range(len(folds)):
-                    mine = slice(None) if len(folds) == 1 else (fold == number).nonzero()[:, 0]
-                    moments = _moments(x[mine], local[mine], upstream[mine], count[mine])
-                    folds[number].add(moments, factors[-1])
-                    whole.gram.add_(moments.gram) if not self.calibrator.mu else whole.add(moments)
-            norms.append(torch.linalg.matrix_norm(whole.gram[:width, :width]))
+            theirs = _affine(self.pool.parameters(expert_of(task), layer), group)
+            factor = weighted.energy / energy if energy > 0 else 1.0
+            task_weight_sum += factor
+            task_gram.clear()
             if self.calibrator.mu:
-                tasks.append((self._metric(weighted, like), whole))
+                tasks.append((self._metric(weighted, own.to(dtype)), JointSums(lend(dtype=dtype), outputs)))
+            everywhere = self.batches(layer, task, 0)
+            for batch, count, fold in zip(everywhere, weighted.rows, self.noted[task].folds(), strict=True):
+                x, wanted = self._rows(layer, student, group, streams, batch)
+                order, sizes = _sorted(fold, len(folds), len(x) // len(fold), x.device)
+                root = count[order].sqrt()[:, None]
+                x = x[order] * root
+                local, upstream = x @ (theirs - own).mT, wanted[order] * root - x @ theirs.mT
+                parts = (rows.split_with_sizes(sizes) for rows in (x, local, upstream))
+                for number, (x_fold, *targets) in enumerate(zip(*parts, strict=True)):
+                    product.clear()
+                    product.add_rows(x_fold)
+                    task_gram.add(product, 1.0)
+                    for into in [folds[number], *(mine for _, mine in tasks[-1:])]:
+                        into.add(product, x_fold, *targets, scale=factor)
+            width = inputs - group.has_bias
+            norms.append(torch.linalg.matrix_norm(task_gram.full()[:width, :width]))
         # Where no input ever varies from 0 there is nothing to bring to norm 1.
-        scale = 1 / torch.stack(norms).mean() if sum(norms) > 0 else like + 1
-        for moments in folds:
-            for value in vars(moments).values():
-                value.mul_(scale)
-        tasks = [
-            (metric, whole.scaled(scale * factor))
-            for (metric, whole), factor in zip(tasks, factors, strict=False)
-        ]
-        mine_merged = {
-            name: merged[name]
-            for site in group.sites
-            for part in ("weight", "bias")
-            if (name := f"{site.name}.{part}") in merged
-        }
+        scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
         return StepProblem(
-            group.sites, folds, tasks, group.has_bias, mine_merged, float(scale) * sum(factors)
+            group.sites,
+            [of.moments(scale) for of in folds],
+            [(metric, of.moments(scale)) for metric, of in tasks],
+            group.has_bias,
+            {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
+            scale * task_weight_sum,
         )
+
+    def _rows(
+        self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: WaitingBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Of one batch, what the student feeds a group, x~ [T, k], and what the sites should give, y1 [T, o]."""
+        state, given = batch.get(TRUNK), batch.get(_WANTED)
+        added = {name: streams[name] for name in group.names if name in streams}
+        tapped = {group.names[0], *added.values()} - {_ENTERED}
+        seen, _ = rows_and_output(layer, student, state, batch.side, tapped, stops=True)
+        x = seen.inputs[group.names[0]]
+        x = x.reshape(-1, x.shape[-1])
+        wanted = [
+            given[name] - _stream(layer, added[name], state, seen.inputs) if name in added else given[name]
+            for name in group.names
+        ]
+        if group.has_bias:
+            x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
+        return x, torch.cat([y.reshape(len(x), -1) for y in wanted], dim=1)
 
     def _metric(self, weighted: Weighted, like: Tensor) -> Tensor:
         moment, mu = weighted.metric.to(like), self.calibrator.mu
@@ -250,87 +248,25 @@ class StepWalk:
         trace = moment.trace()
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if bool(trace > 0) else eye)
 
-    def _streams(self, layer: Layer, merged: Parameters, groups: Sequence[Group]) -> dict[str, str]:
-        """See `added_to`."""
-        batch = next(iter(self.pieces.values()))[0].batch
-        return added_to(layer, merged, batch.get(_STUDENT), batch.side, groups)
 
-    def _advance(self, layer: Layer, student: Parameters) -> dict[str, float]:
-        """Take all features through the layer; the mean drift behind it, by task."""
-        drift: dict[str, float] = {}
-        for task, pieces in self.pieces.items():
-            expert = self.pool.parameters(expert_of(task), layer)
-            watch = FiniteWatch(layer, task, self.ids.get(task, ()))
-            sizes = []
-            for piece in pieces:
-                self.on_step(layer.index, task)
-                batch, vectors = piece.batch, []
-                for name, words, parameters in (
-                    (_EXPERT, "the expert", expert),
-                    (_STUDENT, "the calibrated model", student),
-                ):
-                    out = layer.call(parameters, batch.get(name), batch.side)
-                    watch.see(words, out[layer.stream])
-                    batch.put(name, out)
-                    vectors.append(layer.vectors(out, batch.side, self.pooling))
-                sizes.append(torch.linalg.vector_norm((vectors[1] - vectors[0]).double(), dim=1))
-            watch.check()
-            drift[task] = float(torch.cat(sizes).mean())
-        return drift
+def _affine(parameters: Parameters, group: Group) -> Tensor:
+    """The stacked weights, the biases in a column for the constant input."""
+    weight = stacked(parameters, group.sites)
+    if not group.has_bias:
+        return weight
+    bias = torch.cat([parameters[f"{name}.bias"] for name in group.names])
+    return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
 
 
-@dataclass
-class _Rows:
-    """What one group of sites is fed, and what it lacks of its targets, batch by batch of one task."""
-
-    layer: Layer
-    group: Group
-    streams: Mapping[str, str]
-    student: Parameters
-    merged: Parameters
-    expert: Parameters
-
-    def __post_init__(self) -> None:
-        self._own, self._theirs = (self._affine(parameters) for parameters in (self.merged, self.expert))
-
-    def _affine(self, parameters: Parameters) -> Tensor:
-        """The stacked weights, the biases in a column for the constant input."""
-        weight = stacked(parameters, self.group.sites)
-        if not self.group.has_bias:
-            return weight
-        bias = torch.cat([parameters[f"{site.name}.bias"] for site in self.group.sites])
-        return torch.cat([weight, bias[:, None] / BIAS_INPUT], dim=1)
-
-    def of(self, batch: WaitingBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs x~ [T, k], y0 - W_m x - b_m and y1 - y0, [T, o] each."""
-        names = [site.name for site in self.group.sites]
-        streams = {name: self.streams[name] for name in names if name in self.streams}
-        tapped = {stream for stream in streams.values() if stream != _ENTERED}
-        mine, theirs = batch.get(_STUDENT), batch.get(_EXPERT)
-        seen, _ = rows_and_output(self.layer, self.student, mine, batch.side, {names[0], *tapped}, stops=True)
-        expert, _ = rows_and_output(self.layer, self.expert, theirs, batch.side, tapped, names, stops=True)
-        x = seen.inputs[names[0]]
-        x = x.reshape(-1, x.shape[-1])
-        if self.group.has_bias:
-            x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
-        wanted = []
-        for name in names:
-            y = expert.outputs[name]
-            if name in streams:
-                key, stream = streams[name], self.layer.stream
-                entered = (theirs[stream], mine[stream]) if key == _ENTERED else None
-                there, here = entered or (expert.inputs[key], seen.inputs[key])
-                y = y + (there - here)
-            wanted.append(y.reshape(len(x), -1))
-        target = x @ self._theirs.mT
-        return x, x @ (self._theirs - self._own).mT, torch.cat(wanted, dim=1) - target
+def _stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
+    return entered[layer.stream] if name == _ENTERED else inputs[name]
 
 
-def _moments(x: Tensor, local: Tensor, upstream: Tensor, weights: Tensor) -> JointMoments:
-    counted = x * weights[:, None]
-    both = torch.cat([local, upstream], dim=1).mT @ counted
-    energy = weights @ (local + upstream).square().sum(dim=1)
-    return JointMoments(counted.mT @ x, both[: local.shape[1]], both[local.shape[1] :], energy)
+def _sorted(folds: Sequence[int], count: int, rows: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    """Row numbers of a batch whose samples have so many rows each, fold by fold, and how many each fold has."""
+    order = torch.tensor(sorted(range(len(folds)), key=folds.__getitem__), device=device)
+    every = order[:, None] * rows + torch.arange(rows, device=device)
+    return every.flatten(), [rows * folds.count(number) for number in range(count)]
 
 
 def added_to(
@@ -342,20 +278,20 @@ def added_to(
     left out.
     """
     inputs: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
+    outputs: dict[str, tuple[Tensor, int]] = {}  # and how many inputs had been read by then
     wanted = {site.name for group in groups for site in group.sites}
 
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
         inputs[site] = x
-        return (lambda y: outputs.__setitem__(site, y)) if site in wanted else None
+        return (lambda y: outputs.__setitem__(site, (y, len(inputs)))) if site in wanted else None
 
     out = layer.call(parameters, state, side, tap)
     sums = [*inputs.values(), out[layer.stream]]
     entered = {_ENTERED: state[layer.stream]} if layer.stream in state else {}
     found = {}
-    for site, y in outputs.items():
+    for site, (y, before) in outputs.items():
         for name, h in (entered | inputs).items():
-            if h.shape == y.shape and any(z.shape == y.shape and _is_sum(z, h, y) for z in sums):
+            if h.shape == y.shape and any(z.shape == y.shape and _is_sum(z, h, y) for z in sums[before:]):
                 found[site] = name
                 break
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from driftlens.engine.forward_order import Parts
+from driftlens.engine.carried import Parts
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from driftlens.errors import NumericsError
 from driftlens.linalg.cholesky import factorize
+from driftlens.linalg.gram import GramSum, add_scaled
 
 BIAS_INPUT = math.sqrt(1000.0)
 GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
@@ -48,19 +49,38 @@ class JointMoments:
         for name, value in vars(other).items():
             getattr(self, name).add_(value * scale)
 
+    def within(self, basis: Tensor | None, dtype: torch.dtype) -> JointMoments:
+        """Of the inputs in an orthonormal basis [k, r], or as they are, in another dtype."""
+        gram, local, upstream, energy = (value.to(dtype) for value in vars(self).values())
+        if basis is not None:
+            gram, local, upstream = basis.mT @ gram @ basis, local @ basis, upstream @ basis
+        return JointMoments(gram, local, upstream, energy)
+
     def scaled(self, scale: float | Tensor) -> JointMoments:
         """All of them multiplied by a number."""
         return JointMoments(**{name: value * scale for name, value in vars(self).items()})
 
-    @classmethod
-    def zeros(cls, outputs: int, inputs: int, like: Tensor) -> JointMoments:
-        """Moments of no rows."""
-        return cls(
-            like.new_zeros(inputs, inputs),
-            like.new_zeros(outputs, inputs),
-            like.new_zeros(outputs, inputs),
-            like.new_zeros(()),
-        )
+
+class JointSums:
+    """Growing `JointMoments`, in the memory and the dtype of a Gram sum."""
+
+    def __init__(self, gram: GramSum, outputs: int) -> None:
+        self._gram = gram
+        self._local = torch.zeros(outputs, gram.k, dtype=gram.dtype, device=gram.device)
+        self._upstream = torch.zeros_like(self._local)
+        self._energy = self._local.new_zeros(())
+
+    def add(self, product: GramSum, x: Tensor, local: Tensor, upstream: Tensor, *, scale: float) -> None:
+        """Add rows [T, k], [T, o] and [T, o], each scaled by the root of what it counts; `product` is x'x."""
+        self._gram.add(product, scale)
+        add_scaled(self._local, local.mT @ x, scale)
+        add_scaled(self._upstream, upstream.mT @ x, scale)
+        self._energy += scale * (local + upstream).square().sum()
+
+    def moments(self, scale: float) -> JointMoments:
+        """The sums, multiplied by a number, in their own memory."""
+        sums = self._gram.full(), self._local, self._upstream, self._energy
+        return JointMoments(*(value.mul_(scale) for value in sums))
 
 
 def total(parts: Sequence[JointMoments]) -> JointMoments:
@@ -81,27 +101,27 @@ class Ridges(NamedTuple):
 
 
 def choose_ridges(
-    folds: Sequence[JointMoments], *, most: float = 1.0, grid: Sequence[float] = GRID, widest: int = WIDEST
+    folds: Sequence[JointMoments],
+    *,
+    most: float = 1.0,
+    grid: Sequence[float] = GRID,
+    dtype: torch.dtype = torch.float64,
 ) -> Ridges:
     """The ridges and the share in [0, most] whose maps, each fitted without a fold, miss that fold least.
 
     Misfits are those to the residual target; with `most` 0, the folds hold no other than the local one. One
-    eigendecomposition per fold serves the whole grid. Where there are more than `widest` inputs, maps are compared
+    eigendecomposition per fold serves the whole grid. Where there are more than `WIDEST` inputs, maps are compared
     inside the span that a few products with the Gram matrix of all folds leave of as many random directions; that
-    changes the choice, and not what is solved with it.
+    changes the choice, and not what is solved with it. All is computed in `dtype`.
 
     Raises:
         NumericsError: the moments hold NaN or infinite entries.
     """
     everything = total(folds)
     require_finite(everything)
-    if len(everything.gram) > widest:
-        basis = _span(everything.gram, widest)
-        folds = [
-            JointMoments(basis.mT @ f.gram @ basis, f.local @ basis, f.upstream @ basis, f.energy)
-            for f in folds
-        ]
-        everything = total(folds)
+    basis = _span(everything.gram.to(dtype), WIDEST) if len(everything.gram) > WIDEST else None
+    folds = [fold.within(basis, dtype) for fold in folds]
+    everything = everything.within(basis, dtype)
     ridges = everything.gram.new_tensor(grid)
     plain = everything.gram.new_zeros(len(grid))
     square = everything.gram.new_zeros(len(grid))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet
-from driftlens.engine.forward_order import Lane, Parts, calibrate, calibrate_side_by_side
+from driftlens.engine.carried import Parts
+from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
 from driftlens.engine.problems import ClosedForm
 from driftlens.errors import DriftLensError, SingularGramError
 from driftlens.models.chain import ParameterKey

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pathlib
 import resource
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,7 @@ from driftlens.models.sources import module_source
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
 TASKS = ("clothing10", "fashion_mnist", "omniglot_alphabets", "sign_digits")
 SAMPLES, DRAWS, SCALE, BATCH = 64, 5, 0.3, 32
+ROUNDS = 2
 LOGIT_SCALE = 16.834815979003906
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -44,18 +47,59 @@ class Data:
 
 
 def run(device: str, draws: int = DRAWS, methods: Sequence[ClosedForm] = (FeatCal(), ResidualCal())) -> str:
-    """A line per method on real images, and one on towers of ViT-B/32's shape, 8 tasks of 16 samples."""
+    """A line per method on real images, and one per shape: time and memory over FeatCal's."""
     where = torch.device(device)
     lines = _real(where, draws, methods) if REAL.is_dir() else [f"residual: {REAL} is not there"]
-    pixels = {str(task): torch.randn(16, 3, 224, 224).to(where) for task in range(8)}
-    models = _models(8, where)
-    for method in methods if draws == DRAWS else ():
-        _, seconds = _calibrated(models, "open_clip_vit", pixels, method)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        lines.append(
-            f"  ViT-B/32, 8 x 16, {method}: {seconds:.1f} s of the processors, peak so far {peak:.2f} GiB"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_cost(name, device) for name in SHAPES if draws == DRAWS)])
+
+
+def _cost(shape: str, device: str) -> str:
+    """Both methods in turns in one process, the least of their times; each in one of its own for its peak."""
+    models, adapter, pixels = SHAPES[shape](torch.device(device))
+    times: dict[str, list[float]] = {name: [] for name in METHODS}
+    for _ in range(ROUNDS):
+        for name, method in METHODS.items():
+            times[name].append(_calibrated(models, adapter, pixels, method())[1])
+    peaks = {}
+    for name in METHODS:
+        command = [sys.executable, "-m", "benchmarks.residual", shape, name, device]
+        peaks[name] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    (least, mine), (low, high) = ([min(of) for of in times.values()], list(peaks.values()))
+    return (
+        f"  {shape}: {mine:.1f} s of the processors, {mine / least:.2f} times FeatCal's {least:.1f}; "
+        f"peak {high:.2f} GiB, {high / low:.2f} times its {low:.2f}"
+    )
+
+
+def _small(device: torch.device) -> _Shape:
+    """The shape of shared/real: 6 blocks of width 192 on 32 x 32 pixels, 4 tasks of 64 samples, random weights."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    config = CLIPVisionConfig(
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        image_size=32,
+        patch_size=8,
+        projection_dim=128,
+    )
+    names = ["base", "merged", *(f"expert:{task}" for task in range(4))]
+    models = {name: CLIPVisionModelWithProjection(config).to(device).eval() for name in names}
+    return models, "hf_clip_vit", {str(task): torch.randn(64, 3, 32, 32, device=device) for task in range(4)}
+
+
+def _wide(device: torch.device) -> _Shape:
+    pixels = {str(task): torch.randn(16, 3, 224, 224, device=device) for task in range(8)}
+    return _models(8, device), "open_clip_vit", pixels
+
+
+_Shape = tuple[dict[str, nn.Module], str, dict[str, Tensor]]
+SHAPES: dict[str, Callable[[torch.device], _Shape]] = {
+    "shape of shared/real, 4 x 64": _small,
+    "ViT-B/32, 8 x 16": _wide,
+}
+METHODS: dict[str, Callable[[], ClosedForm]] = {"featcal": FeatCal, "residual": ResidualCal}
 
 
 def _real(device: torch.device, draws: int, methods: Sequence[ClosedForm]) -> list[str]:
@@ -157,3 +201,10 @@ def _shown(found: list[tuple[float, float]]) -> str:
     parts = [np.array(values) for values in zip(*found, strict=True)]
     error = [part.std(ddof=1) / len(part) ** 0.5 if len(part) > 1 else 0.0 for part in parts]
     return f"accuracy {parts[0].mean():.4f} +- {error[0]:.4f}, KL {parts[1].mean():.3f} +- {error[1]:.3f}"
+
+
+if __name__ == "__main__":  # the peak of one calibration
+    shape, method, device = sys.argv[1:]
+    models, adapter, pixels = SHAPES[shape](torch.device(device))
+    _calibrated(models, adapter, pixels, METHODS[method]())
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)

@@ -16,6 +16,7 @@ from driftlens.cli.app import (
     app,
     assignments,
     computing,
+    manner,
     note,
     parts,
     say,
@@ -144,7 +145,7 @@ def calibrate(
     if as_json:
         say_json(_document(finished, name))
         return
-    say(before_after_text(finished, name))
+    say(before_after_text(finished, name, verbose=manner.verbose))
     if save_weights is not None:
         say(f"\nwrote {save_weights}")
 
@@ -156,6 +157,7 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
         final_drift_changes,
         score_changes,
     )
+    from driftlens.records.verdict import verdict
     from driftlens.variants import calibrated
 
     return {
@@ -173,6 +175,7 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
             for task, at in final_drift_changes(run, name).items()
         ],
         "means": calibration_means(run, name),
+        "verdict": verdict(run, name),
     }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import JsonFlag, RunFolder, app, note, say, say_json
+from driftlens.cli.app import JsonFlag, RunFolder, app, manner, note, say, say_json
 from driftlens.errors import ChecksFailedError, RunError, SpecError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _PACKAGES = (
 
 def show_run(run: DriftRun, *, as_json: bool = False) -> None:
     """Print a run's summary, or its final rows as JSON."""
+    from driftlens.records.verdict import verdict
     from driftlens_reports.terminal import summary
 
     if as_json:
@@ -37,6 +38,7 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
                 "synthetic": run.manifest.synthetic,
                 "tasks": run.tasks,
                 "variants": run.variants,
+                "verdict": verdict(run),
                 "final": run.layers(layer="final"),
                 "accuracy": run.accuracy(),
                 "warnings": run.manifest.warnings,
@@ -44,7 +46,7 @@ def show_run(run: DriftRun, *, as_json: bool = False) -> None:
             }
         )
         return
-    say(summary(run))
+    say(summary(run, verbose=manner.verbose))
 
 
 @app.command()

@@ -91,7 +91,7 @@ def export(
         str | None, typer.Option(help="Task of exhibits about one; the one that drifts most if left out.")
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="Variant to compare with; the anchor-only control if left out.")
+        str | None, typer.Option(help="Variant to compare with; the merged model if left out.")
     ] = None,
     method: Annotated[str, typer.Option(help="Projection of features: pca, umap or tsne.")] = "pca",
     paper: Annotated[

@@ -61,7 +61,6 @@ def demo(
     from driftlens.suites.embedded import embedded_suite
     from driftlens.suites.text import text_suite
     from driftlens_reports.build import Report
-    from driftlens_reports.terminal import before_after_text
 
     refuse_occupied(out, force=force)
     with job.watched() as watched:
@@ -72,7 +71,6 @@ def demo(
         run = calibrate(out, request, access=job.access, **watched)
     (page,) = Report(run).attach(["html"])
     show_run(run)
-    say(f"\nBefore and after calibration\n\n{before_after_text(run, request.name)}")
     say(f"\nReport: {page}")
 
 

@@ -1,4 +1,4 @@
-"""A calibration's before and after, in tables and sentences; its anchor alone is a row like the others.
+"""A calibration's before and after, in tables; its anchor alone is a row like the others.
 
 With rho other than 1 the anchor is another merge of the same experts, and its variant, the control, is analysed like
 any other.
@@ -7,7 +7,7 @@ any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -27,7 +27,6 @@ from driftlens.records.outcomes import (
 from driftlens.records.reading import (
     Kind,
     Sheet,
-    estimate,
     is_measured,
     percent_interval,
     points,
@@ -274,48 +273,6 @@ def _moves(run: DriftRun, name: str) -> Sheet:
     )
 
 
-def calibration_sentences(run: DriftRun, name: str) -> list[str]:
-    """What a calibration changes: means over tasks, and on which tasks. Errors as for `before_after`."""
-    means = calibration_means(run, name)
-    found = [mean for mean in means if mean.measure == "relative" or mean.about.split == "test"]
-    return [
-        *mean_sentences(found, len(run.tasks)),
-        *_tasks_sentence(score_changes(run, name)),
-    ]
-
-
-def mean_sentences(found: Sequence[TaskMeans], num_tasks: int) -> Iterator[str]:
-    """Means over tasks and their change in words, and what their intervals are over.
-
-    Args:
-        found: the means.
-        num_tasks: of the run, some of which may be in none of the means.
-    """
-    for entry in found:
-        measure = entry.about
-        of = f"{len(entry.tasks)} of " if len(entry.tasks) < num_tasks else ""
-        over = (
-            f"Mean {measure.title} over {of}{num_tasks} tasks"
-            if num_tasks > 1
-            else measure.title[:1].upper() + measure.title[1:]
-        )
-        said = "; ".join(
-            f"{title(variant)} {estimate(mean, measure.kind)}" for variant, mean in entry.means.items()
-        )
-        names = [*entry.means]
-        change = change_in_words(measure, entry.means[names[0]].value, entry.change)
-        pair = f" From {title(names[0])} to {title(names[-1])}: {change}." if change else ""
-        yield f"{over}: {said}.{pair}"
-    by_split: dict[str, list[int]] = {}
-    for entry in found:
-        by_split.setdefault(entry.about.split, []).append(max(mean.n for mean in entry.means.values()))
-    # Scores of different metrics are of different tasks.
-    samples = {split: sum(n) if split == "test" else max(n) for split, n in by_split.items()}
-    counts = " and ".join(f"{n} {split} samples" for split, n in samples.items() if n)
-    if counts:
-        yield f"In parentheses: 95 % intervals over samples ({counts} in all); the tasks are these very ones."
-
-
 def change_in_words(measure: Measure, before: float, change: Interval) -> str:
     """A change with its interval: a share's in points, a length's against the one before, else in its own unit.
 
@@ -333,29 +290,6 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
         ends = f"{change.low:+.4f} to {change.high:+.4f}" if is_measured(change.low) else ""
     claimed = "no clear change, " if change.low <= 0 <= change.high else ""
     return f"{claimed}{text}{f' ({ends})' if ends else ''}"
-
-
-def _tasks_sentence(found: Sequence[ScoreChange]) -> list[str]:
-    """On which tasks a score certainly rises or falls: a mean would hide those that lose."""
-    measured = [entry for entry in found if entry.n]
-    if not measured:
-        return ["Accuracy was not measured."]
-    sides = [[at for at in measured if at.low > 0], [at for at in measured if at.high < 0]]
-    rises, falls = (
-        ", ".join(f"{at.task} ({_change_of_task(at)})" for at in side) or "none" for side in sides
-    )
-    unclear = len(measured) - sum(map(len, sides))
-    of = _told(at.metric for at in measured)[0]
-    text = f"Of {len(measured)} tasks, {of} rises on {rises} and falls on {falls}"
-    return [f"{text}; on {unclear} the 95 % interval of its change holds 0." if unclear else f"{text}."]
-
-
-def _change_of_task(found: ScoreChange) -> str:
-    metric = metric_called(found.metric)
-    if metric.kind == "share":
-        return f"{points(found.change)} points, {points_interval(found.low, found.high)}"
-    text = f"{found.change:+.4g}, {found.low:+.4g} to {found.high:+.4g}"
-    return f"{text}, lower is better" if metric.worse == "higher" else text
 
 
 _SETTINGS = {"lam": "lambda", "rho": "rho", "alpha": "alpha"}

@@ -163,7 +163,7 @@ def task_means(run: DriftRun, variants: Sequence[str]) -> list[TaskMeans]:
         change = _NOTHING
         if len(variants) > 1:
             ends = variants[0], variants[-1]
-            by_task = [_change(run, of, *(found[task, name] for name in ends)) for task in whole]
+            by_task = [outcome_change(run, of, *(found[task, name] for name in ends)) for task in whole]
             change = replace(mean_over_tasks(by_task), value=columns[-1].value - columns[0].value)
         by_variant = dict(zip(variants, columns, strict=True))
         means.append(TaskMeans(name, tuple(whole), by_variant, change, measure))
@@ -213,8 +213,8 @@ def final_change(run: DriftRun, task: str, variants: tuple[str, str], column: st
     return next(iter(drift_changes(run, run, task, variants, column=column, layer="final").values()), None)
 
 
-def _change(run: DriftRun, measure: str, start: Outcome, end: Outcome) -> Interval:
-    """The change of one measure on one task; without ends where its samples are not stored."""
+def outcome_change(run: DriftRun, measure: str, start: Outcome, end: Outcome) -> Interval:
+    """The change of one measure on one task, by its attribute; without ends where its samples are not stored."""
     variants = (start.variant, end.variant)
     if measure == "score":
         at = score_change(run, start.task, variants)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from driftlens.errors import DataError
-from driftlens.records.intervals import Interval, mean_over_tasks
+from driftlens.records.intervals import Interval
 from driftlens.records.reading import estimate, is_measured, number, percent, printable
 from driftlens.records.run import DriftRun
-from driftlens_reports.facts import share_of
+from driftlens.records.verdict import shares as shares_of
 
 
 def advice(run: DriftRun) -> dict[str, Any]:
@@ -27,10 +27,10 @@ def advice(run: DriftRun) -> dict[str, Any]:
         raise DataError(f"{run.name} has no merged model to give advice on")
     rows, params = run.layers(variant="merged"), run.params(variant="merged")
     places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
-    for (layer, path), own in rows[rows["final_share"].notna()].groupby(["layer", "path"]):
-        mean = mean_over_tasks([share_of(row) for row in own.to_dict("records")])
+    paths = dict(zip(rows["layer"], rows["path"], strict=True))
+    for layer, (mean, _) in shares_of(run, "merged").items():
         ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
-        shares.append({"layer": int(layer), "path": path, **ends})
+        shares.append({"layer": layer, "path": paths[layer], **ends})
     params = params[(params["scope"] == "layer") & params["cos"].notna()]
     for path, own in params.groupby("path", sort=False):
         cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
@@ -48,7 +48,7 @@ def advice(run: DriftRun) -> dict[str, Any]:
         "run": run.name,
         "tasks": list(run.tasks),
         "orthogonal": 1 / math.sqrt(len(run.tasks)),
-        "shares": sorted(shares, key=lambda row: -row["share"]),
+        "shares": shares,
         "conflicts": sorted(conflicts, key=lambda row: row["cos"]),
         "scalings": [],
     }

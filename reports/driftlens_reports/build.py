@@ -157,7 +157,7 @@ def _compose(run: DriftRun, outline: Outline, checks: CheckReport | None = None)
         "setup": lambda: (setup.setup_sentences(run), setup.setup_tables(run)),
         "origins": lambda: (findings.origin_sentences(run), ()),
         "cosine": lambda: (findings.cosine_sentences(run), ()),
-        "outputs": lambda: (findings.decision_sentences(run), [findings.accuracy_table(run)]),
+        "outputs": lambda: (facts.decision_sentences(run), [findings.accuracy_table(run)]),
         "calibration": lambda: (findings.calibration_sentences(run), findings.calibration_tables(run)),
         "checks": lambda: verdict.checks_parts(self_checks(run), checks),
         "caveats": lambda: (findings.caveat_sentences(run, everything), ()),

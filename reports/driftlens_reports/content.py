@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from driftlens.records.reading import Kind, Sheet, written
 from driftlens.records.tables import plain
 
-VERSION = "2.0"
+VERSION = "2.1"
 """Of the JSON format. Within a major version fields are only ever added."""
 
 Cell = str | int | float | bool | None
@@ -120,8 +120,33 @@ class Outcome(Part):
     skipped: int
 
 
+class Gap(Part):
+    """How one model differs from another."""
+
+    variant: str
+    against: str
+    change: Estimate = Field(description="The model's mean over tasks minus the other's.")
+    side: Literal[1, 0, -1] = Field(
+        description="1: the interval says that the model is better; -1: worse; 0: it can't tell."
+    )
+    better: tuple[str, ...] = Field(description="Tasks on which their own interval says better.")
+    worse: tuple[str, ...]
+
+
 class Verdict(Part):
     """What a reader who reads nothing else should know."""
+
+    measure: str = Field(description="What models are judged by.")
+    tasks: tuple[str, ...] = Field(description="On which every compared model was measured.")
+    means: dict[str, Estimate]
+    gaps: tuple[Gap, ...]
+    worst: str = Field(description="Task furthest behind its expert; empty where none clearly is.")
+    bad_experts: tuple[str, ...] = Field(description="Tasks whose expert is clearly worse than the base.")
+    source: str = Field(
+        description="Layer with the largest share of the merged model's drift; empty without."
+    )
+    source_share: Estimate | None
+    command: str = Field(description="What to do next; empty where no command can.")
 
     before: str | None = Field(description="Variant compared with, usually `merged`.")
     control: str | None = Field(description="Variant of the anchor alone; null without.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import plain
+from driftlens.records.verdict import share_of
 from driftlens.variants import title
 
 _SYNTHETIC = (
@@ -79,13 +80,6 @@ def _with_half(found: Interval) -> tuple[float, float]:
     return found.value, found.high - found.value
 
 
-def share_of(row: Mapping[Any, Any] | pd.Series[Any], column: str = "final_share") -> Interval:
-    """A layer's share of the final drift with its interval, which older runs lack, from its row of the layer table."""
-    values = (row[column], row.get(f"{column}_low"), row.get(f"{column}_high"))
-    n = plain(row["jacobian_samples"])
-    return Interval(*(math.nan if plain(value) is None else float(value) for value in values), n or 0)
-
-
 def origins(run: DriftRun) -> list[Origins]:
     """Where each task's final drift comes from, for the merged model, or the last variant without one."""
     variants = [variant for variant in run.variants if variant not in ("base", "expert")]
@@ -144,6 +138,16 @@ def check_sentence(check: CheckResult) -> str:
         return f"{check.metric} ({check.claim}): {NOT_MEASURED}"
     verdict = "holds" if check.status == "pass" else f"DOES NOT HOLD (limit {error(check.threshold)})"
     return f"{check.metric} ({check.claim}): {verdict}, error at most {error(check.value)} ({check.where})"
+
+
+def decision_sentences(run: DriftRun) -> list[str]:
+    """How many decisions of each variant flip, and how many its margins protect."""
+    return [
+        sentence
+        for variant in run.variants
+        if variant != "base"
+        for sentence in decisions(run.outputs(variant=variant), title(variant))
+    ]
 
 
 def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:

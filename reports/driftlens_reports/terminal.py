@@ -10,13 +10,13 @@ import pandas as pd
 
 from driftlens.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.projection import Projection
-from driftlens.records.before_after import calibration_sentences, calibration_sheets, selection_sentences
+from driftlens.records.before_after import calibration_sheets, selection_sentences
 from driftlens.records.checks import CheckReport, self_checks
 from driftlens.records.compare import Comparison
 from driftlens.records.equality import Equality
 from driftlens.records.intervals import Interval, mean_over_tasks, wilson
 from driftlens.records.listing import RunSummary
-from driftlens.records.outcomes import Outcome, outcomes
+from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import (
     NOT_MEASURED,
     Sheet,
@@ -35,6 +35,7 @@ from driftlens.records.reading import (
 )
 from driftlens.records.run import DriftRun
 from driftlens.records.swept import ABLATION, ablation_sheet, settings_of
+from driftlens.records.verdict import others_sheet, task_sheet, verdict
 from driftlens.records.verify import VerifyResult
 from driftlens.variants import calibrated, title
 from driftlens_reports import facts
@@ -71,26 +72,37 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     return lines
 
 
-def summary(run: DriftRun) -> str:
-    """What a run found: final drift, accuracy, where the drift comes from, self-checks.
+def summary(run: DriftRun, *, verbose: bool = False) -> str:
+    """What a run found: the verdict, a row per task, other models; of a verbose reader every table and check.
 
     Nothing is said that the tables do not hold; a number that is null reads "not measured".
 
     Raises:
         RunError: a table can't be read.
     """
-    final = facts.final_sheet(run)
-    parts = [
-        [f"{run.name} ({run.id})", *facts.stamps(run)],
-        _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
-        *(_section(*part) for part in _score_sections(run)),
-        _section("What happened (95 % intervals over samples)", story(run)),
-        _section("Where the final drift comes from", [origin_sentence(task) for task in facts.origins(run)]),
-        _section("Self-checks", [check_sentence(check) for check in self_checks(run).results]),
-    ]
-    if run.manifest.notices:
-        parts.append(_section("Notices", run.manifest.notices))
+    parts = [[f"{run.name} ({run.id})", *facts.stamps(run)], *_verdict_parts(run)]
+    if verbose:
+        final = facts.final_sheet(run)
+        parts += [
+            _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
+            *(_section(*part) for part in _score_sections(run)),
+            _section("Where the final drift comes from", [*map(origin_sentence, facts.origins(run))]),
+            _section("Decisions", facts.decision_sentences(run)),
+            _section("Self-checks", [check_sentence(check) for check in self_checks(run).results]),
+        ]
+        parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
+    else:
+        parts.append(["`driftlens -v show RUN` tells all: every table, decisions, self-checks, notices."])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
+
+
+def _verdict_parts(run: DriftRun, name: str = "") -> Iterator[list[str]]:
+    """The verdict, then a row per task, then the models that it leaves out."""
+    found = verdict(run, name)
+    yield [*found.sentences]
+    for sheet in (task_sheet(run, found), others_sheet(run, found)):
+        if sheet.rows:
+            yield _sheet_lines(sheet)
 
 
 def accuracy_text(run: DriftRun) -> str:
@@ -182,73 +194,6 @@ def _largest_drift(run: RunSummary) -> str:
         return NOT_MEASURED
     worst = max(run.final_drift, key=lambda task: run.final_drift[task])
     return f"{number(run.final_drift[worst])} ({worst})"
-
-
-def story(run: DriftRun) -> list[str]:
-    """Sentences made from the tables by fixed templates; what was not measured is left out.
-
-    Raises:
-        RunError: a table can't be read.
-    """
-    variants = [variant for variant in run.variants if variant != "base"]
-    return [sentence for variant in variants for sentence in _of_variant(run, variant)]
-
-
-def _of_variant(run: DriftRun, variant: str) -> Iterator[str]:
-    rows = run.layers(variant=variant)
-    if rows.empty:
-        return
-    found = [entry for entry in outcomes(run, [variant]) if is_measured(entry.relative.value)]
-    if found:
-        yield _who_suffers(run, found, rows[rows["role"] == "head"].set_index("task")["drift_vs_base"])
-    for task in run.tasks:
-        yield from _who_is_to_blame(rows[rows["task"] == task], task, title(variant))
-    yield from facts.decisions(run.outputs(variant=variant), title(variant))
-
-
-def _who_suffers(run: DriftRun, found: Sequence[Outcome], to_base: pd.Series[Any]) -> str:
-    worst = max(found, key=lambda entry: entry.relative.value)
-    away = estimate(worst.relative, "number", counted=True)
-    text = (
-        f"{title(worst.variant)}: {worst.task} suffers most; its final feature is {away} of the expert's norm away "
-        f"(cosine {estimate(worst.cosine, 'number')}"
-    )
-    if not pd.isna(to_base[worst.task]):
-        text += f"; {percent(float(to_base[worst.task]))} of the base's distance"
-    mean = mean_over_tasks([entry.relative for entry in found])
-    return f"{text}). Mean over {len(found)} tasks: {estimate(mean, 'number', counted=True)}."
-
-
-def _who_is_to_blame(rows: pd.DataFrame, task: str, variant: str) -> Iterator[str]:
-    if not rows["final_share"].notna().any():
-        return
-    by_layer = rows.set_index("layer")
-    worst = int(by_layer["final_share"].astype(float).idxmax())
-    row = by_layer.loc[worst]
-    share = estimate(facts.share_of(row), "share", counted=True)
-    text = (
-        f"{variant}, {task}: layer {worst} ({row['path']}) accounts for {share} of the final drift. It adds "
-        f"{number(float(row['mismatch_l2_mean']))} itself"
-    )
-    if worst - 1 in by_layer.index:
-        inherited = float(by_layer.loc[worst - 1, "drift_l2_mean"])
-        text += f", and of the {number(inherited)} it inherits it makes {number(float(row['propagation_l2_mean']))}"
-    yield f"{text}.{_second_opinion(row, float(by_layer['remainder_share'].astype(float).iloc[-1]))}"
-
-
-def _second_opinion(row: pd.Series[Any], remainder: float) -> str:
-    """What the derivative-free split says of the same layer, and why it differs, where it does."""
-    carried, swapped = facts.share_of(row), facts.share_of(row, "prefix_share")
-    if not is_measured(swapped.value):
-        return ""
-    reason = (
-        "the gap is nonlinearity of the layers behind"
-        if abs(remainder) < abs(carried.value - swapped.value)
-        else "the gap is within the quadrature's remainder"
-    )
-    if carried.low <= swapped.high and swapped.low <= carried.high:
-        reason = "the intervals of the two overlap"
-    return f" Prefix swaps say {estimate(swapped, 'share')}; {reason} (remainder {percent(remainder)})."
 
 
 def checks_text(report: CheckReport) -> str:
@@ -389,17 +334,18 @@ def first_numbers_text(run: DriftRun, name: str) -> str:
     return "\n".join(aligned(rows, num_names=1))
 
 
-def before_after_text(run: DriftRun, name: str) -> str:
-    """The tables of a calibration, what it changes in sentences, its notices, and how its settings were chosen.
+def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
+    """The verdict on a calibration, a row per task, its notices, how its settings were chosen; verbose, its tables.
 
     Raises:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
-    tables = map(sheet_text, calibration_sheets(run, name))
+    sheets = calibration_sheets(run, name)  # says which calibrations there are when this is none
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
-    said = [*calibration_sentences(run, name), *notices, *selection_sentences(run, name)]
-    return "\n\n".join([*tables, "\n".join(map(printable, said))])
+    parts = [*_verdict_parts(run, name), [*notices, *selection_sentences(run, name)]]
+    parts += [_sheet_lines(sheet) for sheet in sheets] if verbose else []
+    return "\n\n".join("\n".join(map(printable, part)) for part in parts if part)
 
 
 def sweep_text(run: DriftRun, name: str) -> str:

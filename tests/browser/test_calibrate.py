@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import expect
 
 import driftlens as dl
-from driftlens.records.before_after import calibration_sentences
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.verdict import verdict
 from tests.browser.reading import drawn, settled
 from tests.browser.server import serving
 from tests.records.full_run import write_full_run
@@ -46,7 +46,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     assert len(list((run / "logs").glob("calibrate-*.log"))) == 1
     calibrated = open_run(run)
     assert list(calibrated.manifest.calibrations) == ["featcal"]
-    for sentence in calibration_sentences(calibrated, "featcal"):
+    for sentence in verdict(calibrated, "featcal").sentences:
         expect(page.get_by_text(sentence)).to_be_visible()
     with page.expect_download() as taken:
         page.get_by_role("button", name="Calibrated checkpoint").click()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from driftlens.records.run import open_run
+from driftlens.records.verdict import verdict
 from driftlens.suites.text import text_suite
 from tests.cli.conftest import Result
 from tests.pipeline.calibrating import CONTROL, VARIANT
@@ -27,10 +28,10 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
     assert run.manifest.synthetic and run.variants == ("base", "merged", CONTROL, VARIANT)
     settings = run.manifest.calibrations["featcal"].settings
     assert (settings["lam"], settings["rho"], settings["alpha"]) == (0.05, 2.0, 0.3)
-    table = result.out.split("Before and after calibration")[1]
+    assert all(sentence in result.out for sentence in verdict(run).sentences)
     for task in TASKS:
-        assert f"{run.value('drift_l2_mean', task=task, variant=VARIANT):#.4g}" in table
-    assert "From merged to featcal" in table and (tmp_path / "demo/reports/report.html").is_file()
+        assert f"{100 * run.value('drift_rel', task=task, variant=VARIANT):.1f} %" in result.out
+    assert "featcal, anchor only" in result.out and (tmp_path / "demo/reports/report.html").is_file()
     assert run_cli("demo", "--out", tmp_path / "demo").code == 2
 
 

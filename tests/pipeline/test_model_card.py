@@ -20,6 +20,7 @@ from driftlens.records.attaching import attach
 from driftlens.records.before_after import score_changes
 from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.verdict import verdict
 from driftlens.records.verify import verify
 from tests.pipeline.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.pipeline.world import TASKS, World, build
@@ -135,10 +136,16 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
             assert f"| {' | '.join(cells)} |" in card
 
 
-def test_means_over_tasks_have_intervals_and_the_anchor_alone_is_a_row_of_its_own(card: str) -> None:
-    (said,) = [line for line in card.splitlines() if line.startswith("- Mean accuracy over 2 tasks: ")]
-    assert len(re.findall(r"\d % \([\d.]+ to [\d.]+ %\)", said)) == 3 and "featcal, anchor only " in said
-    assert "rescaling" not in card
+def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(
+    run: DriftRun, card: str
+) -> None:
+    first, _, rest = card.partition("## Verdict\n\n")[2].partition("\n\n")
+    assert first.splitlines() == [f"- {escaped(text)}" for text in verdict(run, NAME).sentences]
+    assert (
+        "anchor" not in first
+        and "featcal, anchor only" in rest
+        and "\n## " not in card.partition("\n## Verdict")[0]
+    )
 
 
 def test_changes_of_accuracy_have_an_interval_on_test_samples_and_say_which_are_paired(

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.records.before_after import calibration_sentences
 from driftlens.records.outcomes import score_change
+from driftlens.records.verdict import verdict
 
 Inputs = dict[str, Tensor]
 TASKS = ("fashion_mnist", "sign_digits")
@@ -112,12 +112,10 @@ def test_trained_classifiers_are_merged_measured_and_calibrated(
     final = layers[layers["layer"] == layers["layer"].max()].groupby("variant")["drift_rel"].mean()
     assert final["calibrated:featcal"] < final["merged"]
     # Losses are told as losses, and what its interval does not tell from nothing as neither.
-    said = next(text for text in calibration_sentences(run, "featcal") if "accuracy rises on" in text)
+    (gap,) = [gap for gap in verdict(run).gaps if gap.against == "merged"]
     for task in TASKS:
         change = score_change(run, task, ("merged", "calibrated:featcal"))
-        told = f"{task} ({100 * change.change:+.1f} points"
-        rises, _, falls = said.partition("falls on")
-        assert (told in rises) == (change.low > 0) and (told in falls) == (change.high < 0), (said, change)
+        assert (task in gap.better) == (change.low > 0) and (task in gap.worse) == (change.high < 0), change
 
 
 TEXTS = ("subj", "trec")

@@ -64,7 +64,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: pathlib.Path) -
     assert (
         verify(folder).ok and task_means(run, ["merged"]) == means
     )  # nothing of it is averaged with own scores
-    text = summary(run)
+    text = summary(run, verbose=True)
     assert text.index("Accuracy on test samples") < text.index("Scores attached") < text.index("arc_easy")
     again = attach(folder, "merged", written(folder, OLD)).accuracy("cars").shape
     assert (

@@ -35,7 +35,7 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
         counts = (round(before * 400), 400, round(after * 400), 400)
         assert (entry.low, entry.high) == unpaired_difference(*counts)
         assert entry.split == "diagnosis" and entry.paired is not None and entry.paired.n == 24
-    text = before_after_text(run, NAME)
+    text = before_after_text(run, NAME, verbose=True)
     assert (
         re.search(r" diagnosis +24 ", text)
         and "wider than it need be" in text
@@ -53,7 +53,7 @@ def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: path
         found = mcnemar(*(answers.to_numpy(dtype=bool) for answers in right))
         assert entry.is_paired and entry.split == "test" and entry.paired == found
         assert (entry.change, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
-    text = before_after_text(run, NAME)
+    text = before_after_text(run, NAME, verbose=True)
     assert re.search(r" test +24 ", text) and "wider than" not in text and "same test samples" in text
 
 
@@ -86,7 +86,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     ]
     assert all(at.is_paired for at in changes.values()) and set(changes) == set(run.tasks)
     for at in changes.values():
-        assert f"{100 * at.relative.value:+.1f} %" in before_after_text(run, NAME)
+        assert f"{100 * at.relative.value:+.1f} %" in before_after_text(run, NAME, verbose=True)
 
 
 def test_a_report_works_every_change_out_once(
@@ -102,12 +102,13 @@ def test_a_report_works_every_change_out_once(
         monkeypatch.setattr(outcomes, name, counted)
     run = run_of(tmp_path / "run")
     Report(run).content  # noqa: B018 -- asks for everything
-    assert len(asked) == len(set(asked)) == 3 * len(run.tasks)  # drift, cosine, answers
+    # Drift, cosine, and answers of every pair of base, expert, merged and calibrated.
+    assert len(asked) == len(set(asked)) == (2 + 6) * len(run.tasks)
 
 
 def test_without_labels_nothing_is_said_about_accuracy(tmp_path: pathlib.Path) -> None:
     run = run_of(tmp_path / "run", has_labels=False)
-    assert score_changes(run, NAME) == [] and "change of accuracy" not in before_after_text(run, NAME)
+    assert score_changes(run, NAME) == [] and "ccuracy" not in before_after_text(run, NAME, verbose=True)
     names = [table.name for table in Report(run, "calibration").content.tables]
     assert f"before-after-{NAME}" in names and f"accuracy-change-{NAME}" not in names
     assert f"answers-changed-{NAME}" not in names

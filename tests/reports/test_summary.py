@@ -11,6 +11,7 @@ from scipy import stats
 from driftlens.records.checks import CheckResult
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.run import DriftRun
+from driftlens.records.verdict import verdict
 from driftlens.records.verify import VerifyResult
 from driftlens_reports.facts import check_sentence
 from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text
@@ -23,7 +24,7 @@ def lines_of(text: str, title: str) -> list[str]:
 
 
 def test_the_numbers_are_those_of_the_tables(run: DriftRun) -> None:
-    header, *rows = lines_of(summary(run), "Final feature")
+    header, *rows = lines_of(summary(run, verbose=True), "Final feature")
     names = ["task", "model", "L2 drift", "relative drift", "of base distance", "cosine", "samples"]
     assert re.split(r"\s{2,}", header.strip()) == names
     assert len(rows) == 6 + 1 and "half their 95 % interval" in rows.pop()
@@ -38,7 +39,7 @@ def test_the_numbers_are_those_of_the_tables(run: DriftRun) -> None:
 
 
 def test_accuracies_stand_under_their_variants(run: DriftRun) -> None:
-    header, *rows = lines_of(summary(run), "Accuracy")
+    header, *rows = lines_of(summary(run, verbose=True), "Accuracy on")
     assert header.split() == ["task", "base", "expert", "merged", "featcal", "samples"]
     for row, task in zip(rows, ("cars", "mnist"), strict=True):
         cells = re.split(r"\s{2,}", row.strip())
@@ -56,7 +57,7 @@ def test_accuracies_stand_under_their_variants(run: DriftRun) -> None:
 
 
 def test_the_largest_shares_come_first(run: DriftRun) -> None:
-    cars, _ = lines_of(summary(run), "Where the final drift comes from")
+    cars, _ = lines_of(summary(run, verbose=True), "Where the final drift comes from")
     assert cars.strip() == (
         "cars: largest shares of the final drift: layer 3 (visual.transformer.resblocks.1) 50.0 %, "
         "layer 2 (visual.transformer.resblocks.0) 25.0 %, layer 1 (visual.conv1) 10.0 %"
@@ -64,7 +65,7 @@ def test_the_largest_shares_come_first(run: DriftRun) -> None:
 
 
 def test_self_checks_show_their_largest_error(run: DriftRun) -> None:
-    closure, jacobian, *_ = lines_of(summary(run), "Self-checks")
+    closure, jacobian, *_ = lines_of(summary(run, verbose=True), "Self-checks")
     assert "holds, error at most 4.0e-07 (task cars, base, layer 4)" in closure
     assert jacobian.endswith("not measured")
 
@@ -86,27 +87,27 @@ def test_a_synthetic_run_says_so_before_any_number(run: DriftRun, bare: DriftRun
 
 
 def test_what_was_not_measured_is_said_and_not_invented(bare: DriftRun) -> None:
-    text = summary(bare)
-    assert [line.strip() for line in lines_of(text, "Accuracy")] == ["not measured"]
+    text = summary(bare, verbose=True)
+    assert [line.strip() for line in lines_of(text, "Accuracy on")] == ["not measured"]
     assert all(line.endswith("not measured") for line in lines_of(text, "Self-checks"))
     assert all("largest local mismatch" in line for line in lines_of(text, "Where the final drift"))
     assert not re.search(r"\bnan\b", text, re.IGNORECASE)
 
 
 def test_columns_are_aligned_as_a_terminal_shows_them(hostile: DriftRun) -> None:
-    *lines, note = lines_of(summary(hostile), "Final feature")
+    *lines, note = lines_of(summary(hostile, verbose=True), "Final feature")
     assert len(lines) == 1 + 3 * 2 and "95 % interval" in note
     assert len({cell_len(line) for line in lines}) == 1
 
 
 def test_names_do_not_steer_the_terminal(hostile: DriftRun) -> None:
-    text = summary(hostile)
+    text = summary(hostile, verbose=True)
     assert "\x1b" not in text
     assert "\ufffd[31mred\ufffdline" in text
 
 
 def test_accuracy_alone_is_the_section_of_the_summary(run: DriftRun, bare: DriftRun) -> None:
-    shown = [line.strip() for line in lines_of(summary(run), "Accuracy")]
+    shown = [line.strip() for line in lines_of(summary(run, verbose=True), "Accuracy on")]
     assert [line.strip() for line in accuracy_text(run).splitlines()] == shown
     assert accuracy_text(bare) == "not measured"
 
@@ -131,3 +132,13 @@ def test_a_verification_says_which_files_differ() -> None:
         *("3 files checked: not as they were written", "missing: a", "changed: b", "changed: c"),
         "not listed: d\ufffd",
     ]
+
+
+def test_the_verdict_comes_first_and_the_rest_when_asked_for(run: DriftRun) -> None:
+    short, long = summary(run), summary(run, verbose=True)
+    start = "\n".join(verdict(run).sentences)
+    assert [text.split("\n\n")[1] for text in (short, long)] == [start, start]
+    header, *rows = lines_of(short, "Task by task")
+    assert re.split(r"\s{2,}", header)[:5] == ["task", "base", "expert", "merged", "featcal"]
+    assert [row.split()[0] for row in rows[: len(run.tasks)]] == list(run.tasks)
+    assert "Self-checks" not in short and "Self-checks" in long

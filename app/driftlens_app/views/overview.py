@@ -11,11 +11,12 @@ import streamlit as st
 from driftlens.records.checks import self_checks
 from driftlens.records.reading import error, is_measured, number, percent, size
 from driftlens.records.run import DriftRun
+from driftlens.records.verdict import task_sheet, verdict
 from driftlens.variants import part_of, title
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.selection import Selection, selection
-from driftlens_app.show import note, page_title, plain, show_chart, shown_errors, when
+from driftlens_app.show import note, page_title, plain, show_chart, show_sheet, shown_errors, when
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import by_rank, charts
 from driftlens_reports.facts import check_sentence, origin_sentence
@@ -36,6 +37,8 @@ def show() -> None:
         with st.expander(f"{len(more)} more", icon=":material/warning:"):
             st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
     with shown_errors():
+        _show_verdict(chosen.run)
+    with shown_errors():
         _show_cards(chosen)
     for chart in by_rank(entry for entry in charts.values() if "overview" in entry.presets):
         show_chart(chart.name, chosen.run, chosen.options())
@@ -44,6 +47,14 @@ def show() -> None:
     with shown_errors():
         _list_self_checks(chosen.run)
     _provenance(chosen.run)
+
+
+def _show_verdict(run: DriftRun) -> None:
+    found = verdict(run)
+    with st.container(border=True):
+        st.markdown("\n\n".join(map(plain, found.sentences)))
+    if found.means:
+        show_sheet(task_sheet(run, found))
 
 
 def _show_cards(chosen: Selection) -> None:

@@ -15,7 +15,6 @@ from huggingface_hub import metadata_load
 from driftlens.metrics import ACCURACY, ATTACHED, metric_called
 from driftlens.models.loading import is_hub_id, library_folder
 from driftlens.records.before_after import (
-    calibration_sentences,
     calibration_sheets,
     compared_variants,
     selection_sentences,
@@ -26,6 +25,7 @@ from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
 from driftlens.records.run import DriftRun
+from driftlens.records.verdict import task_sheet, verdict
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from driftlens.variants import calibrated, part_of, task_of, title
 
@@ -62,6 +62,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         text += (
             "\n\n**Synthetic demo**: samples and models were made by DriftLens; the numbers are no benchmark."
         )
+    text += f"\n\n## Verdict\n\n{_verdict(run, name)}"
     origins = {model: info.source for model, info in manifest.models.items() if _is_parent(model)}
     sections = {
         "How it was made": _recipe(run, name),
@@ -314,10 +315,14 @@ def _calibration_data(run: DriftRun, name: str) -> str:
 
 
 def _results(run: DriftRun, name: str) -> str:
-    """The sentences, then every table of the calibration; the first stands directly below the heading."""
-    first, *others = (_sheet(sheet) for sheet in calibration_sheets(run, name))
-    lines = [escaped(text) for text in calibration_sentences(run, name)]
-    return "\n\n".join(["\n".join(f"- {line}" for line in lines), first, *others, *_attached(run, name)])
+    """Every table of the calibration."""
+    return "\n\n".join([*map(_sheet, calibration_sheets(run, name)), *_attached(run, name)])
+
+
+def _verdict(run: DriftRun, name: str) -> str:
+    found = verdict(run, name)
+    lines = "\n".join(f"- {escaped(text)}" for text in found.sentences)
+    return "\n\n".join([lines, *(_sheet(sheet) for sheet in [task_sheet(run, found)] if sheet.rows)])
 
 
 def _attached(run: DriftRun, name: str) -> Iterator[str]:

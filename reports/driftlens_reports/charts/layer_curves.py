@@ -201,7 +201,7 @@ _DRIFTS = {
     needs=("layers", ("drift_l2_mean",)),
     caption="Drift from the task's expert leaving each layer: mean over diagnosis samples, with the band that "
     "the notes name, one panel per task.",
-    hint="Compare lines within a panel: calibration helps where its line lies below both merged and its anchor alone. "
+    hint="Compare lines within a panel: calibration helps where its line lies below that of merged. "
     "Layers differ in feature scale, so a rise along the axis need not mean that a layer is bad; see the relative "
     "drift, and amplification for what layers do to what they inherit.",
 )

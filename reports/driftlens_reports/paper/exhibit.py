@@ -14,7 +14,7 @@ from driftlens.errors import DataError
 from driftlens.records.reading import printable
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
-from driftlens.variants import control_of, part_of
+from driftlens.variants import part_of
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.facts import stamps
 from driftlens_reports.paper.grid import Column, Grid, shows_gains, tidy, to_latex
@@ -45,7 +45,7 @@ class ExhibitOptions:
         tasks: only these; None is all.
         task: the task of exhibits about one task; None is the one with the largest final drift of the merged model.
         calibrated: the variant called "calibrated"; None is the last one of the run.
-        baseline: the variant compared with; None is the anchor-only control where there is one, else `merged`.
+        baseline: the variant compared with; None is `merged`.
         layer: layer index, "final" or module path, for exhibits of one layer.
         width: of the venue's text or column, in inches.
         digits: decimals of percentages in tables.
@@ -104,15 +104,12 @@ class ExhibitOptions:
         return next((name for name in reversed(run.variants) if part_of(name) == "calibrated"), None)
 
     def baseline_of(self, run: DriftRun) -> str:
-        """The variant that gains are counted from: the one asked for, or the anchor-only control, or `merged`.
+        """The variant that gains are counted from: the one asked for, or `merged`.
 
         Raises:
             DataError: the run lacks the variant that was asked for.
         """
-        if self.baseline is not None:
-            return _check("variant", self.baseline, run.variants)
-        control = control_of((self.calibrated_of(run) or "").partition(":")[2])
-        return control if control in run.variants else "merged"
+        return "merged" if self.baseline is None else _check("variant", self.baseline, run.variants)
 
     def compared(self, run: DriftRun) -> tuple[str, ...]:
         """The variants of a comparison in reading order: merged, baseline, calibrated; those that the run has."""

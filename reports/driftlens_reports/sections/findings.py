@@ -15,7 +15,7 @@ from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
 from driftlens_reports import facts
 from driftlens_reports.content import Figure, Table, sheet_table, table
-from driftlens_reports.facts import decisions, origin_sentence
+from driftlens_reports.facts import origin_sentence
 
 _ALWAYS = (
     "Means hide the worst case; the tables name every task.",
@@ -28,16 +28,6 @@ _FEW = 30
 def origin_sentences(run: DriftRun) -> list[str]:
     """Which layers each task's final drift comes from."""
     return [f"{origin_sentence(entry)}." for entry in facts.origins(run)]
-
-
-def decision_sentences(run: DriftRun) -> list[str]:
-    """How many decisions of each variant flip, and how many its margins protect."""
-    return [
-        sentence
-        for variant in run.variants
-        if variant != "base"
-        for sentence in decisions(run.outputs(variant=variant), title(variant))
-    ]
 
 
 def cosine_sentences(run: DriftRun) -> Iterator[str]:
@@ -93,7 +83,6 @@ def _of_calibration(run: DriftRun, name: str) -> Iterator[str]:
         f"{len(info.layers)} layers calibrated in {info.seconds:.3g} s."
     )
     yield from before_after.selection_sentences(run, name)
-    yield from before_after.calibration_sentences(run, name)
     yield from (f"{notice}." for notice in info.notices)
 
 

@@ -1,24 +1,30 @@
-"""The verdict: how far final features are from the experts', before and after, and the checks.
-
-First the numbers, then the sentences that fixed templates make of them, then the tables.
-"""
+"""The verdict as the content of a report, its tables, and the checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
-from driftlens.records.before_after import change_in_words, mean_sentences
+from driftlens.records.before_after import change_in_words
 from driftlens.records.checks import CheckReport, Status, self_checks
 from driftlens.records.intervals import Interval
 from driftlens.records.outcomes import Measure, TaskMeans, outcomes, task_means
-from driftlens.records.outcomes import Outcome as VariantOutcome
-from driftlens.records.reading import Kind, estimate, is_measured
+from driftlens.records.reading import Kind, is_measured
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import plain
+from driftlens.records.verdict import task_sheet, verdict
 from driftlens.variants import control_of, part_of, title
 from driftlens_reports import facts
-from driftlens_reports.content import Change, Estimate, Outcome, Table, Verdict, sheet_table, table
+from driftlens_reports.content import (
+    Change,
+    Estimate,
+    Gap,
+    Outcome,
+    Table,
+    Verdict,
+    sheet_table,
+    table,
+)
 
 _RELATIONS = {"<=": "≤", ">=": "≥"}
 
@@ -58,36 +64,51 @@ def _estimate(found: Interval) -> Estimate | None:
     return Estimate(value=found.value, low=plain(found.low), high=plain(found.high), n=found.n)
 
 
+def _gap(gap: Any) -> Gap:
+    values = {**vars(gap), "change": _estimate(gap.change)}
+    return Gap(**{name: values[name] for name in Gap.model_fields})
+
+
 def verdict_of(run: DriftRun) -> Verdict:
     """The verdict on a run: its merged model, and the calibration that was added last.
 
     Raises:
         RunError: a table can't be read.
     """
-    before, control, after = compared = _compared(run)
+    found, compared = verdict(run), _compared(run)
+    before, control, after = compared
     means = task_means(run, [name for name in compared if name is not None])
-    judged = after or before
-    worst = max(
-        (entry for entry in outcomes(run, [judged] if judged else []) if is_measured(entry.relative.value)),
-        key=lambda entry: entry.relative.value,
-        default=None,
-    )
-    outcome = outcome_of(self_checks(run))
+    drifts = {
+        entry.task: entry.relative.value
+        for entry in outcomes(run, [v for v in (after or before,) if v])
+        if is_measured(entry.relative.value)
+    }
+    furthest = max(drifts, key=lambda task: drifts[task], default=None)
     return Verdict(
+        measure=found.measure.title,
+        tasks=found.tasks,
+        means={name: _estimate(at) for name, at in found.means.items()},
+        gaps=tuple(_gap(gap) for gap in found.gaps),
+        worst=found.worst,
+        bad_experts=found.bad_experts,
+        source=found.source.name if found.source else "",
+        source_share=_estimate(found.source.share) if found.source else None,
+        command=found.command,
         before=before,
         control=control,
         after=after,
         changes=tuple(_change(entry, compared) for entry in means),
-        worst_task=worst.task if worst else None,
-        worst_drift=worst.relative.value if worst else None,
-        self_checks=outcome,
-        sentences=tuple(_sentences(run, compared, means, worst, outcome)),
+        worst_task=furthest,
+        worst_drift=drifts[furthest] if furthest else None,
+        self_checks=outcome_of(self_checks(run)),
+        sentences=found.sentences,
     )
 
 
-def verdict_tables(run: DriftRun, verdict: Verdict) -> list[Table]:
-    """The means of the verdict, and the final drift of every task and variant."""
-    return [_means_table(verdict), sheet_table(facts.final_sheet(run))]
+def verdict_tables(run: DriftRun, judged: Verdict) -> list[Table]:
+    """A row per task, the means of the verdict, and the final drift of every task and variant."""
+    tasks = sheet_table(task_sheet(run, verdict(run)))
+    return [tasks, _means_table(judged), sheet_table(facts.final_sheet(run))]
 
 
 def outcome_of(report: CheckReport) -> Outcome:
@@ -120,35 +141,6 @@ def _means_table(verdict: Verdict) -> Table:
         "Relative drift and shares of right answers are fractions. Intervals are over samples: the tasks are those of "
         "this run.",
     )
-
-
-def _sentences(
-    run: DriftRun,
-    compared: Sequence[str | None],
-    means: Sequence[TaskMeans],
-    worst: VariantOutcome | None,
-    outcome: Outcome,
-) -> Iterator[str]:
-    """The verdict in words; the anchor alone is a row of the tables."""
-    if not means:
-        yield "Nothing was measured that a verdict could rest on."
-    before, control, after = compared
-    hidden = {control} - {before}
-    told = [
-        replace(entry, means={name: mean for name, mean in entry.means.items() if name not in hidden})
-        for entry in means
-    ]
-    yield from mean_sentences(told, len(run.tasks))
-    if worst is not None:
-        among = f" of {len(run.tasks)} tasks" if len(run.tasks) > 1 else ""
-        yield (
-            f"Worst{among}: {worst.task}, where the final feature of {title(worst.variant)} is "
-            f"{estimate(worst.relative, 'share', counted=True)} of the expert's norm away, cosine "
-            f"{estimate(worst.cosine, 'number')}."
-        )
-    if after is None:
-        yield "Not calibrated: `driftlens calibrate RUN --name NAME` adds a variant to compare with."
-    yield check_sentence(outcome, "self-check")
 
 
 def signed(change: Change) -> str:

@@ -1,0 +1,246 @@
+"""The verdict's words against tables of every kind: no word that its interval doesn't support, no number of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from driftlens.records.intervals import unpaired_difference
+from driftlens.records.manifest import CalibrationInfo, Manifest, read_manifest
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.schema import TABLES
+from driftlens.records.tables import conform, empty
+from driftlens.records.verdict import Verdict, layer_name, others_sheet, task_sheet, verdict
+from driftlens.variants import title
+from tests.records.factory import write_run
+from tests.records.full_run import Size, write_full_run
+from tests.records.scored_run import write_scored_run
+
+CAL, OTHER, CONTROL = "calibrated:cal", "calibrated:other", "baseline:cal-anchor"
+PAIRS = (("merged", "expert"), ("merged", "base"), (CAL, "merged"), (CAL, "base"))
+Right = Mapping[tuple[str, str], int]
+"""By task and variant, how many test samples are answered rightly."""
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return read_manifest(write_run(tmp_path_factory.mktemp("verdict") / "run"))
+
+
+def run_of(manifest: Manifest, right: Right, n: int, shares: Mapping[int, Sequence[float]]) -> DriftRun:
+    """A run in memory with these accuracies, and of the merged model these shares with their ends, by layer."""
+    tasks, models = (tuple(dict.fromkeys(key[at] for key in right)) for at in (0, 1))
+    variants = tuple(name for name in models if name != "expert")
+    info = CalibrationInfo("featcal", {}, "", 1.0, dict.fromkeys(tasks, 8))
+    made = {name.partition(":")[2]: info for name in variants if name.startswith("calibrated:")}
+    known = dataclasses.replace(manifest, tasks=tasks, variants=variants, calibrations=made)
+    run = DriftRun(pathlib.Path("nowhere"), known)
+    run._frames |= {name: empty(table) for name, table in TABLES.items()}
+    accuracy = [
+        {"task": task, "variant": variant, "metric": "accuracy", "value": k / n, "n": n}
+        for (task, variant), k in right.items()
+    ]
+    run._frames["accuracy"] = conform(pd.DataFrame(accuracy), TABLES["accuracy"])
+    parts = ("final_share", "final_share_low", "final_share_high")
+    layers = [
+        {"task": task, "variant": "merged", "layer": layer, "path": f"layer.{layer}", "role": "block"}
+        | {"jacobian_samples": 8, **dict(zip(parts, ends, strict=True))}
+        for task, (layer, ends) in itertools.product(tasks, shares.items())
+    ]
+    if layers:
+        run._frames["layers"] = conform(pd.DataFrame(layers), TABLES["layers"])
+    return run
+
+
+def interval(right: Right, n: int, pair: tuple[str, str], tasks: Sequence[str]) -> tuple[float, float]:
+    """The interval of the mean change over tasks, taken another way: by Newcombe's, and MOVER's sum of squares."""
+    value, down, up = 0.0, 0.0, 0.0
+    for task in tasks:
+        before, after = right[task, pair[1]], right[task, pair[0]]
+        low, high = unpaired_difference(before, n, after, n)
+        change = (after - before) / n
+        value, down, up = value + change, down + (change - low) ** 2, up + (high - change) ** 2
+    return (value - math.sqrt(down)) / len(tasks), (value + math.sqrt(up)) / len(tasks)
+
+
+def words(found: Verdict) -> int:
+    """Words of the sentences; numbers are none, and a command is one."""
+    prose = re.sub(r"`[^`]*`", "command", " ".join(found.sentences))
+    return len(re.findall(r"\S*[^\W\d]\S*", prose))
+
+
+def said_of(found: Verdict, variant: str) -> str:
+    return next(
+        (text for text in found.sentences if re.match(rf"{title(variant)}( \(last of \d+\))?:", text)), ""
+    )
+
+
+def called(variant: str) -> str:
+    return "experts" if variant == "expert" else title(variant)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[dict[tuple[str, str], int], int]:
+    models = ["expert", "merged"]
+    models = [*(["base"] if draw(st.booleans()) else []), *models]
+    models += draw(st.sampled_from([[], [CAL], [CONTROL, CAL], [OTHER, CONTROL, CAL]]))
+    n = draw(st.sampled_from([10, 60, 400]))
+    tasks = [f"t{at}" for at in range(draw(st.integers(1, 5)))]
+    return {(task, model): draw(st.integers(0, n)) for task in tasks for model in models}, n
+
+
+SHARES = st.dictionaries(
+    st.integers(2, 3), st.tuples(st.floats(0.1, 0.9), st.floats(0, 0.4), st.floats(0, 0.4)), max_size=2
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=tables(), drawn=SHARES)
+def test_words_follow_the_tables_in_every_branch(
+    manifest: Manifest, made: tuple[Right, int], drawn: Mapping[int, Sequence[float]]
+) -> None:
+    right, n = made
+    shares = {layer: (at, at - down, at + up) for layer, (at, down, up) in drawn.items()}
+    run = run_of(manifest, right, n, shares)
+    found, tasks = verdict(run), run.tasks
+    models = dict.fromkeys(model for _, model in right)
+    text = "\n".join(found.sentences)
+    assert words(found) <= 60 and len(found.sentences) <= 15 and "nan" not in text
+    for model in models:
+        mean = sum(right[task, model] for task in tasks) / n / len(tasks)
+        is_told = model not in (CONTROL, OTHER)
+        assert (f"{called(model)} {100 * mean:.1f} %" in found.sentences[0]) or not is_told
+        assert is_told or not re.search(rf"\b{re.escape(title(model))}\b", text)
+    for pair in PAIRS:
+        if not set(pair) <= set(models):
+            assert f"than {called(pair[1])}" not in said_of(found, pair[0])
+            continue
+        low, high = interval(right, n, pair, tasks)
+        assume(min(abs(low), abs(high)) > 1e-9)
+        way = "better than" if low > 0 else "worse than" if high < 0 else "no clear difference to"
+        said = said_of(found, pair[0])
+        claims = re.findall(rf"(better than|worse than|no clear difference to) {called(pair[1])}\b", said)
+        assert claims == [way]
+    if "base" in models:
+        bad = [task for task in tasks if interval(right, n, ("expert", "base"), [task])[1] < 0]
+        assert list(found.bad_experts) == bad and ("Experts worse than base" in text) == bool(bad)
+    if found.worst:
+        last = CAL if CAL in models else "merged"
+        assert interval(right, n, (last, "expert"), [found.worst])[1] < 0
+    assert ("last of 2" in text) == (OTHER in models)
+    if shares:
+        top = max(shares, key=lambda layer: shares[layer][0])
+        down, up = (
+            [abs(shares[at][0] - shares[at][end]) / math.sqrt(len(tasks)) for at in shares] for end in (1, 2)
+        )
+        ends = {at: (shares[at][0] - d, shares[at][0] + u) for at, d, u in zip(shares, down, up, strict=True)}
+        assume(all(abs(ends[at][1] - ends[top][0]) > 1e-9 for at in shares))
+        is_clear = all(ends[at][1] < ends[top][0] for at in shares if at != top)
+        assert (found.source is not None and found.source.layer == top) or len(set(shares.values())) < len(
+            shares
+        )
+        assert ("Largest source:" in text) == is_clear and ("Largest source not clear:" in text) != is_clear
+    else:
+        assert "source" not in text
+    sheet = task_sheet(run, found)
+    assert [row[0] for row in sheet.rows[: len(tasks)]] == list(tasks)
+    assert [row[0] for row in others_sheet(run, found).rows] == [
+        title(model) for model in run.variants if model in (OTHER, CONTROL)
+    ]
+
+
+def at(**right: Sequence[int]) -> dict[tuple[str, str], int]:
+    """Right answers of every model on tasks t0, t1 and so on."""
+    names = {"cal": CAL, "other": OTHER, "control": CONTROL}
+    return {
+        (f"t{task}", names.get(name, name)): k
+        for task in range(len(right["merged"]))
+        for name, ks in right.items()
+        for k in [ks[task]]
+    }
+
+
+@pytest.mark.parametrize(
+    ("right", "command"),
+    [
+        (at(base=[50, 50], expert=[95, 95], merged=[60, 60]), "calibrate"),
+        (at(base=[50, 50], expert=[95, 95], merged=[95, 95]), "report"),
+        (at(base=[90, 50], expert=[60, 95], merged=[60, 60]), "validate"),
+        (at(expert=[95, 95], merged=[60, 60], cal=[95, 94]), "report"),
+        (at(expert=[95, 95], merged=[90, 90], cal=[30, 30]), "calibrate"),
+    ],
+)
+def test_the_next_step_fits_what_was_found(manifest: Manifest, right: Right, command: str) -> None:
+    found = verdict(run_of(manifest, {key: 4 * k for key, k in right.items()}, 400, {}))
+    assert (
+        found.command.startswith(f"driftlens {command} RUN") and f"`{found.command}`" in found.sentences[-1]
+    )
+
+
+def test_an_automatic_choice_is_not_advised_twice_nor_a_command_for_live_modules(manifest: Manifest) -> None:
+    run = run_of(manifest, at(expert=[380], merged=[300], cal=[200]), 400, {})
+    info = dataclasses.replace(run.manifest.calibrations["cal"], automatic=True)
+    tried = DriftRun(run.path, dataclasses.replace(run.manifest, calibrations={"cal": info}))
+    live = DriftRun(run.path, dataclasses.replace(run.manifest, architecture={"loader": "live"}))
+    for other in (tried, live):
+        other._frames |= run._frames
+    assert verdict(tried).command == "driftlens advise RUN --search"
+    assert verdict(live).command == "" and not any("Next" in text for text in verdict(live).sentences)
+
+
+def test_a_named_calibration_is_judged_and_not_called_the_last(manifest: Manifest) -> None:
+    run = run_of(manifest, at(expert=[95, 95], merged=[60, 60], other=[70, 70], cal=[80, 80]), 100, {})
+    found = verdict(run, "other")
+    assert found.after == OTHER and said_of(found, OTHER).startswith("other:") and not said_of(found, CAL)
+    assert said_of(verdict(run), CAL).startswith("cal (last of 2):")
+
+
+def test_without_scores_relative_drift_is_judged(tmp_path: pathlib.Path) -> None:
+    run = open_run(write_full_run(tmp_path / "run", has_labels=False, size=Size(blocks=1, samples=40)))
+    found, final = verdict(run), run.layers(layer="final").groupby("variant")["drift_rel"].mean()
+    assert found.measure.title == "relative drift" and "ccuracy" not in " ".join(found.sentences)
+    for variant in ("base", "merged", "calibrated:featcal"):
+        assert f"{title(variant)} {100 * final[variant]:.1f} %" in found.sentences[0]
+    assert [(gap.variant, gap.against, gap.side) for gap in found.gaps] == [
+        ("merged", "base", 1),
+        ("calibrated:featcal", "merged", 1),
+        ("calibrated:featcal", "base", 1),
+    ]
+    assert found.gaps[1].change.value == pytest.approx(final["calibrated:featcal"] - final["merged"])
+
+
+def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: pathlib.Path) -> None:
+    run = write_scored_run(tmp_path / "run")
+    found = verdict(run)
+    assert found.tasks == ("match", "pick", "similar")
+    rows = {row[0]: row for row in task_sheet(run, found).rows}
+    assert rows["words"][1:4] == [None, None, None] and rows["pick"][3] is not None
+
+
+def test_a_run_that_measured_nothing_says_so(tmp_path: pathlib.Path) -> None:
+    only_base = open_run(write_full_run(tmp_path / "run", variants=("base",), size=Size(blocks=1)))
+    assert verdict(only_base).sentences == ("Nothing was measured that a verdict could rest on.",)
+    assert not task_sheet(only_base, verdict(only_base)).rows
+
+
+def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
+    run = DriftRun(pathlib.Path("nowhere"), manifest)
+    assert [layer_name(run, layer) for layer in (1, 3)] == [
+        "visual.conv1 (layer 1 of 4)",
+        "block 1 (layer 3 of 4)",
+    ]
+    other: Any = [dataclasses.replace(info, path=f"stage.{info.index}") for info in manifest.layers]
+    assert (
+        layer_name(DriftRun(run.path, dataclasses.replace(manifest, layers=other)), 3)
+        == "stage.3 (layer 3 of 4)"
+    )

@@ -141,4 +141,4 @@ def test_the_verdict_comes_first_and_the_rest_when_asked_for(run: DriftRun) -> N
     header, *rows = lines_of(short, "Task by task")
     assert re.split(r"\s{2,}", header)[:5] == ["task", "base", "expert", "merged", "featcal"]
     assert [row.split()[0] for row in rows[: len(run.tasks)]] == list(run.tasks)
-    assert "Self-checks" not in short and "Self-checks" in long
+    assert "closure (" not in short and "closure (" in long

@@ -76,14 +76,14 @@ def test_intro_shows_the_task_that_drifts_most_unless_told(run: DriftRun) -> Non
 
 def test_intro_lines_are_mean_drifts_in_the_look_of_their_variant(run: DriftRun) -> None:
     drawn = {line.get_color(): line for line in lines(panel(draw("intro", run), "(b)"))}
-    for variant in ("merged", CALIBRATED):
+    for variant in ("merged", CONTROL, CALIBRATED):
         rows = run.layers(worst_task(run), variant)
         expected = rows[["layer", "drift_l2_mean"]].to_numpy(dtype=float)
         np.testing.assert_allclose(line_points(drawn[colour_of(run, variant)]), expected, rtol=1e-12)
 
 
 def test_intro_bands_run_between_the_10_and_90_percent_quantiles(run: DriftRun) -> None:
-    shown = ("merged", CALIBRATED)
+    shown = ("merged", CONTROL, CALIBRATED)
     for band, variant in zip(bands(panel(draw("intro", run), "(b)")), shown, strict=True):
         for layer, rows in run.layers(worst_task(run), variant).groupby("layer"):
             heights = band[band[:, 0] == layer][:, 1]
@@ -109,7 +109,7 @@ def test_intro_panels_share_one_window_and_the_expert_points(run: DriftRun) -> N
 
 
 def test_intro_bars_and_intervals_are_those_of_the_accuracy_table(run: DriftRun) -> None:
-    axes, shown = panel(draw("intro", run), "(c)"), ("merged", CALIBRATED, "expert")
+    axes, shown = panel(draw("intro", run), "(c)"), ("merged", CONTROL, CALIBRATED, "expert")
     rows = run.accuracy().set_index(["variant", "task"])
     keys = [(variant, task) for variant in shown for task in run.tasks]
     drawn = np.array(bars(axes)).reshape(len(shown), len(run.tasks) + 1)
@@ -164,15 +164,17 @@ def test_mean_gain_is_the_mean_over_matched_samples(run: DriftRun) -> None:
         for variant in ("merged", CALIBRATED)
     )
     gain = statistics.fmean(after[sample] - before[sample] for sample in before.index)
-    assert values(drawn, "mean gain of cos") == pytest.approx([gain])
+    assert values(drawn, "mean gain of cos", variant=CALIBRATED) == pytest.approx([gain])
     assert f"+{gain:.3f}" in words(drawn.figure)
-    (points,) = map(line_points, lines(panel(drawn, "(b)")))
-    np.testing.assert_array_equal(points, np.column_stack([before, after[before.index]]))
+    shown = {line.get_markerfacecolor(): line for line in lines(panel(drawn, "(b)"))}
+    np.testing.assert_array_equal(
+        line_points(shown[colour_of(run, CALIBRATED)]), np.column_stack([before, after[before.index]])
+    )
 
 
 def test_averages_over_tasks_are_means_of_the_dots_above_them(run: DriftRun) -> None:
     drawn = draw("diagnostics", run)
-    for variant in ("merged", CALIBRATED):
+    for variant in ("merged", CONTROL, CALIBRATED):
         dots = [run.value("cos_mean", task=task, variant=variant) for task in run.tasks]
         assert values(drawn, "cos_mean (average over tasks)", variant=variant) == pytest.approx(
             [statistics.fmean(dots)]
@@ -205,9 +207,9 @@ def test_a_layer_without_a_number_is_a_gap_in_lines_and_maps(tmp_path: pathlib.P
 
 
 def test_heatmaps_share_one_scale_from_zero(run: DriftRun) -> None:
-    figure, shown = draw("heatmap", run).figure, ("merged", CALIBRATED)
+    figure, shown = draw("heatmap", run).figure, ("merged", CONTROL, CALIBRATED)
     largest = run.layers()["drift_rel"][run.layers()["variant"].isin(shown)].max()
-    for axes, variant in zip(figure.axes[:2], shown, strict=True):
+    for axes, variant in zip(figure.axes[:3], shown, strict=True):
         assert axes.collections[0].get_clim() == (0, largest)
         table = run.layers(variant=variant).pivot(index="task", columns="layer", values="drift_rel")
         np.testing.assert_array_equal(images(axes)[0], table.loc[list(run.tasks)].to_numpy())
@@ -218,8 +220,8 @@ def test_contributions_with_their_rest_sum_to_one(run: DriftRun) -> None:
     stacks: dict[float, float] = {}
     for bar in bars(panel(drawn, "(a)")):
         stacks[bar.get_y()] = stacks.get(bar.get_y(), 0.0) + bar.get_width()
-    assert list(stacks.values()) == pytest.approx([1.0] * 2)
-    for variant in ("merged", CALIBRATED):
+    assert list(stacks.values()) == pytest.approx([1.0] * 3)
+    for variant in ("merged", CONTROL, CALIBRATED):
         assert sum(values(drawn, "prefix_share", variant=variant)) == pytest.approx(1)
 
 
@@ -255,7 +257,7 @@ def test_shares_of_decisions_are_means_over_samples(run: DriftRun) -> None:
 
 def test_flipped_and_kept_decisions_are_all_of_the_task(run: DriftRun) -> None:
     drawn = draw("output-drift", run)
-    for variant in ("merged", CALIBRATED):
+    for variant in ("merged", CONTROL, CALIBRATED):
         flags = run.outputs(worst_task(run), variant)["flipped"]
         assert sum(values(drawn, "flipped decisions", variant=variant)) == flags.sum()
         assert sum(values(drawn, "kept decisions", variant=variant)) == (~flags.astype(bool)).sum()
@@ -375,7 +377,7 @@ def test_another_calibrated_variant_can_be_chosen(tmp_path: pathlib.Path) -> Non
     shown = set(draw("decomposition", run).data["variant"])
     assert shown == {"merged", "calibrated:second"}
     chosen = set(draw("decomposition", run, calibrated=CALIBRATED).data["variant"])
-    assert chosen == {"merged", CALIBRATED}
+    assert chosen == {"merged", CONTROL, CALIBRATED}
 
 
 def test_rows_say_which_run_they_come_from(run: DriftRun) -> None:

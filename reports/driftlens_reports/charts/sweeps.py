@@ -130,7 +130,7 @@ def _by_samples(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Rows of sweeps of the number of samples by any method, of the chosen tasks."""
     picking.chosen_variants(run, options)
     rows = run.sweeps()
-    rows = rows[rows["sweep"].astype(str).str.rpartition(":")[2] == "n"]
+    rows = rows[rows["sweep"].astype(str).str.split(":").str[-1] == "n"]
     rows = rows[rows["task"].isin(picking.chosen_tasks(run, options))]
     return rows.assign(method=rows["method"].fillna("featcal"))
 

@@ -27,7 +27,7 @@ from driftlens.engine.carried import EXPERT, CalibrationWalk, Parts, Solved, in_
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import LayerSums, solve_layer
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer, ClosedForm, Layerwise, Stepwise
+from driftlens.engine.problems import CalibratedLayer, ClosedForm, InputSums, Layerwise, Stepwise
 from driftlens.engine.site_rows import SiteRows, rows_and_output
 from driftlens.engine.steps import StepWalk
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
@@ -183,12 +183,13 @@ class SnapshotWalk(CalibrationWalk):
     """Solves all sites of a layer from one snapshot of its features, in many lanes side by side.
 
     `calibrations` are those of the lanes, in their order; `sums` holds, by branch, the moments of the layer at hand,
-    once for all lanes that want the same ones.
+    once for all lanes that want the same ones; `kept` what is summed up of features that later layers read, too.
     """
 
     calibrations: Sequence[Lane]
     objectives: bool
     sums: dict[str, dict[Hashable, LayerSums]] = field(default_factory=dict, init=False)
+    kept: dict[Hashable, dict[Hashable, InputSums]] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
     @exact_products()
@@ -196,11 +197,16 @@ class SnapshotWalk(CalibrationWalk):
         """Solve the sites of one layer; unless it is the last one, take all features to the next boundary."""
         self.seconds = [0.0] * len(self.lanes)
         merged = self.pool.parameters(self.merged, layer)
-        memory, objectives = self.grams, self.objectives
-        sums = partial(LayerSums, self.pool.chain, layer, names, objectives=objectives, grams=memory)
+        chain, memory, objectives = self.pool.chain, self.grams, self.objectives
+        sums = partial(LayerSums, chain, layer, names, objectives=objectives, grams=memory)
+        # Features of other streams stay as they are until one of their own layers runs.
+        others = sum(earlier.stream != layer.stream for earlier in chain.layers[: layer.index])
         for branch in self.branches:
             wanted = {self.calibrations[at].moments_key: self.calibrations[at] for at in branch.lanes}
-            self.sums[branch.name] = {key: sums(lane.calibrator) for key, lane in wanted.items()}
+            self.sums[branch.name] = {
+                key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
+                for key, lane in wanted.items()
+            }
         for task in self.parts:
             self._sum_up(layer, merged, task, needs_output=not is_last)
         found = self._solve(layer, merged)
@@ -256,7 +262,7 @@ class SnapshotWalk(CalibrationWalk):
                 inputs = {site for sums in readers for site in sums.merged_inputs}
                 rows, _ = rows_and_output(layer, merged, state, batch.side, inputs, stops=True)
                 for sums in readers:
-                    sums.add(rows, seen, state, batch.side, expert, num_batches)
+                    sums.add(rows, seen, state, batch.side, expert, num_batches, task)
 
     def _solve(self, layer: Layer, merged: Parameters) -> list[Solved]:
         """New parameters and reports of the layer, lane by lane."""

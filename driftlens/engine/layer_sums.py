@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import (
+    InputSums,
     Layerwise,
     LinearFold,
     LinearProblem,
@@ -41,7 +42,8 @@ class LayerSums:
 
     Linear sites that read the same tensor with the same token weights share a Gram matrix. The calibrator says what it
     wants of each site, and folds the tasks; `objectives` asks for what these need, too. Problems live in the Gram sums
-    that `grams` lends until they are taken back.
+    that `grams` lends until they are taken back. Sites of another stream (keys and values of cross-attention) read the
+    same rows in every layer: `kept` holds what one of them has summed up, for those behind it.
 
     Raises:
         SpecError: a site's token-weight rule is unknown to this architecture.
@@ -56,6 +58,7 @@ class LayerSums:
         *,
         objectives: bool = True,
         grams: GramPool | None = None,
+        kept: dict[Hashable, InputSums] | None = None,
     ) -> None:
         self._chain = chain
         self._layer = layer
@@ -81,6 +84,7 @@ class LayerSums:
                 dtype=dtype,
                 objectives=objectives,
                 grams=memory,
+                kept=kept if sites[0].stream and sites[0].stream != layer.stream else None,
             )
             for (_, wanted), sites in grouped.items()
         ]
@@ -108,6 +112,7 @@ class LayerSums:
         side: SideInputs,
         expert: Parameters,
         num_batches: int,
+        task: str,
     ) -> None:
         """Add one batch of the task at hand.
 
@@ -118,13 +123,14 @@ class LayerSums:
             side: side inputs of the batch.
             expert: the expert's parameters.
             num_batches: about how many batches the task has.
+            task: its name.
         """
         for group in self._groups:
             rows = _flat(merged_rows.inputs[group.sites[0].name])
             theirs = _flat(expert_rows.inputs[group.sites[0].name])
             outputs = [_flat(expert_rows.outputs[site.name]) for site in group.sites]
             weights = self._weights(group.wanted.token_weights, group.sites[0], merged_rows, state, side)
-            group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches))
+            group.add(rows, theirs, outputs, weights, expert, len(rows) * max(1, num_batches), task)
         for norm in self._norms:
             rows = _flat(merged_rows.inputs[norm.site.name])
             norm.add(rows, self._weights(norm.rule, norm.site, merged_rows, state, side))
@@ -177,6 +183,7 @@ class LinearSums:
         dtype: of the sums; products are taken in the dtype of the rows.
         objectives: whether the energy of the wanted outputs is summed up, without which there are no objectives.
         grams: where Gram sums come from; the moments live in them until they are taken back.
+        kept: sums of inputs that sites of other layers read, too, by task; None for a layer's own.
     """
 
     def __init__(
@@ -188,6 +195,7 @@ class LinearSums:
         dtype: torch.dtype,
         objectives: bool,
         grams: GramPool,
+        kept: dict[Hashable, InputSums] | None = None,
     ) -> None:
         self.sites = tuple(sites)
         self.wanted = wanted
@@ -197,6 +205,7 @@ class LinearSums:
         self._task: TaskMoments | None = None
         self._grams = grams
         self._gram: GramSum | None = None  # of the task at hand; its memory serves task after task
+        self._kept = kept
 
     def add(
         self,
@@ -206,6 +215,7 @@ class LinearSums:
         weights: Tensor | None,
         expert: Parameters,
         num_rows: int,
+        task: str,
     ) -> None:
         """Add one batch of the task at hand.
 
@@ -216,11 +226,9 @@ class LinearSums:
             weights: how much each row counts, [T]; None counts each 1.
             expert: the expert's parameters.
             num_rows: about how many rows all batches of the task have together.
+            task: its name.
         """
-        if self._gram is None:
-            self._gram = self._grams.lend(rows.shape[1], self._dtype, rows.device)
         if self._task is None:
-            self._gram.clear()
             weight = stacked(expert, self.sites)
             cross = OutputCross(
                 weight,
@@ -230,8 +238,24 @@ class LinearSums:
                 dtype=self._dtype,
                 energies=self._objectives,
             )
-            self._task = TaskMoments(self._gram, cross, shape=weight.shape)
+            key = task, self.sites[0].stream, self.wanted
+            known = self._kept.get(key) if self._kept is not None else None
+            inputs = known or self._inputs(rows)
+            if self._kept is not None:
+                self._kept[key] = inputs
+            self._task = TaskMoments(inputs, cross, weight.shape, is_known=known is not None)
         self._task.add(rows, expert_rows, expert_outputs, weights)
+
+    def _inputs(self, rows: Tensor) -> InputSums:
+        """Sums at zero: in memory of their own where they are kept, else in what serves task after task."""
+        k, device = rows.shape[1], rows.device
+        if self._kept is not None:
+            gram = GramSum(k, self._dtype, device)
+        else:
+            gram = self._gram = self._gram or self._grams.lend(k, self._dtype, device)
+            gram.clear()
+        zeros = torch.zeros(k, dtype=self._dtype, device=device)
+        return InputSums(gram, zeros, zeros.new_zeros(()))
 
     def end_task(self, expert: Parameters) -> None:
         """Fold the task at hand into the sums over tasks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -145,31 +145,46 @@ class LinearFold(Protocol):
         ...
 
 
+class InputSums(NamedTuple):
+    """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights []."""
+
+    gram: GramSum
+    rows: Tensor
+    weight_sum: Tensor
+
+
 class TaskMoments:
     """Sums over the rows of one task: the unit that calibrators fold.
 
-    Attributes:
-        gram: of what the merged model feeds the sites, [k, k].
+    Args:
+        inputs: sums of what the merged model feeds the sites; at zero unless they are known.
         cross: of the wanted outputs with these inputs.
         shape: [O, k] of the stacked weights.
+        is_known: whether the very same rows were summed up before, for another layer that reads them.
+
+    Attributes:
+        gram: of the inputs, [k, k].
         rows: sum of the inputs, [k].
         weight_sum: how much all rows count together.
         biases: the expert's, by site.
     """
 
-    def __init__(self, gram: GramSum, cross: OutputCross, shape: Sequence[int]) -> None:
-        self.gram = gram
+    def __init__(
+        self, inputs: InputSums, cross: OutputCross, shape: Sequence[int], *, is_known: bool = False
+    ) -> None:
+        self.gram, self.rows, self.weight_sum = self.inputs = inputs
         self.cross = cross
         self.shape = shape
-        self.rows = torch.zeros(shape[1], dtype=gram.dtype, device=gram.device)
-        self.weight_sum = self.rows.new_zeros(())
         self.biases: dict[str, Tensor] = {}
+        self._is_known = is_known
 
     def add(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> None:
         """Add rows, arguments as for `LinearSums.add`."""
         self.cross.add(rows, expert_rows, expert_outputs, weights)
+        if self._is_known:
+            return
         if weights is None:
             self.weight_sum += len(rows)
             self.rows += rows.sum(dim=0)

@@ -319,9 +319,8 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
         row = {head: found.means[variant].value for variant, head in heads.items()}
         row |= {"task": f"mean of {len(found.tasks)}"}
         rows.append(with_change(row, gap.change) if gap else row)
-    note = (
-        f"Relative drift is that of {title(last)}, main source the largest share of {title(found.merged)}'s. "
-    )
+    source = f", main source the largest share of {title(found.merged)}'s" if found.source else ""
+    note = f"Relative drift is that of {title(last)}{source}. "
     note += "95 % intervals over samples, paired where all answers are stored."
     heading = f"Task by task: {found.measure.title}"
     return Sheet("tasks", heading, kinds, [[row.get(head) for head in kinds] for row in rows], note)

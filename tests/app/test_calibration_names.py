@@ -20,6 +20,7 @@ from tests.app.conftest import Open, until
 from tests.app.test_calibrate import calibrate_as, press
 from tests.app.test_jobs import finish, state
 from tests.app.test_pages import errors, said
+from tests.quick import few
 from tests.records.full_run import VARIANTS, write_full_run
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -103,7 +104,7 @@ def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app
     assert app.run().text_input(key="name").value == "featcal-3"
 
 
-@pytest.mark.parametrize("choice", ["featcal", "steady"])
+@pytest.mark.parametrize("choice", few(["featcal", "steady"], ["featcal"]))
 def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
     open_app: Open, run: Path, choice: str
 ) -> None:

@@ -90,6 +90,7 @@ def called(run: Path) -> list[str]:
     return log_text(job.log).splitlines()[0].split()
 
 
+@pytest.mark.slow
 def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
     toys: None, open_app: Open, root: Path
 ) -> None:

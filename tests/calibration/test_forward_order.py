@@ -16,6 +16,7 @@ from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, NumericsError, SingularGramError, SpecError
+from driftlens.linalg.gram import GramSum
 from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import Subject, batched, calibrated, layers_of, subject, updates_of
 from tests.cases import pool_of
@@ -101,6 +102,26 @@ def test_features_within_the_budget_stay_in_memory(models: Subject, tmp_path: Pa
         on_step=lambda layer, task: counts.add(len([*(tmp_path / "spill").glob("*")]) if layer > 2 else 1),
     )
     assert counts == {1}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_keys_and_values_of_all_blocks_share_one_gram_matrix_per_task(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cross-attention reads is the same in every block; that weights are right, the reference says."""
+    products, summed = [], GramSum.add_rows
+
+    def counted(self: GramSum, rows: Tensor) -> None:
+        products.append(len(rows))
+        summed(self, rows)
+
+    monkeypatch.setattr(GramSum, "add_rows", counted)
+    models = subject("t5")
+    calibrated(models, FeatCal(), samples=models.samples(size))
+    linear = [(at, site) for at in models.pool.chain.blocks for site in at.sites if site.kind == "linear"]
+    own = {(at.index, site.input) for at, site in linear if site.stream in ("", at.stream)}
+    across = {(at.index, site.input) for at, site in linear} - own
+    assert len(across) > 1 and len(products) == 2 * (4 // size) * (len(own) + 1)
 
 
 def test_objectives_are_left_out_on_request_and_change_no_weight(models: Subject, plain: Parameters) -> None:

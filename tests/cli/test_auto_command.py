@@ -31,6 +31,7 @@ def test_too_few_samples_to_hold_any_out_are_refused_and_leave_no_trace(
     assert files_of(folder) == before
 
 
+@pytest.mark.slow
 def test_the_settings_chosen_are_those_calibrated_with(
     world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ PHASES = pytest.mark.parametrize("phase", ["calibrate", pytest.param("analyze", 
 SIGNALS = [
     # The fast tests ask the same of this signal in test_calibrate_command.py.
     pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow),
-    pytest.param(signal.SIGKILL, id="kill"),
+    pytest.param(signal.SIGKILL, id="kill", marks=pytest.mark.slow),
 ]
 
 

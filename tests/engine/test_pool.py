@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -155,14 +156,16 @@ def test_features_of_one_boundary_wait_and_no_more(models: Family) -> None:
 
 def test_a_layer_is_let_go_before_the_next_is_read(models: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the view at hand keeps one model's."""
+    made: list[weakref.ref[LayerMap]] = []
     counts, read = [], models.pool.layer_map
 
     def counted(*args: Any) -> LayerMap:
-        counts.append(sum(type(thing) is LayerMap for thing in gc.get_objects()))
-        return read(*args)
+        counts.append(sum(at() is not None for at in made))
+        found = read(*args)
+        made.append(weakref.ref(found))
+        return found
 
     monkeypatch.setattr(models.pool, "layer_map", counted)
-    gc.collect()
     with torch.no_grad():
         for _ in walk(models.pool, "a", ["base", "merged"], models.batches):
             pass

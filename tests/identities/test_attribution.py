@@ -131,6 +131,7 @@ def test_nodes_rise_until_the_tolerance_is_met_or_the_limit_reached() -> None:
     assert max(found.nodes for found in strict.sensitivities.values()) > 2
 
 
+@pytest.mark.slow
 def test_spectral_norm_bounds_every_gain() -> None:
     models = family(CASES["open_clip_vit"], n=3, batch_size=3)
     contributions, _, seen = followed(models, JacobianSettings(spectral=True))

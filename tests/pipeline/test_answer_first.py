@@ -161,6 +161,7 @@ def test_a_run_without_jacobians_is_explained_with_their_defaults(
     assert rows.groupby("task")["final_share"].sum().between(0.99, 1.01).all()
 
 
+@pytest.mark.slow
 def test_an_attribution_that_was_cancelled_goes_on(
     finished: DriftRun, at_once: DriftRun, tmp_path: pathlib.Path
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
     assert files_of(whole.path) == before
 
 
+@pytest.mark.slow
 def test_a_name_is_given_once_unless_it_is_to_be_replaced(
     folder: pathlib.Path, light: DriftRun, whole: DriftRun
 ) -> None:

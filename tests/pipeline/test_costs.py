@@ -24,6 +24,7 @@ from tests.pipeline.checking import check
 from tests.pipeline.world import World, write_images
 
 
+@pytest.mark.slow
 def test_disk_agrees_with_a_run(world: World, tmp_path: pathlib.Path) -> None:
     spec = world.spec(metrics={"jacobian": False})
     for task in world.tasks:

@@ -113,6 +113,7 @@ def _printed_without(modules: tuple[str, ...], code: str, path: pathlib.Path) ->
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+@pytest.mark.slow
 def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
     digests = [dl.project(run, "cars", method=method, store_it=False).digest for method in ("pca", "tsne")]
     code = (

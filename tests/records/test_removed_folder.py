@@ -15,6 +15,7 @@ from driftlens.progress import ProgressEvent
 from driftlens.records.contents import attach
 from driftlens.records.lock import RunLock
 from driftlens.records.writer import RunWriter
+from tests.quick import few
 from tests.records.factory import write_run
 from tests.records.test_writer import accuracy_of, contents
 
@@ -59,7 +60,7 @@ def test_a_folder_that_is_gone_stays_gone(own: pathlib.Path, name: str) -> None:
     assert not own.exists()
 
 
-@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("name", few(WORK, ["a table", "nothing more"]))
 def test_another_run_in_its_place_is_left_alone(own: pathlib.Path, name: str) -> None:
     with pytest.raises(RunError, match="was removed, moved or replaced"), RunWriter.resume(own) as writer:
         shutil.rmtree(own)

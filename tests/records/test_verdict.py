@@ -104,7 +104,7 @@ SHARES = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(made=tables(), drawn=SHARES)
 def test_words_follow_the_tables_in_every_branch(
     manifest: Manifest, made: tuple[Right, int], drawn: Mapping[int, Sequence[float]]

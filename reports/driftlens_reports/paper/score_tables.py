@@ -148,7 +148,7 @@ _table_by_model(
     "accuracy-text",
     "Scores of text-to-text models",
     "tab:flan-t5-results",
-    "FLAN-T5 on GLUE: exact match (%), for STS-B Spearman's rank correlation (times 100).",
+    "Scores (%) by task. Published rows: FLAN-T5 on GLUE, exact match, of STS-B Spearman's correlation times 100.",
     "`driftlens analyze` of T5 models (loader hf-t5) fills them.",
     kind="text",
 )
@@ -156,7 +156,7 @@ _table_by_model(
     "accuracy-llm",
     "Scores of language models by domain",
     "tab:mergebench-llama-results",
-    "MergeBench (%): HumanEval+ and MBPP+ report pass@1, the others accuracy.",
+    "Scores (%) by domain. Published rows: MergeBench, HumanEval+ and MBPP+ by pass@1, the others by accuracy.",
     "`driftlens analyze` of decoders (loader hf-decoder) fills them.",
     kind="language",
 )
@@ -164,7 +164,7 @@ _table_by_model(
     "experts-llm",
     "Single experts of merged language models",
     "tab:mergebench-expert-results",
-    "Single experts on MergeBench (%): HumanEval+ and MBPP+ report pass@1.",
+    "Scores (%) of single experts by domain. Published rows: MergeBench, HumanEval+ and MBPP+ by pass@1.",
     "`driftlens analyze` of decoders (loader hf-decoder) scores each expert on its own task, and `driftlens attach RUN "
     "--variant expert:TASK` adds what the lm-evaluation-harness measured of it on others.",
     kind=None,

@@ -138,6 +138,7 @@ def test_an_unknown_format_is_refused_with_the_nearest(standard: Report) -> None
     assert "'html'" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_reports_need_neither_torch_nor_streamlit(full: DriftRun) -> None:
     script = """
         import sys
@@ -169,7 +170,7 @@ RUNS: dict[str, dict[str, object]] = {
 }
 
 
-QUICK = ("no blocks", "names with markup")
+QUICK = ("no blocks",)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from driftlens.errors import DataError, RunError
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import FORMATS, WIDTHS, encode
+from tests.quick import few
 from tests.records.full_run import Size, write_full_run
 from tests.reports.paper.drawn import all_numbers, draw, lines, scattered, shows, texts, words
 from tests.reports.paper.figure_runs import HOSTILE, figure_run
@@ -37,6 +38,7 @@ PRINTED = {
 SMALL = Size(blocks=1, samples=4, tests=20)
 
 figures = pytest.mark.parametrize("name", FIGURES)
+quick_figures = pytest.mark.parametrize("name", few(FIGURES, ["intro"]))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,7 @@ def test_a_synthetic_run_is_called_one(tmp_path: pathlib.Path) -> None:
     assert all("no benchmark" in draw(name, run).caption for name in ("heatmap", "sweeps"))
 
 
-@figures
+@quick_figures
 def test_what_a_run_lacks_is_said_and_not_invented(name: str, bare: DriftRun) -> None:
     drawn = draw(name, bare)
     if name not in ("self-checks",):
@@ -163,14 +165,14 @@ def test_notes_stand_on_the_figure_with_their_command(bare: DriftRun) -> None:
     assert "driftlens sweep RUN" in words(draw("sweeps", bare).figure)
 
 
-@figures
+@quick_figures
 def test_one_task_and_one_sample_fill_a_column(name: str, tiny: DriftRun) -> None:
     figure = draw(name, tiny, width=WIDTHS["icml-column"]).figure
     assert figure.get_figwidth() == 3.25
     assert any(axes.has_data() for axes in figure.axes) or name == "corruptions"
 
 
-@figures
+@quick_figures
 def test_names_are_drawn_letter_by_letter(name: str, hostile: DriftRun) -> None:
     drawn = draw(name, hostile, task=HOSTILE[0])
     assert not any(text.get_parse_math() for text in texts(drawn.figure))
@@ -179,9 +181,7 @@ def test_names_are_drawn_letter_by_letter(name: str, hostile: DriftRun) -> None:
         assert "$x_1$" in words(drawn.figure)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "intro" else pytest.mark.slow) for name in FIGURES]
-)
+@quick_figures
 def test_drawing_again_gives_the_same_bytes(name: str, run: DriftRun) -> None:
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "lines.linewidth": 9}):
         other = draw(name, open_run(run.path)).figure

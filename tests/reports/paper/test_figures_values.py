@@ -192,6 +192,7 @@ def test_no_average_is_drawn_over_some_of_the_tasks(tmp_path: pathlib.Path) -> N
     assert values(drawn, "cos_mean (average over tasks)", variant=CALIBRATED)
 
 
+@pytest.mark.slow
 def test_a_layer_without_a_number_is_a_gap_in_lines_and_maps(tmp_path: pathlib.Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"])
     with RunWriter.resume(path) as writer:
@@ -235,6 +236,7 @@ def test_the_jacobian_band_is_as_wide_as_the_error_says(run: DriftRun) -> None:
     )
 
 
+@pytest.mark.slow
 def test_fewer_samples_behind_jacobians_are_counted_apart(tmp_path: pathlib.Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=["cars"])
     assert "need a Jacobian" not in draw("amplification", open_run(path)).caption
@@ -371,6 +373,7 @@ def test_what_the_run_lacks_is_refused_by_name(run: DriftRun, options: dict[str,
     assert any(name in caught.value.message for name in ("cars", "merged"))
 
 
+@pytest.mark.slow
 def test_another_calibrated_variant_can_be_chosen(tmp_path: pathlib.Path) -> None:
     path = write_full_run(tmp_path / "run", variants=[*VARIANTS, "calibrated:second"])
     run = open_run(path)

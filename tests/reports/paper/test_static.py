@@ -19,6 +19,7 @@ from driftlens_reports.charts.theme import LIGHT, apply_theme, scale
 from driftlens_reports.paper.marks import number, plain
 from driftlens_reports.paper.static import MOST_PANELS, draw_static
 from driftlens_reports.paper.style import PAGE, PAGE_WIDTH, sheet
+from tests.quick import few
 from tests.reports.paper.drawn import bands, bars, images, line_points, lines, segments, words
 
 
@@ -163,7 +164,9 @@ def test_numbers_are_written_as_on_the_screen(value: float, form: str, text: str
     assert number(value, form) == text
 
 
-@pytest.mark.parametrize("name", sorted(charts))
+@pytest.mark.parametrize(
+    "name", few(sorted(charts), ["layer-drift", "contributions", "heatmap", "flips", "scatter"])
+)
 def test_every_chart_of_a_full_run_is_drawn_with_all_its_lines_and_bars(name: str, full: DriftRun) -> None:
     if charts[name].missing(full, ChartOptions()) is not None:
         pytest.skip("the run has no numbers for it")

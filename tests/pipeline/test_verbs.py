@@ -5,14 +5,16 @@ from __future__ import annotations
 import html
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.errors import SpecError
+from driftlens.errors import NumericsError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
+from driftlens.pipeline.search import merges as merges_module
 from driftlens.records.run import DriftRun
 from tests.pipeline.calibrating import copied, request
 from tests.pipeline.world import SCALING, World, merged_weights, write_spec
@@ -64,16 +66,24 @@ def test_merge_and_validate_take_a_spec_in_every_form(world: World, tmp_path: pa
 
 @pytest.mark.slow
 def test_compared_merges_are_a_table_that_says_what_was_not_made(
-    world: World, tmp_path: pathlib.Path
+    world: World, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values, out = world.spec(), tmp_path / "out"
-    merges = ["average", ("task_arithmetic", {"scaling": 1e30})]
+    merges = ["average", ("task_arithmetic", {"scaling": 0.5})]
+    merged = merges_module.merged_source
+
+    def overflowing(models: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "task_arithmetic":
+            raise NumericsError("a weight is infinite")
+        return merged(models, method, *arguments, **options)
+
+    monkeypatch.setattr(merges_module, "merged_source", overflowing)
     found = dl.compare_merges(values, merges, out=out, progress="none")
     rows = json.loads((out / "merges.json").read_text())["merges"]
     frame = found.frame()
     assert list(frame["merge"]) == [row["merge"] for row in rows if row["place"]]
     assert list(frame["KL to the experts (nat)"]) == [row["kl"] for row in rows if row["place"]]
-    assert "task_arithmetic scaling=1e+30: not made, as" in found.notes()
+    assert "task_arithmetic scaling=0.5: not made, as a weight is infinite" in found.notes()
     assert html.escape(found.notes()) in found._repr_html_() and "<td>average</td>" in found._repr_html_()
     assert not [child for child in out.iterdir() if child.is_dir()]
     with pytest.raises(SpecError, match="keep=True"):

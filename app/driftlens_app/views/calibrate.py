@@ -17,7 +17,7 @@ from driftlens.records.before_after import (
 from driftlens.records.layout import begun_calibration, calibration_folder, calibration_weights
 from driftlens.records.reading import Sheet, size
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import task_sheet, verdict
+from driftlens.records.verdict import verdict
 from driftlens_app.calibration import CalibrationSettings, calibration_form
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
@@ -177,8 +177,8 @@ def _show_result(run: DriftRun, name: str) -> None:
 @st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
 def _in_words_and_sheets(run: DriftRun, name: str) -> tuple[list[str], list[Sheet]]:
     found = verdict(run, name)
-    sheets = [task_sheet(run, found), *calibration_sheets(run, name)]
-    return [*found.sentences, *selection_sentences(run, name)], sheets
+    # The verdict's own table is on the Overview; the first of these says the same and more.
+    return [*found.sentences, *selection_sentences(run, name)], calibration_sheets(run, name)
 
 
 def _downloads(run: DriftRun, name: str) -> None:

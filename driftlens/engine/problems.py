@@ -172,7 +172,7 @@ class TaskMoments:
     def __init__(
         self, inputs: InputSums, cross: OutputCross, shape: Sequence[int], *, is_known: bool = False
     ) -> None:
-        self.gram, self.rows, self.weight_sum = self.inputs = inputs
+        self.gram, self.rows, self.weight_sum = inputs
         self.cross = cross
         self.shape = shape
         self.biases: dict[str, Tensor] = {}

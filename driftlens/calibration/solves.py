@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlens.engine.layer_sums import stacked
 from driftlens.engine.problems import LinearProblem, NormProblem, SiteReport, SiteUpdate
 from driftlens.linalg.cholesky import Factor
 from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
-from driftlens.linalg.ridge import solve_bias, solve_ridge
+from driftlens.linalg.ridge import Moments, ridge_factor, solve_bias, solve_ridge
 from driftlens.models.chain import Site
 
 
@@ -31,21 +30,26 @@ def solve_linear(
         NumericsError: the moments hold NaN or infinite entries.
         SingularGramError: gram + lam * I is singular to working precision.
     """
-    pull = 0.0 if anchor is None else lam
-    weights = (
-        _Weights.solved(problem, anchor, pull) if "linear" in update else _Weights.kept(problem, anchor, pull)
-    )
+    pull, moments = 0.0 if anchor is None else lam, problem.moments
+    solves = "linear" in update
+    factor = ridge_factor(moments.gram, pull, scale=moments.weight_sum) if solves else None
     updates, start = [], 0
-    for site in problem.sites:
-        stop = start + len(problem.merged[f"{site.name}.weight"])
-        mine = weights.outputs(start, stop)
-        parameters = {f"{site.name}.weight": mine.value} if "linear" in update else {}
+    for site in problem.sites:  # one by one: all at once would hold several copies of all weights
+        name = f"{site.name}.weight"
+        merged = problem.merged[name]
+        mine = moments.of_outputs(slice(start, start + len(merged)))
+        start += len(merged)
+        weights = _Weights.of(mine, merged, None if anchor is None else anchor[name], pull, factor)
+        parameters = {name: weights.value} if solves else {}
         if "bias" in update and site.name in problem.expert_bias:
-            parameters[f"{site.name}.bias"] = _bias(
-                problem, site, slice(start, stop), mine.value, anchor, lam
+            parameters[f"{site.name}.bias"] = solve_bias(
+                mine.mean_target + problem.expert_bias[site.name],
+                weights.value @ mine.mean_in,
+                mine.weight_sum,
+                None if anchor is None else anchor[f"{site.name}.bias"],
+                lam=lam,
             )
-        updates.append(SiteUpdate(parameters, _report(problem, site, mine, pull)))
-        start = stop
+        updates.append(SiteUpdate(parameters, _report(problem, site, weights, pull)))
     return updates
 
 
@@ -59,45 +63,23 @@ class _Weights:
     factor: Factor | None
 
     @classmethod
-    def solved(cls, problem: LinearProblem, anchor: Mapping[str, Tensor] | None, lam: float) -> _Weights:
-        pulled = None if anchor is None else stacked(anchor, problem.sites)
-        solution = solve_ridge(problem.moments, pulled, lam=lam)
-        before = after = solution.objective
-        if after is not None:
-            before = after + solution.excess(stacked(problem.merged, problem.sites))
-        return cls(solution.weight, before, after, solution.factor)
-
-    @classmethod
-    def kept(cls, problem: LinearProblem, anchor: Mapping[str, Tensor] | None, lam: float) -> _Weights:
-        weight = stacked(problem.merged, problem.sites).to(problem.moments.gram)
-        if problem.moments.target_energy is None:
+    def of(
+        cls, moments: Moments, merged: Tensor, anchor: Tensor | None, lam: float, factor: Factor | None
+    ) -> _Weights:
+        """The solution; where there is no factor, the merged weights."""
+        if factor is not None:
+            solution = solve_ridge(moments, anchor, lam=lam, factor=factor)
+            after = solution.objective
+            return cls(
+                solution.weight, None if after is None else after + solution.excess(merged), after, factor
+            )
+        weight = merged.to(moments.gram)
+        if moments.target_energy is None:
             return cls(weight, None, None, None)
-        objective = problem.moments.misfit(weight)
+        objective = moments.misfit(weight)
         if anchor is not None:
-            objective = objective + lam * (weight - stacked(anchor, problem.sites)).square().sum(dim=1)
+            objective = objective + lam * (weight - anchor).square().sum(dim=1)
         return cls(weight, objective, objective, None)
-
-    def outputs(self, start: int, stop: int) -> _Weights:
-        before, after = (None if x is None else x[start:stop] for x in (self.before, self.after))
-        return _Weights(self.value[start:stop], before, after, self.factor)
-
-
-def _bias(
-    problem: LinearProblem,
-    site: Site,
-    outputs: slice,
-    weight: Tensor,
-    anchor: Mapping[str, Tensor] | None,
-    lam: float,
-) -> Tensor:
-    moments = problem.moments
-    return solve_bias(
-        moments.mean_target[outputs] + problem.expert_bias[site.name],
-        weight @ moments.mean_in,
-        moments.weight_sum,
-        None if anchor is None else anchor[f"{site.name}.bias"],
-        lam=lam,
-    )
 
 
 def _report(problem: LinearProblem, site: Site, weights: _Weights, lam: float) -> SiteReport:

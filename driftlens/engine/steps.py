@@ -33,6 +33,8 @@ from driftlens.variants import expert_of
 
 _WANTED = "wanted"
 _ROWS = 64
+_AT_ONCE = 2048
+"""Rows that are multiplied together at least, where there are so many: products of few are slow."""
 _ENTERED = ""
 """Stands for what enters a block, among the streams that are added to."""
 
@@ -184,7 +186,7 @@ class StepWalk(CalibrationWalk):
         outputs, inputs = own.shape
         lend = partial(self.grams.lend, inputs, device=self.pool.device)
         folds = [JointSums(lend(dtype=dtype), outputs) for _ in range(self.calibrator.num_folds)]
-        product, task_gram = lend(dtype=own.dtype), lend(dtype=dtype)
+        product, task_gram = lend(dtype=own.dtype), lend(dtype=own.dtype)
         weights = {task: mine[layer.index, at] for task, mine in self.weighted.items()}
         energy = sum(found.energy for found in weights.values()) / len(weights)
         tasks: list[tuple[Tensor, JointSums]] = []
@@ -197,13 +199,9 @@ class StepWalk(CalibrationWalk):
             task_gram.clear()
             if self.calibrator.mu:
                 tasks.append((self._metric(weighted, own.to(dtype)), JointSums(lend(dtype=dtype), outputs)))
-            everywhere = self.batches(layer, task, 0)
-            for batch, count, fold in zip(everywhere, weighted.rows, self.noted[task].folds(), strict=True):
-                x, wanted = self._rows(layer, student, group, streams, batch)
-                order, sizes = _sorted(fold, len(folds), len(x) // len(fold), x.device)
-                root = count[order].sqrt()[:, None]
-                x = x[order] * root
-                local, upstream = x @ (theirs - own).mT, wanted[order] * root - x @ theirs.mT
+            for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
+                x = x * root
+                local, upstream = x @ (theirs - own).mT, wanted * root - x @ theirs.mT
                 parts = (rows.split_with_sizes(sizes) for rows in (x, local, upstream))
                 for number, (x_fold, *targets) in enumerate(zip(*parts, strict=True)):
                     product.clear()
@@ -223,6 +221,29 @@ class StepWalk(CalibrationWalk):
             {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
             scale * task_weight_sum,
         )
+
+    def _by_fold(
+        self,
+        layer: Layer,
+        student: Parameters,
+        group: Group,
+        streams: Mapping[str, str],
+        task: str,
+        weighted: Weighted,
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
+        """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
+        some: list[tuple[Tensor, ...]] = []
+        batches = list(self.batches(layer, task, 0))
+        for batch, count, fold in zip(batches, weighted.rows, self.noted[task].folds(), strict=True):
+            x, wanted = self._rows(layer, student, group, streams, batch)
+            of = torch.tensor(fold, device=x.device).repeat_interleave(len(x) // len(fold))
+            some.append((x, wanted, count.sqrt()[:, None], of))
+            if batch is batches[-1] or sum(len(x) for x, *_ in some) >= _AT_ONCE:
+                *rows, of = (torch.cat(parts) for parts in zip(*some, strict=True))
+                order = of.argsort(stable=True)
+                x, wanted, root = (part[order] for part in rows)
+                yield x, wanted, root, of.bincount(minlength=self.calibrator.num_folds).tolist()
+                some = []
 
     def _rows(
         self, layer: Layer, student: Parameters, group: Group, streams: Mapping[str, str], batch: WaitingBatch
@@ -260,13 +281,6 @@ def _affine(parameters: Parameters, group: Group) -> Tensor:
 
 def _stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
     return entered[layer.stream] if name == _ENTERED else inputs[name]
-
-
-def _sorted(folds: Sequence[int], count: int, rows: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Row numbers of a batch whose samples have so many rows each, fold by fold, and how many each fold has."""
-    order = torch.tensor(sorted(range(len(folds)), key=folds.__getitem__), device=device)
-    every = order[:, None] * rows + torch.arange(rows, device=device)
-    return every.flatten(), [rows * folds.count(number) for number in range(count)]
 
 
 def added_to(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import NumericsError
-from driftlens.linalg.cholesky import factorize
+from driftlens.linalg.cholesky import Factor, factorize
 from driftlens.linalg.gram import GramSum, add_scaled
 
 BIAS_INPUT = math.sqrt(1000.0)
@@ -174,11 +174,13 @@ def solve_joint(
         SingularGramError: a system is singular to working precision.
     """
     require_finite(moments)
-    found = torch.zeros_like(moments.local)
+    found, factors = torch.zeros_like(moments.local), dict[float, Factor]()
     for part, ridge, share in (("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)):
         if share == 0:
             continue
-        factor = factorize(moments.gram, what=f"gram + {ridge:g} I", shift=ridge)
+        if ridge not in factors:
+            factors[ridge] = factorize(moments.gram, what=f"gram + {ridge:g} I", shift=ridge)
+        factor = factors[ridge]
         solution = factor.solve_rows(getattr(moments, part).clone())
         if tasks:
             residual = -ridge * solution

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ class Moments:
         names = [name for name in _AVERAGES if known or name != "target_energy"]
         averages = {name: left * getattr(self, name) + right * getattr(other, name) for name in names}
         return Moments(**{"target_energy": None, **averages}, weight_sum=total)
+
+    def of_outputs(self, mine: slice) -> Moments:
+        """Those of some outputs alone."""
+        energy = None if self.target_energy is None else self.target_energy[mine]
+        cross, target = self.output_cross[mine], self.mean_target[mine]
+        return replace(self, output_cross=cross, mean_target=target, target_energy=energy)
 
     def misfit(self, weight: Tensor) -> Tensor:
         """weight_sum * E (weight x - y)^2 by output, [o], from the moments alone; `weight` is [o, k]."""
@@ -163,20 +169,24 @@ class RidgeSolution:
         return self.factor.energy((other - self.weight).to(other.dtype))
 
 
-def solve_ridge(moments: Moments, anchor: Tensor | None, *, lam: float) -> RidgeSolution:
+def solve_ridge(
+    moments: Moments, anchor: Tensor | None, *, lam: float, factor: Factor | None = None
+) -> RidgeSolution:
     """Weight and objective from the moments of all tasks together; see `solve_weight`.
 
     Args:
         moments: of the site, or of several stacked sites; `weight_sum` is the sum of the task weights.
         anchor: [o, k]; None drops the terms with `lam`.
         lam: lambda >= 0.
+        factor: `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), where it is known already.
 
     Raises:
         NumericsError: a moment holds NaN or infinite entries.
         SingularGramError: gram + lam * I is not positive definite to working precision.
     """
     cross = moments.output_cross * moments.weight_sum
-    factor = ridge_factor(moments.gram, 0.0 if anchor is None else lam, scale=moments.weight_sum)
+    if factor is None:
+        factor = ridge_factor(moments.gram, 0.0 if anchor is None else lam, scale=moments.weight_sum)
     weight = solve_weight(moments.gram, cross, anchor, lam=lam, factor=factor)
     if moments.target_energy is None:
         return RidgeSolution(weight, factor, None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from driftlens.metrics import ACCURACY
 from driftlens.records.intervals import over_draws
-from driftlens.records.reading import Kind, Sheet
+from driftlens.records.reading import Kind, Sheet, setting_text
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 
@@ -50,30 +50,41 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
     return float(values.reindex([*tasks]).mean(skipna=False))
 
 
-def ablation_sheet(run: DriftRun, name: str) -> Sheet:
-    """The run's models, the method as it is, and the method with each of its parts taken away."""
+def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:
+    """The run's models, the method as it is, and with each of its parts taken away: a table per measure."""
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
-    measures = [measure for measure in MEASURES if rows[measure].notna().any()]
-    drawn = rows.groupby(["point", "seed"])[[*measures, "seconds"]].mean()
-    first = rows["point"].min()
-    kinds: dict[str, Kind] = {"model": "text"}
-    for heading, kind, change in (MEASURES[measure] for measure in measures):
-        for head, how in ((heading, kind), (f"{heading} against it", change)):
+    method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")
+    start, *_ = its = {point: settings_of(row) for point, row in settings.sort_index().iterrows()}
+    drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
+    note = (
+        f"{rows['seed'].nunique()} draws; intervals over draws (Student's t), against {method} draw by draw."
+    )
+    sheets = []
+    for measure, (heading, kind, change) in MEASURES.items():
+        kinds: dict[str, Kind] = {"model": "text"}
+        for head, how in ((heading, kind), (f"against {method}", change)):
             kinds |= {head: how, f"{head} low": how, f"{head} high": how}
-    found: list[list[Any]] = []
-    for variant in LEVELS:
-        values = ((level(run, variant, measure), *[math.nan] * 5) for measure in measures)
-        found.append([title(variant), *(value for cells in values for value in cells), math.nan])
-    settings = {point: settings_of(own.iloc[0]) for point, own in rows.groupby("point")}
-    for point, its in settings.items():
-        changed = [f"{key}={value}" for key, value in its.items() if value != settings[first][key]]
-        cells: list[Any] = [", ".join(changed) or str(rows["method"].iloc[0])]
-        mine, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[first]
-        for measure in measures:
-            for at in (mine, gaps if changed else gaps[:0]):
-                one = over_draws(at[measure].to_numpy())
-                cells += [one.value, one.low, one.high]
-        found.append([*cells, mine["seconds"].mean()])
-    note = f"{rows['seed'].nunique()} draws; intervals over draws (Student's t), against it draw by draw."
-    return Sheet(ABLATION, f"{name}, part by part", {**kinds, "s": "number"}, found, note)
+        found: list[list[Any]] = [
+            [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in LEVELS
+        ]
+        for point, own in its.items():
+            changed = [
+                f"{key}={setting_text(value)}" for key, value in own.items() if value != its[start][key]
+            ]
+            mine, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
+            both = [over_draws(at[measure].to_numpy()) for at in (mine, gaps if changed else gaps[:0])]
+            ends = [end for one in both for end in (one.value, one.low, one.high)]
+            found.append([", ".join(changed) or method, *ends, mine["seconds"].mean()])
+        called = f"{method}, part by part: {heading}"
+        if rows[measure].notna().any():
+            sheets.append(
+                Sheet(
+                    f"ablation-{method}-{measure}".replace("_", "-"),
+                    called,
+                    {**kinds, "s": "number"},
+                    found,
+                    note,
+                )
+            )
+    return sheets

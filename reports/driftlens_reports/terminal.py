@@ -34,7 +34,7 @@ from driftlens.records.reading import (
     written,
 )
 from driftlens.records.run import DriftRun
-from driftlens.records.swept import ABLATION, ablation_sheet, settings_of
+from driftlens.records.swept import ABLATION, ablation_sheets, settings_of
 from driftlens.records.verdict import others_sheet, task_sheet, verdict
 from driftlens.records.verify import VerifyResult
 from driftlens.variants import calibrated, title
@@ -355,7 +355,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
         RunError: the table can't be read.
     """
     if name.endswith(ABLATION):
-        return sheet_text(ablation_sheet(run, name))
+        return "\n\n".join(map(sheet_text, ablation_sheets(run, name)))
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     varied = name.rpartition(":")[2].split("+")

@@ -26,7 +26,7 @@ from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.swept import ablation_sheet
+from driftlens.records.swept import ablation_sheets
 from driftlens.records.verify import verify
 from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
 from tests.pipeline.world import TASKS, World
@@ -367,16 +367,17 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
         *({}, {"order": "block"}, {"residual": 0.0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})
     ]
     assert rows["drift_l2_mean"].nunique() == 6, "no part is without effect"
-    sheet = ablation_sheet(run, "residual:ablation").frame().set_index("model")
+    *_, last = ablation_sheets(run, "residual:ablation")
+    sheet = last.frame().set_index("model")
     assert [*sheet.index] == [
         *("merged", "base", "expert"),
         *("residual", "order=block", "residual=0.0", "weights=uniform", "cv=off", "mu=0.9"),
     ]
     drift = run.sweeps().groupby(["point", "seed"])["drift_rel"].mean().unstack()
     gap = drift.loc[1] - drift.loc[0]
-    assert sheet.loc["order=block", "relative drift against it"] == pytest.approx(gap.mean())
+    assert sheet.loc["order=block", "against residual"] == pytest.approx(gap.mean())
     reach = 12.7062047 * abs(gap[1] - gap[0]) / 2  # Student's t with one degree of freedom
-    assert sheet.loc["order=block", "relative drift against it high"] == pytest.approx(gap.mean() + reach)
+    assert sheet.loc["order=block", "against residual high"] == pytest.approx(gap.mean() + reach)
     again = run.layers(variant="merged", layer="final")["drift_rel"].mean()
     assert sheet.loc["merged", "relative drift"] == pytest.approx(again)
 

@@ -12,6 +12,7 @@ from driftlens.records.intervals import mean_over_tasks
 from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import Kind, estimate, is_measured, percent, setting_text
 from driftlens.records.run import DriftRun
+from driftlens.records.swept import ABLATION, ablation_sheets
 from driftlens.variants import part_of, title
 from driftlens_reports import facts
 from driftlens_reports.content import Figure, Table, sheet_table, table
@@ -87,7 +88,7 @@ def _of_calibration(run: DriftRun, name: str) -> Iterator[str]:
 
 
 def calibration_tables(run: DriftRun) -> list[Table]:
-    """Settings of every calibration, and its tables."""
+    """Settings of every calibration, and its tables; methods that were taken apart."""
     found = run.manifest.calibrations
     rows = [
         (name, key, setting_text(value))
@@ -96,6 +97,8 @@ def calibration_tables(run: DriftRun) -> list[Table]:
     ]
     kinds: dict[str, Kind] = {"calibration": "text", "setting": "text", "value": "text"}
     sheets = [sheet for name in found for sheet in before_after.calibration_sheets(run, name)]
+    for sweep in run.sweeps()["sweep"].unique():
+        sheets += ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else []
     return [table("calibration-settings", "Settings", kinds, rows), *map(sheet_table, sheets)]
 
 

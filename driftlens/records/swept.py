@@ -55,7 +55,8 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")
-    start, *_ = its = {point: settings_of(row) for point, row in settings.sort_index().iterrows()}
+    its: dict[Any, dict[str, Any]] = {point: settings_of(row) for point, row in settings.iterrows()}
+    start = min(its)
     drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
     note = (
         f"{rows['seed'].nunique()} draws; intervals over draws (Student's t), against {method} draw by draw."

@@ -15,7 +15,7 @@ from torch import Tensor
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.site_selection import select_sites
-from driftlens.pipeline.analyze.evaluation import accuracy_rows, final_drift, final_features
+from driftlens.pipeline.analyze.evaluation import accuracies, final_drift, final_features
 from driftlens.pipeline.calibrate.variants import with_parameters
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
@@ -61,15 +61,15 @@ def _added(study: Study, name: str, found: Updates) -> str:
 
 
 def _measured(study: Study, model: str) -> str:
-    drifts, accuracies = [], []
+    drifts, found = [], []
     for task, at in study.tasks.items():
         features = (
             final_features(study.pool, name, task, at.diagnosis, study.settings.pool)
             for name in (model, expert_of(task))
         )
         drifts.append(final_drift(*features)["drift_rel"])
-        accuracies += [float(str(row["value"])) for row in accuracy_rows(study, task, [model], Reporter())]
-    mean = [sum(values) / len(values) for values in (drifts, accuracies)]
+        found += [row["value"] for row in accuracies(study, task, [model], Reporter()).rows]
+    mean = [sum(values) / len(values) for values in (drifts, found)]
     return f"relative final drift {mean[0]:.3f}, accuracy {mean[1]:.1%}"
 
 

@@ -14,10 +14,10 @@ import pandas as pd
 
 from driftlens.errors import DataError
 from driftlens.metrics import ACCURACY, metric_called, title_of
+from driftlens.records.compare import ScoreChange
 from driftlens.records.intervals import Interval, MeanChange
 from driftlens.records.outcomes import (
     Measure,
-    ScoreChange,
     TaskMeans,
     final_change,
     outcomes,
@@ -125,7 +125,8 @@ def score_change_note(found: Sequence[ScoreChange]) -> str:
         return "Both models answered the same test samples; intervals count the answers that changed."
     text = (
         "Single answers are not stored for all test samples: the interval there takes the two accuracies for "
-        "independent and is wider than it need be, as both models answered the same samples."
+        "independent and is wider than it need be, as both models answered the same samples; `driftlens evaluate RUN "
+        "--again` stores them."
     )
     if any(entry.split == "diagnosis" for entry in found):
         text += " Answers that changed are counted on the diagnosis samples."
@@ -242,7 +243,7 @@ def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
         f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
         {
             **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
-            **{"change": "points", "95 % low": "points", "95 % high": "points", "McNemar p": "number"},
+            **{"change": "points", "95 % low": "points", "95 % high": "points", "McNemar p": "p"},
         },
         [
             (
@@ -253,7 +254,7 @@ def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
             if entry.paired is not None
         ],
         f"Change in points of {_told(at.metric for at in found if at.paired)[0]} on these samples, with Tango's "
-        "interval for paired answers.",
+        "interval for paired answers, and McNemar's mid-p.",
     )
 
 

@@ -11,6 +11,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 from driftlens.errors import ChecksFailedError, LayerNotFoundError
 from driftlens.files import PathLike
 from driftlens.metrics import metric_called
-from driftlens.records.compare import drift_changes, scored_change
+from driftlens.records.compare import changed_score, drift_changes
 from driftlens.records.intervals import Interval
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens.variants import calibrated
@@ -225,7 +227,8 @@ def _judge_group(
         place = _row_name(row, shown)
     of = "" if pd.isna(samples) else f" (n = {int(samples)})"
     reason = (
-        f"{plain(value)}{of}{f' at {place}' if place else ''}, wanted {relation} {check.bounds[relation]:g}"
+        f"{number(value)}{of}{f' at {place}' if place else ''}, "
+        f"wanted {relation} {_exact(check.bounds[relation])}"
     )
     return CheckResult(
         check.name,
@@ -245,11 +248,9 @@ def _judge_group(
     )
 
 
-def plain(value: float) -> str:
-    """A number to four digits or the nearest whole one, as people write it: 0.8651, 0.000001234, 1234567."""
-    if abs(value) >= 1e4:
-        return np.format_float_positional(np.round(value), trim="-")
-    return np.format_float_positional(value, precision=4, fractional=False, trim="-")
+def _exact(value: float) -> str:
+    """A number with all digits that matter and no exponent."""
+    return format(Decimal(f"{value:.10g}"), "f")
 
 
 def _judged_row(check: Check, values: Array) -> int | None:
@@ -340,9 +341,10 @@ def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tup
     ends: list[Interval]
     if check.table == "accuracy":
         places = zip(rows["task"], rows["metric"], strict=True)
-        found = [scored_change(run, run, task, change, metric_called(name)) for task, name in places]
+        found = [changed_score(run, run, task, change, metric_called(name)) for task, name in places]
         none = Interval(math.nan)
-        ends = [replace(none if check.relative else by, n=after.n) for _, after, by in found]
+        by = [none if check.relative else Interval(at.change, at.low, at.high) for at in found]
+        ends = [replace(one, n=at.after.n) for one, at in zip(by, found, strict=True)]
     else:
         by_task = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
         kind = "relative" if check.relative else "difference"
@@ -404,7 +406,7 @@ def _self_check(rows: pd.DataFrame, column: str, name: str, claim: str, limit: f
         place = f"layer {worst['layer']}" if "layer" in rows else f"sample {worst['sample_id']}"
         where = f"task {worst['task']}, {worst['variant']}, {place}"
         status = "pass" if largest <= limit else "fail"
-        reason = "" if status == "pass" else f"{largest:.2g} at {where}, wanted <= {limit:g}"
+        reason = "" if status == "pass" else f"{number(largest)} at {where}, wanted <= {_exact(limit)}"
     return CheckResult(
         f"{name}: {claim}",
         name,
@@ -453,8 +455,8 @@ def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
             "ci_high": result.ci_high,
             "n": result.samples,
         }
-        bound = {"bound": f"{result.relation} {result.threshold:g}", "at": _safe(result.where)}
-        numbers = {name: f"{number:.10g}" for name, number in measured.items() if number == number and number}
+        bound = {"bound": f"{result.relation} {_exact(result.threshold)}", "at": _safe(result.where)}
+        numbers = {name: _exact(value) for name, value in measured.items() if value == value and value}
         properties = ElementTree.SubElement(case, "properties")
         for name, text in {**numbers, **bound}.items():
             ElementTree.SubElement(properties, "property", {"name": name, "value": text})

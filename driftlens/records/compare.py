@@ -21,6 +21,7 @@ from driftlens.records.intervals import (
     mean_change,
     unpaired_difference,
 )
+from driftlens.records.reading import is_measured
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.scores import change_of, main_metrics, results
 from driftlens.variants import expert_of, part_of
@@ -40,10 +41,10 @@ class Comparison:
             drift has a 95 % interval, `drift_ci_*` and, against the drift before, `drift_relative_ci_*`, over
             `drift_n` samples after; it is paired by sample where `drift_paired` says that both measured the same ones.
         tasks: one row per task and pair: final drift and cosine, flips, the `metric` that the task is judged by and its
-            `score_*`, which stand as `accuracy_*` too where it is accuracy. A share's come from test counts, with an
-            interval that ignores that both answered the same samples (too wide if they did); `paired_*`, `gained`,
-            `lost` and `p_value` come from samples answered by both, of which there are `paired_n` in the split
-            `paired_split`. Other metrics' intervals are paired, from single results.
+            `score_*`, which stand as `accuracy_*` too where it is accuracy. Its interval is paired by test sample where
+            `score_paired` says that both sides' single results are stored, else from the counts alone (too wide then);
+            `paired_*`, `gained`, `lost` and `p_value` come from samples answered by both, of which there are `paired_n`
+            in the split `paired_split`.
         mismatches: in what the runs differ that makes changes mean something else; empty unless allowed.
         notes: what a reader must know about the intervals.
     """
@@ -55,6 +56,38 @@ class Comparison:
     tasks: pd.DataFrame
     mismatches: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScoreChange:
+    """How the score on one task changes; NaN where not measured.
+
+    Attributes:
+        task: the task.
+        change: after minus before on test samples, of shares a fraction.
+        low: lower end of its 95 % interval.
+        high: upper end of its 95 % interval.
+        n: test samples behind it; 0 without.
+        is_paired: whether the interval rests on single results of the same samples. Without them a share's comes from
+            the two shares alone, as if of different samples, and is wider than it need be.
+        paired: the change of a share on samples whose answers are stored; None where none is.
+        split: which samples those are, "test" or "diagnosis"; empty without.
+        metric: name of what changes.
+        before: the score before.
+        after: the score after.
+    """
+
+    task: str
+    change: float
+    low: float
+    high: float
+    n: int
+    is_paired: bool
+    paired: Paired | None
+    split: str
+    metric: str
+    before: Interval
+    after: Interval
 
 
 def compare(
@@ -168,64 +201,63 @@ def paired_answers(
         after: the run that answered second, often the same one.
         task: the task.
         variants: the variant of each; "expert" is the task's own.
-        metric: what is asked; of accuracy predictions of labelled samples are stored, of others single results.
+        metric: what is asked.
 
     Returns:
         None where the metric is no share, no sample has both answers, or the runs are not known to have the same
-        samples. The split reads "test" where the samples are exactly those of the accuracy table, "diagnosis" where
-        they are others or fewer.
+        samples. The split reads "test" where single results of test samples are stored, or, by runs older than these,
+        where the labelled diagnosis samples are exactly the test samples; else "diagnosis".
 
     Raises:
         DataError: no such task or variant.
         RunError: a table can't be read.
     """
-    has_answers = metric == ACCURACY
-    if metric.kind != "share" or not same_samples(
-        before, after, task, "diagnosis" if has_answers else "test"
-    ):
-        return None
-    sides = zip((before, after), variants, strict=True)
-    right = [
-        _right(run, task, variant) if has_answers else results(run, task, variant, metric)["value"] == 1
-        for run, variant in sides
-    ]
-    answers = right[0].to_frame("before").join(right[1].rename("after"), how="inner")
-    if answers.empty:
-        return None
-    tested = before.manifest.sample_ids.get("test", {}).get(task, ())
-    origins = [before.manifest.sample_origins.get(split, {}).get(task) for split in ("test", "diagnosis")]
-    is_test = (not has_answers or origins[0] == origins[1]) and set(tested) == set(answers.index)
-    found = mcnemar(*(answers[side].to_numpy(dtype=bool) for side in ("before", "after")))
-    return found, "test" if is_test else "diagnosis"
+    splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
+    for split in splits if metric.kind == "share" else ():
+        if not same_samples(before, after, task, split):
+            continue
+        sides = zip((before, after), variants, strict=True)
+        start, end = (_right(run, task, variant, metric, split) for run, variant in sides)
+        answers = start.to_frame("before").join(end.rename("after"), how="inner")
+        if len(answers):
+            origins = [before.manifest.sample_origins.get(at, {}).get(task) for at in ("test", "diagnosis")]
+            tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
+            is_test = origins[0] == origins[1] and tested == set(answers.index)
+            found = mcnemar(*(answers[side].to_numpy(dtype=bool) for side in answers))
+            return found, "test" if is_test else split
+    return None
 
 
-def scored_change(
+def changed_score(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
-) -> tuple[Interval, Interval, Interval]:
-    """A score before, after, and its change: a share's by the counts alone, another's by its single results.
+) -> ScoreChange:
+    """How a score changes: by the single results of the same test samples where they are stored, else by the counts.
 
-    Without ends where these are not stored, NaN where one side was not scored. Arguments and errors as for
-    `paired_answers`.
+    Arguments and errors as for `paired_answers`.
     """
     sides = list(zip((before, after), variants, strict=True))
     start, end = (score_of(run, task, variant, metric) for run, variant in sides)
-    change = Interval(end.value - start.value)
-    if start.n and end.n and metric.kind == "share":
+    paired, split = paired_answers(before, after, task, variants, metric) or (None, "")
+    change, is_paired = Interval(end.value - start.value), False
+    if paired is not None and split == "test" and paired.n == start.n == end.n:
+        is_paired, change = True, Interval(paired.difference, paired.ci_low, paired.ci_high)
+    elif start.n and end.n and metric.kind == "share":
         counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
         change = Interval(change.value, *unpaired_difference(*counts))
     elif start.n and end.n and same_samples(before, after, task, "test"):
         rows, others = (results(run, task, variant, metric) for run, variant in sides)
         if len(rows) and set(rows.index) == set(others.index):
-            others = others.loc[rows.index]
-            before_values, after_values, references = (
-                side.to_numpy(dtype=float) for side in (rows["value"], others["value"], rows["reference"])
-            )
-            change = change_of(metric, before_values, after_values, references)
-    return start, end, change
+            columns = rows["value"], others["value"].reindex(rows.index), rows["reference"]
+            change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
+            is_paired = is_measured(change.low)
+    n, ends = end.n if is_measured(change.value) else 0, (change.value, change.low, change.high)
+    return ScoreChange(task, *ends, n, is_paired, paired, split, metric.name, start, end)
 
 
-def _right(run: DriftRun, task: str, variant: str) -> pd.Series[Any]:
-    """Whether each labelled sample was answered rightly, by sample id."""
+def _right(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
+    """Whether each test sample, or each labelled diagnosis sample, was answered rightly, by sample id."""
+    if split == "test":
+        return results(run, task, variant, metric)["value"] == 1
     rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
     answer = "expert_pred" if variant == "expert" else "pred"
     rows = rows[rows["label"].notna() & rows[answer].notna()].drop_duplicates("sample_id")
@@ -293,8 +325,7 @@ def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str
         row[f"flips_{side}"] = flip_share(run, task, variant)
     row["flips_change"] = row["flips_after"] - row["flips_before"]
     metric = main_metrics(first).get(task, ACCURACY)
-    row |= _score_change(first, second, task, pair, metric)
-    return row | _paired_change(first, second, task, pair, metric)
+    return row | _score_change(changed_score(first, second, task, pair, metric))
 
 
 def _ends(change: MeanChange) -> dict[str, Any]:
@@ -303,28 +334,18 @@ def _ends(change: MeanChange) -> dict[str, Any]:
     return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
 
 
-def _score_change(
-    first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str], metric: Metric
-) -> dict[str, Any]:
-    start, end, change = scored_change(first, second, task, pair, metric)
-    row = {"before": start.value, "after": end.value, "change": change.value}
-    row |= {"ci_low": change.low, "ci_high": change.high}
-    is_accuracy = metric == ACCURACY
+def _score_change(found: ScoreChange) -> dict[str, Any]:
+    row = {"before": found.before.value, "after": found.after.value, "change": found.change}
+    row |= {"ci_low": found.low, "ci_high": found.high}
+    is_accuracy = found.metric == ACCURACY.name
+    nothing = Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
+    paired = found.paired or nothing
     return {
-        **{"metric": metric.name, "n_test_before": start.n, "n_test_after": end.n},
+        **{"metric": found.metric, "n_test_before": found.before.n, "n_test_after": found.after.n},
         **{f"score_{name}": value for name, value in row.items()},
         # Under this name nobody may find anything else.
         **{f"accuracy_{name}": value if is_accuracy else math.nan for name, value in row.items()},
-    }
-
-
-def _paired_change(
-    first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str], metric: Metric
-) -> dict[str, Any]:
-    found = paired_answers(first, second, task, pair, metric)
-    nothing = Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
-    paired, split = found or (nothing, None)
-    return {
+        "score_paired": found.is_paired,
         "paired_change": paired.difference,
         "paired_ci_low": paired.ci_low,
         "paired_ci_high": paired.ci_high,
@@ -332,7 +353,7 @@ def _paired_change(
         "gained": paired.gained,
         "lost": paired.lost,
         "paired_n": paired.n,
-        "paired_split": split,
+        "paired_split": found.split or None,
     }
 
 

@@ -11,8 +11,8 @@ from typing import Literal
 import pandas as pd
 
 from driftlens.metrics import ACCURACY, Metric, title_of
-from driftlens.records.compare import drift_changes, paired_answers, scored_change
-from driftlens.records.intervals import Interval, MeanChange, Paired, mean_interval, mean_over_tasks
+from driftlens.records.compare import ScoreChange, changed_score, drift_changes
+from driftlens.records.intervals import Interval, MeanChange, mean_interval, mean_over_tasks
 from driftlens.records.reading import Kind, is_measured
 from driftlens.records.run import DriftRun, remembered
 from driftlens.records.scores import main_metrics
@@ -61,34 +61,6 @@ class Outcome:
     cosine: Interval
     score: Interval
     metric: Metric = ACCURACY
-
-
-@dataclass(frozen=True)
-class ScoreChange:
-    """How the score on one task changes; NaN where not measured.
-
-    Attributes:
-        task: the task.
-        change: after minus before on test samples, of shares a fraction.
-        low: lower end of its 95 % interval.
-        high: upper end of its 95 % interval.
-        n: test samples behind it; 0 without.
-        is_paired: whether the interval rests on single results of the same samples. Without them a share's comes from
-            the two shares alone, as if of different samples, and is wider than it need be.
-        paired: the change of a share on samples whose answers are stored; None where none is.
-        split: which samples those are, "test" or "diagnosis"; empty without.
-        metric: name of what changes.
-    """
-
-    task: str
-    change: float
-    low: float
-    high: float
-    n: int
-    is_paired: bool
-    paired: Paired | None
-    split: str
-    metric: str = ACCURACY.name
 
 
 @dataclass(frozen=True)
@@ -192,14 +164,7 @@ def score_change(run: DriftRun, task: str, variants: tuple[str, str]) -> ScoreCh
         DataError: no such task or variant.
         RunError: a table can't be read.
     """
-    metric = main_metrics(run).get(task, ACCURACY)
-    paired, split = paired_answers(run, run, task, variants, metric) or (None, "")
-    _, after, change = scored_change(run, run, task, variants, metric)
-    is_paired = metric.kind != "share" and is_measured(change.low)
-    if paired is not None and split == "test" and after.n:
-        is_paired, change = True, Interval(paired.difference, paired.ci_low, paired.ci_high)
-    n = after.n if is_measured(change.value) else 0
-    return ScoreChange(task, change.value, change.low, change.high, n, is_paired, paired, split, metric.name)
+    return changed_score(run, run, task, variants, main_metrics(run).get(task, ACCURACY))
 
 
 @remembered

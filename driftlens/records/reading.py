@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from html import escape
 from typing import Any, Literal
 
@@ -12,8 +13,8 @@ import pandas as pd
 
 from driftlens.records.intervals import Interval
 
-Kind = Literal["text", "count", "number", "share", "points", "error"]
-"""How values are written: as they are, whole, with four digits, in percent, a change in points, with an exponent."""
+Kind = Literal["text", "count", "number", "share", "points", "error", "p"]
+"""How values are written: as they are, whole, with four digits, in percent, a change in points, with an exponent; p."""
 
 NOT_MEASURED = "not measured"
 
@@ -102,12 +103,22 @@ def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
         return "yes" if value else "no"
     if isinstance(value, str) or kind in ("text", "count"):
         return str(value)
-    return {"number": number, "share": percent, "points": points, "error": error}[kind](value)
+    writers = {"number": number, "share": percent, "points": points, "error": error, "p": p_value}
+    return writers[kind](value)
 
 
 def number(value: float) -> str:
-    """Four significant digits."""
-    return f"{value:#.4g}".removesuffix(".") if is_measured(value) else NOT_MEASURED
+    """Four significant digits, as people write them: no exponent before 15 digits."""
+    if not is_measured(value):
+        return NOT_MEASURED
+    text = f"{value:#.4g}".removesuffix(".")
+    is_plain = "e" not in text or not 1e-9 < abs(value) < 1e15
+    return text if is_plain else format(Decimal(f"{value:.3e}" if abs(value) < 1 else f"{value:.0f}"), "f")
+
+
+def p_value(value: float) -> str:
+    """A p value, never 0."""
+    return "< .001" if value < 0.001 else f"{value:.3f}"
 
 
 def error(value: float) -> str:

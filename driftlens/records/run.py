@@ -154,10 +154,7 @@ class DriftRun:
         return self._rows(schema.ACCURACY, task=task, variant=variant)
 
     def scores(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Rows of the table of single results: one test sample's answer, by metrics other than accuracy.
-
-        Arguments as for `layers`.
-        """
+        """Rows of the table of single results: one test sample's, by metric. Arguments as for `layers`."""
         return self._rows(schema.SCORES, task=task, variant=variant)
 
     def calibration(self, name: str | None = None) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
 from driftlens.metrics import METRICS
 
-SCHEMA_VERSION = "1.4"
+SCHEMA_VERSION = "1.5"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -357,7 +357,8 @@ SCORES = Table(
         SAMPLE_ID,
         _pure(
             "value",
-            "Of shares 1 where the answer is right, of spearman the number, of perplexity nats.",
+            "Of shares, accuracy among them since schema 1.5, 1 where the answer is right; of spearman the number, of "
+            "perplexity nats.",
             None,
             ANY,
         ),

@@ -7,6 +7,8 @@ The same words stand first in terminal, model card, report and dashboard. A word
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +25,16 @@ from driftlens.records.outcomes import (
     TaskMeans,
     outcome_change,
     outcomes,
+    score_change,
     task_means,
 )
 from driftlens.records.reading import Kind, Sheet, is_measured, written
 from driftlens.records.run import DriftRun, remembered
 from driftlens.records.tables import plain
 from driftlens.variants import calibrated, part_of, title
+
+MOST_WORDS = 60
+"""Of the verdict, numbers among them."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ class Verdict:
         bad_experts: tasks whose expert is clearly worse than the base.
         source: None where no share was measured.
         command: what to do next; empty where none can.
-        sentences: all of it in at most 60 words, numbers and commands not counted.
+        sentences: all of it in at most 60 words, numbers among them and a command one; what has no room is left out,
+            first on how many tasks a change is clear, then the worst task, then the source.
     """
 
     measure: Measure
@@ -137,20 +144,41 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     command = _next(run, gaps, merged, after)
     own = {variant: getattr(cells[worst, variant], of) for variant in compared} if worst else {}
     told = tuple(gaps[pair] for pair in pairs if pair in gaps)
-    said = (
-        _of_means(mean),
-        *_of_gaps(told, mean, f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else ""),
-        *([f"Experts worse than base: {_listed(bad)}."] if bad else []),
-        *(
-            [f"Worst: {worst} ({_values(own, mean.about.kind)})."]
-            if len(mean.tasks) > 1 and worst and not bad
-            else []
-        ),
-        *_of_source(source, merged),
-        *([f"Self-checks failed: {failed}."] if (failed := self_checks(run).count("fail")) else []),
-        *([f"Next: `{command}`."] if command else []),
+    is_told = len(mean.tasks) > 1 and worst and not bad
+    failed = self_checks(run).count("fail")
+    others = (
+        (1, f"Experts worse than base: {_listed(bad)}." if bad else ""),
+        (3, f"Worst: {worst} ({_values(own, mean.about.kind)})." if is_told else ""),
+        *((2, text) for text in _of_source(source, merged)),
+        (0, f"Self-checks failed: {failed}." if failed else ""),
+        (0, f"Next: `{command}`." if command else ""),
     )
+    which, said = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else "", ()
+    for is_brief in (False, True):
+        first = (_of_means(mean), *_of_gaps(told, mean, which, is_brief=is_brief))
+        said = _fitting([*((0, text) for text in first), *others])
+        if all(text in said for rank, text in others if text and rank < 3):
+            break
     return Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, said)
+
+
+def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """Those sentences that fit in, each beside all of a lower rank, in the order given."""
+    left, kept = MOST_WORDS, set[str]()
+    for _, text in sorted(ranked, key=lambda entry: entry[0]):
+        left -= num_words(text)
+        kept |= {text} if left >= 0 else set()
+    return tuple(text for _, text in ranked if text and text in kept)
+
+
+def num_words(text: str) -> int:
+    """Words and numbers; a command is one."""
+    return len(re.findall(r"`[^`]*`|\S*\w\S*", text))
+
+
+def shareable(run: DriftRun, text: str) -> str:
+    """A sentence or command for a file that others read: where the run lies tells them nothing, and may name who."""
+    return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
 
 
 def _gap(
@@ -174,22 +202,24 @@ def _side(change: Interval) -> int:
 def _next(run: DriftRun, gaps: Mapping[tuple[str, str], Gap], merged: str, after: str) -> str:
     """The command that most likely helps; empty for live modules, which no command can open."""
     sides = {pair: gap.side for pair, gap in gaps.items()}
+    at = shlex.quote(str(run.path))
     if is_live(run.manifest):
         return ""
     if ("expert", "base") in gaps and gaps["expert", "base"].worse:
-        return "driftlens validate RUN/spec.yaml --deep"
+        return f"driftlens validate {at}/spec.yaml --deep"
     if sides.get((after or merged, "expert"), -1) >= 0:
-        return "driftlens report RUN"
+        return f"driftlens report {at}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
-        return "driftlens calibrate RUN --name best --auto"
-    return "driftlens advise RUN --search"
+        return f"driftlens calibrate {at} --name best --auto"
+    return f"driftlens advise {at} --search"
 
 
 def _of_means(mean: TaskMeans) -> str:
     """What every model has, side by side."""
     what, n = mean.about.title, max(at.n for at in mean.means.values())
-    over = f", mean of {len(mean.tasks)} tasks" if len(mean.tasks) > 1 else f" on {mean.tasks[0]}"
-    counted = f" (n = {n})" if n else ""
+    over = "" if len(mean.tasks) > 1 else f" on {mean.tasks[0]}"
+    counts = [f"{len(mean.tasks)} tasks"] * (len(mean.tasks) > 1) + [f"n = {n}"] * bool(n)
+    counted = f" ({', '.join(counts)})" if counts else ""
     return f"{what[:1].upper()}{what[1:]}{over}{counted}: {_values(mean.means, mean.about.kind)}."
 
 
@@ -201,15 +231,15 @@ def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _of_gaps(gaps: Sequence[Gap], mean: TaskMeans, which: str) -> Iterator[str]:
+def _of_gaps(gaps: Sequence[Gap], mean: TaskMeans, which: str, *, is_brief: bool) -> Iterator[str]:
     """A sentence per model, with what it is compared with; units and the number of tasks are said once."""
-    said = [_of_gap(gap, mean, is_first=gap is gaps[0]) for gap in gaps]
+    said = [_of_gap(gap, mean, is_first=gap is gaps[0], is_brief=is_brief) for gap in gaps]
     for variant in dict.fromkeys(gap.variant for gap in gaps):
         own = "; ".join(text for gap, text in zip(gaps, said, strict=True) if gap.variant == variant)
         yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {own}."
 
 
-def _of_gap(gap: Gap, mean: TaskMeans, *, is_first: bool) -> str:
+def _of_gap(gap: Gap, mean: TaskMeans, *, is_first: bool, is_brief: bool) -> str:
     is_share, num_tasks = mean.about.kind == "share", len(mean.tasks)
     change, digits = (gap.change.scaled(100), ".1f") if is_share else (gap.change, ".3g")
     # Towards 0, where that is excluded: a reader who subtracts finds what the words say.
@@ -217,14 +247,15 @@ def _of_gap(gap: Gap, mean: TaskMeans, *, is_first: bool) -> str:
     half = halves[change.value < 0] if gap.side else max(halves)
     ends = f" +- {half:{digits}}" if is_measured(half) else ""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
-    all_tasks = f" of {num_tasks} tasks" if is_first else ""
+    is_counted = num_tasks > 1 and not is_brief
     if not gap.side:
-        counts = ", ".join(f"{k} {way}" for way, k in sides.items() if k) if num_tasks > 1 else ""
-        counts = f"; {counts}{all_tasks}" if counts else ""
+        counts = ", ".join(f"{k} {way}" for way, k in sides.items() if k and is_counted)
+        counts = f"; {counts}" if counts else ""
         return f"no clear difference to {_called(gap.against)} ({change.value:+{digits}}{ends}{counts})"
     way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
     reverse = f", {sides[other]} {other}" if sides[other] else ""
-    counts = f" ({'clear ' if is_first else ''}on {sides[way]}{all_tasks}{reverse})" if num_tasks > 1 else ""
+    of_all = f"clear on {sides[way]} of {num_tasks}" if is_first else sides[way]
+    counts = f" ({of_all}{reverse})" if is_counted else ""
     unit = " points" if is_share and is_first else ""
     return f"{abs(change.value):{digits}}{ends}{unit} {way} than {_called(gap.against)}{counts}"
 
@@ -274,11 +305,8 @@ def _of_source(source: Source | None, variant: str) -> Iterator[str]:
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if known else f"{100 * share.value:.0f} %"
-    by_task = (
-        f", {100 * source.low:.0f} to {100 * source.high:.0f} % by task" if source.low < source.high else ""
-    )
-    text = f"{source.name}, {ends} of {title(variant)}'s drift{n}{by_task}"
-    rivals = _listed([name.rpartition(" (")[0] for name in source.rivals], most=1)
+    name, *rivals = (name.rpartition(" (")[0] for name in (source.name, *source.rivals))
+    text, rivals = f"{name}, {ends} of {title(variant)}'s drift{n}", _listed(rivals, most=1)
     yield f"Largest source not clear: {text}; or {rivals}." if rivals else f"Largest source: {text}."
 
 
@@ -321,7 +349,12 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
         rows.append(with_change(row, gap.change) if gap else row)
     source = f", main source the largest share of {title(found.merged)}'s" if found.source else ""
     note = f"Relative drift is that of {title(last)}{source}. "
-    note += "95 % intervals over samples, paired where all answers are stored."
+    note += "95 % intervals over samples, "
+    pairs = [score_change(run, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
+    is_paired = of == "relative" or all(at.is_paired for at in pairs)
+    note += (
+        "paired." if is_paired else "not paired on all tasks, as single answers are not stored, so too wide."
+    )
     heading = f"Task by task: {found.measure.title}"
     return Sheet("tasks", heading, kinds, [[row.get(head) for head in kinds] for row in rows], note)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from driftlens.records.reading import (
     estimate,
     is_measured,
     number,
+    p_value,
     percent,
     percent_interval,
     points,
@@ -46,8 +48,8 @@ _SHOWN = 5
 _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
 _INDICATIVE = "Distances on the plane are indicative only; these numbers come from the features themselves."
 _INTERVAL_NOTE = (
-    "Accuracy is that of test samples. Its interval takes the two answers for independent: where both answered "
-    "the same samples it is too wide."
+    "Single answers of the test samples are not stored on both sides: intervals of changes without their counts take "
+    "the two answers for independent and are too wide where both answered the same samples."
 )
 _FACTORS = ("lam", "rho", "alpha", "n")
 
@@ -92,7 +94,8 @@ def summary(run: DriftRun, *, verbose: bool = False) -> str:
         ]
         parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
-        parts.append(["`driftlens -v show RUN` tells all: every table, decisions, self-checks, notices."])
+        at = shlex.quote(str(run.path))
+        parts.append([f"`driftlens -v show {at}` tells all: every table, decisions, self-checks, notices."])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
@@ -221,8 +224,7 @@ def comparison_text(found: Comparison) -> str:
     parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
     for pair, rows in found.tasks.groupby(["before", "after"], sort=False):
         parts.append([" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows)])
-    is_share = found.tasks["metric"].map(lambda name: metric_called(name).kind == "share")
-    if found.tasks["score_ci_low"][is_share].notna().any():
+    if (found.tasks["score_ci_low"].notna() & ~found.tasks["score_paired"]).any():
         parts.append([_INTERVAL_NOTE])
     if found.notes:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in found.notes])
@@ -301,14 +303,14 @@ def _notes(rows: pd.DataFrame) -> list[str]:
     return [
         f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} are "
         f"gained and {row['lost']} lost: {points(row['paired_change'])} points "
-        f"({points_interval(row['paired_ci_low'], row['paired_ci_high'])}), McNemar p = {row['p_value']:.2g}"
+        f"({points_interval(row['paired_ci_low'], row['paired_ci_high'])}), McNemar p {p_value(row['p_value'])}"
         for row in rows.to_dict("records")
         if row["paired_n"]
     ]
 
 
 def _value(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.4g}"
+    return "" if math.isnan(value) else number(value)
 
 
 def _arrow(before: str, after: str) -> str:

@@ -143,13 +143,11 @@ def _colour(app: AppTest) -> str:
     return colour
 
 
-def test_the_interval_is_that_of_the_unpaired_change_unless_all_test_samples_are_known(root: Path) -> None:
+def test_the_interval_of_a_change_is_that_of_the_comparison(root: Path) -> None:
     rows = compare(root / "full", before="merged", after="calibrated:featcal").tasks
     row = rows.iloc[0]
     wanted = f"{100 * row['accuracy_ci_low']:+.1f} to {100 * row['accuracy_ci_high']:+.1f}"
-    assert row["paired_split"] != "test" and readable(rows)["interval"].iloc[0] == wanted
-    paired = rows.assign(paired_split="test", paired_ci_low=0.01, paired_ci_high=0.05)
-    assert set(readable(paired)["interval"]) == {"+1.0 to +5.0"}
+    assert readable(rows)["interval"].iloc[0] == wanted
 
 
 def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(

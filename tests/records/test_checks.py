@@ -11,8 +11,9 @@ import pytest
 import driftlens as dl
 from driftlens.errors import ChecksFailedError
 from driftlens.metrics import ACCURACY
-from driftlens.records.checks import CHECKED_TABLES, CheckReport, junit_xml, plain, self_checks
-from driftlens.records.compare import drift_changes, scored_change
+from driftlens.records.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
+from driftlens.records.compare import changed_score, drift_changes
+from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
 from tests.records.full_run import REMAINDER, write_full_run
@@ -161,22 +162,23 @@ def test_a_change_of_a_score_is_told_in_points_with_its_interval_and_samples(ful
     results = judge(full, metric="accuracy", change={"points": list(ends)}, per="task", gte=-1)
     assert [result.group["task"] for result in results] == list(full.tasks)
     for result in results:
-        start, end, change = scored_change(full, full, str(result.group["task"]), ends, ACCURACY)
-        assert result.value == pytest.approx(end.value - start.value)
-        assert (result.ci_low, result.ci_high, result.samples) == (change.low, change.high, SIZE.tests)
+        at = changed_score(full, full, str(result.group["task"]), ends, ACCURACY)
+        assert result.value == pytest.approx(at.after.value - at.before.value)
+        assert (result.ci_low, result.ci_high, result.samples) == (at.low, at.high, SIZE.tests)
     relative = judge(full, metric="accuracy", change={"relative": list(ends)}, per="task", gte=-1)[0]
-    start, end, _ = scored_change(full, full, full.tasks[0], ends, ACCURACY)
-    assert relative.value == pytest.approx((end.value - start.value) / start.value)
+    at = changed_score(full, full, full.tasks[0], ends, ACCURACY)
+    start = at.before
+    assert relative.value == pytest.approx(at.change / start.value)
     plain_score = judge(full, metric="accuracy", where={"variant": "merged"}, per="task", gte=0)[0]
     assert plain_score.value == start.value and plain_score.ci_low < start.value < plain_score.ci_high
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(0.86513, "0.8651"), (0.0000012345, "0.000001234"), (1234567.0, "1234567"), (2.0, "2")],
+    [(0.86513, "0.8651"), (0.0000012346, "0.000001235"), (1234567.0, "1234567"), (2.0, "2.000")],
 )
 def test_numbers_are_told_as_people_write_them(value: float, words: str) -> None:
-    assert plain(value) == words
+    assert number(value) == words
 
 
 def test_every_self_check_can_fail(full: DriftRun) -> None:

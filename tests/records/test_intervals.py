@@ -61,10 +61,11 @@ def test_impossible_counts_have_no_interval(k: int, n: int) -> None:
     [(0, 0), (1, 0), (0, 6), (12, 2), (7, 7), (40, 61), (5000, 5200)],
     ids=["none changed", "one gained", "all lost", "few", "balanced", "many", "thousands"],
 )
-def test_mcnemar_is_the_exact_test_of_a_fair_coin(gained: int, lost: int) -> None:
+def test_mcnemar_is_the_mid_p_test_of_a_fair_coin(gained: int, lost: int) -> None:
     found = paired(gained, lost, both=9, neither=4)
     changed = gained + lost
-    expected = binomtest(gained, changed, 0.5).pvalue if changed else 1.0
+    seen = binom.pmf(gained, changed, 0.5)  # counts half, on both sides
+    expected = 1.0 if gained == lost else binomtest(gained, changed, 0.5).pvalue - seen
     assert found.p_value == pytest.approx(expected, rel=1e-9)
     assert (found.gained, found.lost, found.n) == (gained, lost, changed + 13)
     assert found.difference == pytest.approx((gained - lost) / (changed + 13))
@@ -88,7 +89,7 @@ def test_each_end_of_the_paired_interval_solves_its_score_equation(cells: tuple[
     gained, lost, *_ = cells
     found = paired(*cells)
     for end in (found.ci_low, found.ci_high):
-        if abs(end) > 1 - 1e-9 or abs(end - found.difference) < 1e-9:
+        if abs(end) > 1 - 1e-9 or abs(end - found.difference) < 1e-9 or end == 0:
             continue
         # Slow reference: the restricted maximum of the multinomial likelihood, by ternary search.
         share = _restricted_share_lost(gained, lost, found.n, end)
@@ -108,16 +109,17 @@ def _restricted_share_lost(gained: int, lost: int, n: int, difference: float) ->
     return (low + high) / 2
 
 
-def test_mcnemars_verdict_and_the_interval_agree_away_from_the_edge() -> None:
-    verdicts = set()
-    for gained, lost in itertools.product(range(0, 30, 3), repeat=2):
-        found = paired(gained, lost, 40, 20)
-        verdicts |= {found.p_value < 0.03, found.p_value <= 0.2}
-        if found.p_value < 0.03:
-            assert found.ci_low > 0 or found.ci_high < 0, (gained, lost)
-        if found.p_value > 0.2:
-            assert found.ci_low < 0 < found.ci_high, (gained, lost)
-    assert verdicts == {True, False}
+def test_p_is_below_5_percent_exactly_where_the_interval_excludes_0() -> None:
+    verdicts = []
+    # By how many of the changed ones must be gained: on either side of that edge.
+    for changed in range(1, 400, 3):
+        edge = round(changed / 2 + 0.98 * math.sqrt(changed))
+        for gained in range(max(0, edge - 2), min(changed, edge + 2) + 1):
+            found = paired(gained, changed - gained, 40, 20)
+            verdicts.append(found.p_value < 0.05)
+            assert verdicts[-1] == (found.ci_low > 0 or found.ci_high < 0), (gained, changed)
+    assert 100 < sum(verdicts) < len(verdicts) - 100
+    assert paired(4, 0, 40, 20).ci_low == 0, "Tango's interval alone excludes 0 here, at a p of 0.06"
 
 
 def test_wilson_covers_the_truth_about_95_times_in_100() -> None:

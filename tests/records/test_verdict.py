@@ -10,17 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.records.intervals import unpaired_difference
+from driftlens.records.intervals import mcnemar, unpaired_difference
 from driftlens.records.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens.records.tables import conform, empty
-from driftlens.records.verdict import Verdict, layer_name, others_sheet, task_sheet, verdict
+from driftlens.records.verdict import Verdict, layer_name, others_sheet, shareable, task_sheet, verdict
 from driftlens.variants import title
 from tests.records.factory import write_run
 from tests.records.full_run import Size, write_full_run
@@ -37,8 +38,19 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return read_manifest(write_run(tmp_path_factory.mktemp("verdict") / "run"))
 
 
-def run_of(manifest: Manifest, right: Right, n: int, shares: Mapping[int, Sequence[float]]) -> DriftRun:
-    """A run in memory with these accuracies, and of the merged model these shares with their ends, by layer."""
+def answers(right: Right, n: int, task: str, model: str) -> np.ndarray:
+    """Which of n samples a model answers rightly: as many as told, from a place of its own on."""
+    first = sum(map(ord, model)) % n
+    return np.roll(np.arange(n) < right[task, model], first)
+
+
+def run_of(
+    manifest: Manifest, right: Right, n: int, shares: Mapping[int, Sequence[float]], *, stored: bool = False
+) -> DriftRun:
+    """A run in memory with these accuracies, and of the merged model these shares with their ends, by layer.
+
+    With `stored` it has the predictions of single test samples.
+    """
     tasks, models = (tuple(dict.fromkeys(key[at] for key in right)) for at in (0, 1))
     variants = tuple(name for name in models if name != "expert")
     info = CalibrationInfo("featcal", {}, "", 1.0, dict.fromkeys(tasks, 8))
@@ -51,6 +63,13 @@ def run_of(manifest: Manifest, right: Right, n: int, shares: Mapping[int, Sequen
         for (task, variant), k in right.items()
     ]
     run._frames["accuracy"] = conform(pd.DataFrame(accuracy), TABLES["accuracy"])
+    single = [
+        {"task": task, "variant": model, "metric": "accuracy", "sample_id": str(at), "value": float(value)}
+        for task, model in right
+        for at, value in enumerate(answers(right, n, task, model))
+    ]
+    if stored:
+        run._frames["scores"] = conform(pd.DataFrame(single), TABLES["scores"])
     parts = ("final_share", "final_share_low", "final_share_high")
     layers = [
         {"task": task, "variant": "merged", "layer": layer, "path": f"layer.{layer}", "role": "block"}
@@ -62,21 +81,26 @@ def run_of(manifest: Manifest, right: Right, n: int, shares: Mapping[int, Sequen
     return run
 
 
-def interval(right: Right, n: int, pair: tuple[str, str], tasks: Sequence[str]) -> tuple[float, float]:
-    """The interval of the mean change over tasks, taken another way: by Newcombe's, and MOVER's sum of squares."""
+def interval(
+    right: Right, n: int, pair: tuple[str, str], tasks: Sequence[str], *, stored: bool = False
+) -> tuple[float, float]:
+    """The interval of the mean change over tasks, taken another way: by pairs or Newcombe's, MOVER's sum of squares."""
     value, down, up = 0.0, 0.0, 0.0
     for task in tasks:
         before, after = right[task, pair[1]], right[task, pair[0]]
         low, high = unpaired_difference(before, n, after, n)
+        if stored:
+            paired = mcnemar(*(answers(right, n, task, model) for model in reversed(pair)))
+            low, high = paired.ci_low, paired.ci_high
         change = (after - before) / n
         value, down, up = value + change, down + (change - low) ** 2, up + (high - change) ** 2
     return (value - math.sqrt(down)) / len(tasks), (value + math.sqrt(up)) / len(tasks)
 
 
 def words(found: Verdict) -> int:
-    """Words of the sentences; numbers are none, and a command is one."""
+    """Words and numbers of the sentences; a command is one."""
     prose = re.sub(r"`[^`]*`", "command", " ".join(found.sentences))
-    return len(re.findall(r"\S*[^\W\d]\S*", prose))
+    return len([word for word in prose.split() if any(map(str.isalnum, word))])
 
 
 def said_of(found: Verdict, variant: str) -> str:
@@ -94,7 +118,7 @@ def tables(draw: st.DrawFn) -> tuple[dict[tuple[str, str], int], int]:
     models = ["expert", "merged"]
     models = [*(["base"] if draw(st.booleans()) else []), *models]
     models += draw(st.sampled_from([[], [CAL], [CONTROL, CAL], [OTHER, CONTROL, CAL]]))
-    n = draw(st.sampled_from([10, 60, 400]))
+    n = draw(st.sampled_from([10, 60, 300]))
     tasks = [f"t{at}" for at in range(draw(st.integers(1, 5)))]
     return {(task, model): draw(st.integers(0, n)) for task in tasks for model in models}, n
 
@@ -105,13 +129,13 @@ SHARES = st.dictionaries(
 
 
 @settings(max_examples=25, deadline=None)
-@given(made=tables(), drawn=SHARES)
+@given(made=tables(), drawn=SHARES, stored=st.booleans())
 def test_words_follow_the_tables_in_every_branch(
-    manifest: Manifest, made: tuple[Right, int], drawn: Mapping[int, Sequence[float]]
+    manifest: Manifest, made: tuple[Right, int], drawn: Mapping[int, Sequence[float]], stored: bool
 ) -> None:
     right, n = made
     shares = {layer: (at, at - down, at + up) for layer, (at, down, up) in drawn.items()}
-    run = run_of(manifest, right, n, shares)
+    run = run_of(manifest, right, n, shares, stored=stored)
     found, tasks = verdict(run), run.tasks
     models = dict.fromkeys(model for _, model in right)
     text = "\n".join(found.sentences)
@@ -127,18 +151,19 @@ def test_words_follow_the_tables_in_every_branch(
         if not set(pair) <= set(models):
             assert f"than {called(pair[1])}" not in said_of(found, pair[0])
             continue
-        low, high = interval(right, n, pair, tasks)
+        low, high = interval(right, n, pair, tasks, stored=stored)
         assume(min(abs(low), abs(high)) > 1e-9)
         way = "better than" if low > 0 else "worse than" if high < 0 else "no clear difference to"
         said = said_of(found, pair[0])
         claims = re.findall(rf"(better than|worse than|no clear difference to) {called(pair[1])}\b", said)
         assert claims == [way]
     if "base" in models:
-        bad = [task for task in tasks if interval(right, n, ("expert", "base"), [task])[1] < 0]
+        pair = ("expert", "base")
+        bad = [task for task in tasks if interval(right, n, pair, [task], stored=stored)[1] < 0]
         assert list(found.bad_experts) == bad and ("Experts worse than base" in text) == bool(bad)
     if found.worst:
         last = CAL if CAL in models else "merged"
-        assert interval(right, n, (last, "expert"), [found.worst])[1] < 0
+        assert interval(right, n, (last, "expert"), [found.worst], stored=stored)[1] < 0
     assert ("last of 2" in text) == (OTHER in models)
     if shares:
         top = max(shares, key=lambda layer: shares[layer][0])
@@ -151,10 +176,12 @@ def test_words_follow_the_tables_in_every_branch(
         assert (found.source is not None and found.source.layer == top) or len(set(shares.values())) < len(
             shares
         )
-        assert ("Largest source:" in text) == is_clear and ("Largest source not clear:" in text) != is_clear
+        assert ("Largest source not clear:" if is_clear else "Largest source:") not in text
+        assert "Largest source" in text or words(found) > 40, "left out where there is room"
     else:
         assert "source" not in text
     sheet = task_sheet(run, found)
+    assert not found.gaps or ("not paired" in sheet.note) != stored
     assert [row[0] for row in sheet.rows[: len(tasks)]] == list(tasks)
     assert [row[0] for row in others_sheet(run, found).rows] == [
         title(model) for model in run.variants if model in (OTHER, CONTROL)
@@ -185,7 +212,8 @@ def at(**right: Sequence[int]) -> dict[tuple[str, str], int]:
 def test_the_next_step_fits_what_was_found(manifest: Manifest, right: Right, command: str) -> None:
     found = verdict(run_of(manifest, {key: 4 * k for key, k in right.items()}, 400, {}))
     assert (
-        found.command.startswith(f"driftlens {command} RUN") and f"`{found.command}`" in found.sentences[-1]
+        found.command.startswith(f"driftlens {command} nowhere")
+        and f"`{found.command}`" in found.sentences[-1]
     )
 
 
@@ -196,8 +224,19 @@ def test_an_automatic_choice_is_not_advised_twice_nor_a_command_for_live_modules
     live = DriftRun(run.path, dataclasses.replace(run.manifest, architecture={"loader": "live"}))
     for other in (tried, live):
         other._frames |= run._frames
-    assert verdict(tried).command == "driftlens advise RUN --search"
+    assert verdict(tried).command == "driftlens advise nowhere --search"
     assert verdict(live).command == "" and not any("Next" in text for text in verdict(live).sentences)
+
+
+def test_files_for_others_name_the_folder_and_not_where_it_lies(manifest: Manifest) -> None:
+    run = run_of(manifest, at(expert=[380], merged=[300]), 400, {})
+    moved = DriftRun(pathlib.Path("/home/somebody/my runs/first one"), run.manifest)
+    moved._frames |= run._frames
+    found = verdict(moved)
+    assert "calibrate '/home/somebody/my runs/first one' " in found.command
+    assert (
+        shareable(moved, found.sentences[-1]) == "Next: `driftlens calibrate 'first one' --name best --auto`."
+    )
 
 
 def test_a_named_calibration_is_judged_and_not_called_the_last(manifest: Manifest) -> None:

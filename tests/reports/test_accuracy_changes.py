@@ -5,16 +5,20 @@ from __future__ import annotations
 import pathlib
 import re
 
+import pandas as pd
 import pytest
 from scipy import stats
 
 from driftlens.records import outcomes
 from driftlens.records.before_after import final_drift_changes, score_change_note, score_changes
+from driftlens.records.compare import compare
 from driftlens.records.intervals import mcnemar, unpaired_difference
+from driftlens.records.outcomes import score_change
 from driftlens.records.reading import points
 from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
 from driftlens_reports.build import Report
-from driftlens_reports.terminal import before_after_text
+from driftlens_reports.terminal import before_after_text, comparison_text
 from tests.records.full_run import Size, write_full_run
 
 NAME, VARIANT = "featcal", "calibrated:featcal"
@@ -57,6 +61,35 @@ def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: path
     assert re.search(r" test +24 ", text) and "wider than" not in text and "same test samples" in text
 
 
+def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: pathlib.Path) -> None:
+    run_of(tmp_path / "run")
+    right = {"merged": [1.0] * 200 + [0.0] * 200, VARIANT: [1.0] * 230 + [0.0] * 170, "expert": [1.0] * 400}
+    with RunWriter.resume(tmp_path / "run") as writer:
+        for variant, values in right.items():
+            key = {"task": "cars", "variant": variant, "metric": "accuracy"}
+            rows = [{**key, "sample_id": f"test/{at}", "value": value} for at, value in enumerate(values)]
+            writer.append("scores", pd.DataFrame(rows))
+            writer.append(
+                "accuracy", pd.DataFrame([{**key, "value": sum(values) / 400, "n": 400}]), replace=True
+            )
+    run = open_run(tmp_path / "run")
+    paired, unpaired = score_changes(run, NAME)
+    assert paired.is_paired and paired.split == "test" and paired.change == 30 / 400 and paired.n == 400
+    assert paired.paired is not None and (paired.paired.gained, paired.paired.lost) == (30, 0)
+    low, high = unpaired_difference(200, 400, 230, 400)
+    assert low < paired.low < paired.high < high and not unpaired.is_paired
+    against_expert = score_change(run, "cars", (VARIANT, "expert"))
+    assert against_expert.is_paired and against_expert.change == 170 / 400
+    assert "--again" in score_change_note([paired, unpaired]) and "--again" not in score_change_note([paired])
+    text = before_after_text(run, NAME, verbose=True)
+    assert re.search(r"cars +test +400 .* < \.001", text) and "0.0000" not in text
+    rows = {row["task"]: row for row in compare(run).tasks.to_dict("records")}
+    assert (rows["cars"]["score_ci_low"], rows["cars"]["score_ci_high"]) == (paired.low, paired.high)
+    assert rows["cars"]["score_paired"] and not rows["dtd"]["score_paired"]
+    said = comparison_text(compare(run))
+    assert "McNemar p < .001" in said and "too wide" in said
+
+
 def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     run = run_of(tmp_path / "run")
     tables = {table.name: table for table in Report(run, "calibration").content.tables}
@@ -93,7 +126,7 @@ def test_a_report_works_every_change_out_once(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    for name in ("drift_changes", "paired_answers"):
+    for name in ("drift_changes", "changed_score"):
 
         def counted(*given: object, work: object = getattr(outcomes, name), **more: object) -> object:
             asked.append((work, *given[2:], *more.items()))
@@ -102,8 +135,8 @@ def test_a_report_works_every_change_out_once(
         monkeypatch.setattr(outcomes, name, counted)
     run = run_of(tmp_path / "run")
     Report(run).content  # noqa: B018 -- asks for everything
-    # Drift, cosine, and answers of every pair of base, expert, merged and calibrated.
-    assert len(asked) == len(set(asked)) == (2 + 6) * len(run.tasks)
+    # Drift, cosine, and answers of every pair of base, expert, merged and calibrated, and of the anchor alone.
+    assert len(asked) == len(set(asked)) == (2 + 7) * len(run.tasks)
 
 
 def test_without_labels_nothing_is_said_about_accuracy(tmp_path: pathlib.Path) -> None:

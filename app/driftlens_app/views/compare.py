@@ -152,9 +152,8 @@ def of_task(found: Comparison, task: str | None) -> Comparison:
 
 def readable(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of a comparison's tasks for reading: shares in percent, the intervals in words."""
-    is_paired = rows["paired_split"] == "test"
     drift = (rows[f"drift_relative_ci_{end}"] for end in ("low", "high"))
-    scores = (rows[f"paired_ci_{end}"].where(is_paired, rows[f"score_ci_{end}"]) for end in ("low", "high"))
+    scores = (rows[f"score_ci_{end}"] for end in ("low", "high"))
     write = points_interval if _are_shares(rows) else _interval
     rows = rows.assign(drift_interval=[*map(percent_interval, *drift)], interval=[*map(write, *scores)])
     shown = rows[["task", *_COLUMNS]].copy()

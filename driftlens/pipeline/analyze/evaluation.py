@@ -30,10 +30,8 @@ CHUNK_BYTES = 256 << 20
 
 
 @torch.no_grad()
-def accuracy_rows(
-    study: Study, task: str, variants: list[str], reporter: Reporter
-) -> list[dict[str, object]]:
-    """One row of the accuracy table per variant; `expert` is the task's own.
+def accuracies(study: Study, task: str, variants: list[str], reporter: Reporter) -> Answers:
+    """One row of the accuracy table per variant, and whether each test sample is right; `expert` is the task's own.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.
@@ -41,13 +39,13 @@ def accuracy_rows(
     """
     samples = study.tasks[task].test
     if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
-        return []
+        return Answers()
     is_right = study.pool.chain.modality.is_right
     maps = {variant: study.head(task, variant) for variant in variants}
     one = samples.load([0])
     per_sample = input_bytes(one) + waiting_bytes(study.pool, expert_of(task), one)
     length = max(1, CHUNK_BYTES // max(1, per_sample) // samples.batch_size) * samples.batch_size
-    hits = dict.fromkeys(variants, 0)
+    hits: dict[str, list[float]] = {variant: [] for variant in variants}
     # Of every task as many as rows come of: none without a test split or a head.
     units = {
         name: len(variants) * len(at.test) if at.test and ACCURACY.name in metrics_of(study, name) else 0
@@ -65,24 +63,26 @@ def accuracy_rows(
                 head = maps[variant]
                 assert head is not None
                 labels = samples.labels[start : start + len(features)]
-                hits[variant] += int(is_right(head, features, labels).sum())
+                hits[variant] += is_right(head, features, labels).double().tolist()
     meter.finish()
     count, metric = len(samples), study.pool.chain.modality.metric
-    return [
-        {
-            **{"task": task, "variant": variant, "metric": metric, "value": right / count, "n": count},
-            **{"ci_low": low, "ci_high": high, "seed": study.seed},
-        }
-        for variant, right in hits.items()
-        for low, high in [wilson(right, count)]
-    ]
+    found = Answers()
+    for variant, right in hits.items():
+        key = {"task": task, "variant": variant, "metric": metric}
+        (low, high), value = wilson(int(sum(right)), count), sum(right) / count
+        found.rows.append(
+            {**key, "value": value, "n": count, "ci_low": low, "ci_high": high, "seed": study.seed}
+        )
+        found.results += [
+            {**key, "sample_id": sample, "value": one} for sample, one in zip(samples.ids, right, strict=True)
+        ]
+    return found
 
 
 def scores_of(study: Study, task: str, variants: list[str], reporter: Reporter) -> Answers:
     """What variants score on a task by all its metrics, accuracy among them; errors as for both."""
-    rows = accuracy_rows(study, task, variants, reporter)
-    found = answer_scores(study, task, variants, reporter)
-    return dataclasses.replace(found, rows=[*rows, *found.rows])
+    found, others = (of(study, task, variants, reporter) for of in (accuracies, answer_scores))
+    return Answers(found.rows + others.rows, found.results + others.results, others.notices)
 
 
 @torch.no_grad()

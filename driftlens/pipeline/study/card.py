@@ -25,7 +25,7 @@ from driftlens.records.listing import is_live
 from driftlens.records.manifest import CalibrationInfo, ModelInfo, versions
 from driftlens.records.reading import Sheet, printable, setting_text
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import task_sheet, verdict
+from driftlens.records.verdict import shareable, task_sheet, verdict
 from driftlens.spec.yaml_text import from_yaml, to_yaml
 from driftlens.variants import calibrated, part_of, task_of, title
 
@@ -321,7 +321,7 @@ def _results(run: DriftRun, name: str) -> str:
 
 def _verdict(run: DriftRun, name: str) -> str:
     found = verdict(run, name)
-    lines = "\n".join(f"- {escaped(text)}" for text in found.sentences)
+    lines = "\n".join(f"- {escaped(shareable(run, text))}" for text in found.sentences)
     return "\n\n".join([lines, *(_sheet(sheet) for sheet in [task_sheet(run, found)] if sheet.rows)])
 
 

@@ -10,8 +10,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens import variants
-from driftlens.metrics import title_of
-from driftlens.records.intervals import student, unpaired_difference
+from driftlens.metrics import metric_called, title_of
+from driftlens.records.intervals import student
+from driftlens.records.outcomes import score_change
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
 from driftlens.variants import part_of
@@ -149,13 +150,7 @@ def _rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """One row per task and variant that has both gains."""
     samples = picking.rows_at(run, options, "samples", baseline=True)
     cosines = _cosine_gains(against_baseline(run, options, samples, "cos", ["task", "sample_id"]))
-    scores = run.accuracy()
-    # Shares of right answers, whatever they are called.
-    shares = {task: metric.name for task, metric in main_metrics(run).items() if metric.kind == "share"}
-    scores = scores[(scores["metric"] == scores["task"].map(shares)) & scores["n"].notna()]
-    scored = against_baseline(run, options, scores, "value", ["task"])
-    counts = scores[scores["variant"] == options.baseline].set_index("task")["n"]
-    accuracies = _accuracy_gains(scored.assign(n_baseline=scored["task"].map(counts)))
+    accuracies = _accuracy_gains(run, options.baseline, cosines)
     rows = cosines.merge(accuracies, on=["task", "variant"], how="inner")
     return picking.ordered(rows, picking.chosen_tasks(run, options), list(run.variants))
 
@@ -170,16 +165,14 @@ def _cosine_gains(paired: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"n": counts, _COSINE: mean, **ends}).reset_index()
 
 
-def _accuracy_gains(scored: pd.DataFrame) -> pd.DataFrame:
-    """Gains in percentage points, with intervals from the counts of right answers alone."""
-    names = (_ACCURACY, f"{_ACCURACY} low", f"{_ACCURACY} high")
+def _accuracy_gains(run: DriftRun, baseline: str, rows: pd.DataFrame) -> pd.DataFrame:
+    """Gains of shares of right answers, whatever they are called, in percentage points, by task and variant."""
     found = []
-    for row in scored.to_dict("records"):
-        before, after = float(row["value_baseline"]), float(row["value"])
-        n_before, n_after = int(row["n_baseline"]), int(row["n"])
-        ends = unpaired_difference(round(before * n_before), n_before, round(after * n_after), n_after)
-        points = (100 * gain for gain in (after - before, *ends))
-        found.append((row["task"], row["variant"], n_after, *points))
+    for task, variant in rows[["task", "variant"]].itertuples(index=False):
+        at = score_change(run, task, (baseline, variant))
+        if metric_called(at.metric).kind == "share" and at.n:
+            found.append((task, variant, at.n, *(100 * end for end in (at.change, at.low, at.high))))
+    names = (_ACCURACY, f"{_ACCURACY} low", f"{_ACCURACY} high")
     return pd.DataFrame(found, columns=["task", "variant", "test n", *names])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from driftlens.records import layout
+from driftlens.records.reading import p_value
 from driftlens_reports.content import Cell, Column, ReportContent, Table
 from driftlens_reports.paper import grid
 from driftlens_reports.paper.grid import to_latex
@@ -120,4 +121,6 @@ def _value(cell: Cell, column: Column) -> float | str:
         return "" if column.kind == "text" else math.nan
     if isinstance(cell, str):
         return cell
+    if column.kind == "p":
+        return p_value(cell)
     return 100 * float(cell) if column.kind in ("share", "points") else float(cell)

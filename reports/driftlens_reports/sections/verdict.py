@@ -12,7 +12,7 @@ from driftlens.records.outcomes import Measure, TaskMeans, outcomes, task_means
 from driftlens.records.reading import Kind, is_measured
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import plain
-from driftlens.records.verdict import task_sheet, verdict
+from driftlens.records.verdict import shareable, task_sheet, verdict
 from driftlens.variants import control_of, part_of, title
 from driftlens_reports import facts
 from driftlens_reports.content import (
@@ -93,7 +93,7 @@ def verdict_of(run: DriftRun) -> Verdict:
         bad_experts=found.bad_experts,
         source=found.source.name if found.source else "",
         source_share=_estimate(found.source.share) if found.source else None,
-        command=found.command,
+        command=shareable(run, found.command),
         before=before,
         control=control,
         after=after,
@@ -101,7 +101,7 @@ def verdict_of(run: DriftRun) -> Verdict:
         worst_task=furthest,
         worst_drift=drifts[furthest] if furthest else None,
         self_checks=outcome_of(self_checks(run)),
-        sentences=found.sentences,
+        sentences=tuple(shareable(run, text) for text in found.sentences),
     )
 
 

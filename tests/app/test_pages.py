@@ -11,8 +11,8 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.records.manifest import read_manifest, write_manifest
-from driftlens.records.reading import number, percent
 from driftlens.records.run import open_run
+from driftlens.records.verdict import verdict
 from driftlens_app.pages import pages
 from tests.app.conftest import Open, opened_drawers, shown_data
 from tests.records.full_run import write_full_run
@@ -104,15 +104,6 @@ def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) 
     assert "This is a defect of DriftLens" not in said(app)
 
 
-def test_the_base_has_no_cards_whether_or_not_there_are_other_models(
-    open_app: Open, root: Path, tmp_path: Path
-) -> None:
-    app = open_app(root, "overview", variants="base")
-    assert not app.metric and "The base has no cards" in said(app) and "no merged model" not in said(app)
-    write_full_run(tmp_path / "begun" / "run", variants=("base",))
-    assert "no merged model to look at yet" in said(open_app(tmp_path / "begun", "overview"))
-
-
 def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Open, root: Path) -> None:
     (rows,) = [frame.value for frame in open_app(root).dataframe]
     run = open_run(root / "full")
@@ -184,30 +175,16 @@ def test_the_filter_keeps_what_it_names(open_app: Open, root: Path) -> None:
     assert not app.dataframe and "No run matches" in app.info[0].value
 
 
-def test_overview_cards_are_means_of_the_tables_with_the_worst_task(open_app: Open, root: Path) -> None:
+def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task(
+    open_app: Open, root: Path
+) -> None:
     run = open_run(root / "full")
-    app = open_app(root, "overview")
-    final = run.layers(variant="calibrated:featcal", layer="final")
-    merged = run.layers(variant="merged", layer="final")
-    flips = run.outputs(variant="calibrated:featcal")["flipped"].mean()
-    shown = {metric.label: (metric.value, metric.delta) for metric in app.metric}
-    drift, before = final["drift_l2_mean"].mean(), merged["drift_l2_mean"].mean()
-    assert shown["Final drift"] == (number(drift), f"-{number(before - drift)} against merged")
-    assert shown["Cosine to expert"][0] == number(final["cos_mean"].mean())
-    assert shown["Changed decisions"][0] == percent(flips)
-    worst = final.loc[final["drift_l2_mean"].idxmax()]
-    assert f"worst: {worst['task']} {number(worst['drift_l2_mean'])}" in said(app)
-
-
-def test_choosing_task_variant_and_measure_changes_the_cards(open_app: Open, root: Path) -> None:
-    run = open_run(root / "full")
-    app = open_app(root, "overview")
-    app.selectbox(key="task").set_value("mnist")
-    app.multiselect(key="variants").set_value(["merged"])
-    app.radio(key="measure").set_value("relative")
-    app.run()
-    shown = {metric.label: metric.value for metric in app.metric}
-    assert shown["Relative final drift"] == number(run.value("drift_rel", task="mnist"))
+    app = open_app(root, "overview", task="mnist")
+    shown = app.markdown[0].value.replace("\\", "")
+    assert shown == "\n\n".join(verdict(run).sentences) and str(run.path) in shown
+    assert [row[0] for row in app.dataframe[0].value.to_numpy()] == [*run.tasks, f"mean of {len(run.tasks)}"]
+    origins = [entry for entry in app.markdown if entry.value.startswith("- mnist: ")]
+    assert len(origins) == 1 and "\n" not in origins[0].value and not app.metric
 
 
 def test_a_link_brings_back_run_task_and_layer(open_app: Open, root: Path) -> None:
@@ -226,7 +203,6 @@ def test_a_run_without_a_calibration_points_to_the_page_that_makes_one(
     write_full_run(tmp_path / "merged", variants=("base", "merged"))
     app = open_app(tmp_path, "overview")
     assert "Not calibrated yet" in app.get("page_link")[0].proto.label
-    assert [metric.delta for metric in app.metric] == [""] * len(app.metric)
 
 
 def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Path) -> None:

@@ -27,10 +27,3 @@ def drawn(page: Any, element: Any, *, timeout: float) -> None:
     expect(element.first).to_be_visible(timeout=timeout)
     settled(page)
     expect(element).to_have_count(1)
-
-
-def metric(page: Any, label: str) -> str:
-    """The value of the card with this label."""
-    card = page.get_by_test_id("stMetric").filter(has_text=label)
-    value: str = card.get_by_test_id("stMetricValue").inner_text(timeout=60_000)
-    return value

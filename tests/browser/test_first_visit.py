@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.records.reading import number
 from driftlens.records.run import open_run
+from driftlens.records.verdict import verdict
 from driftlens.suites.cache import RECORD
 from driftlens.suites.embedded import embedded_suite
 from driftlens.suites.recipe import Recipe
-from tests.browser.reading import metric, settled
+from tests.browser.reading import settled
 from tests.browser.server import serving
 from tests.suites.conftest import TINY
 
@@ -52,5 +52,4 @@ def test_one_button_makes_the_demo_run_and_leads_to_its_overview(
         run = open_run(root / "driftlens-demo")
         assert f"run={run.id}" in page.url
         assert run.variants == ("base", "merged", "baseline:featcal-anchor", "calibrated:featcal")
-        drift = [run.value("drift_l2_mean", task=task, variant="calibrated:featcal") for task in run.tasks]
-        assert metric(page, "Final drift") == number(sum(drift) / len(drift))
+        expect(page.get_by_text(verdict(run).sentences[0])).to_be_visible(timeout=60_000)

@@ -154,10 +154,12 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
         (0, f"Next: `{command}`." if command else ""),
     )
     which, said = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else "", ()
-    for is_brief in (False, True):
-        first = (_of_means(mean), *_of_gaps(told, mean, which, is_brief=is_brief))
-        said = _fitting([*((0, text) for text in first), *others])
-        if all(text in said for rank, text in others if text and rank < 3):
+    # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
+    for counted, rank in (("all", 3), ("mixed", 2), ("none", 0)):
+        first = (_of_means(mean), *_of_gaps(told, mean, which, counted))
+        ranked = [*((0, text) for text in first), *others]
+        said = _fitting(ranked)
+        if all(text in said for at, text in ranked if text and at < rank):
             break
     return Verdict(mean.about, mean.tasks, merged, after, mean.means, told, worst, bad, source, command, said)
 
@@ -231,15 +233,15 @@ def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _of_gaps(gaps: Sequence[Gap], mean: TaskMeans, which: str, *, is_brief: bool) -> Iterator[str]:
+def _of_gaps(gaps: Sequence[Gap], mean: TaskMeans, which: str, counted: str) -> Iterator[str]:
     """A sentence per model, with what it is compared with; units and the number of tasks are said once."""
-    said = [_of_gap(gap, mean, is_first=gap is gaps[0], is_brief=is_brief) for gap in gaps]
+    said = [_of_gap(gap, mean, counted, is_first=gap is gaps[0]) for gap in gaps]
     for variant in dict.fromkeys(gap.variant for gap in gaps):
         own = "; ".join(text for gap, text in zip(gaps, said, strict=True) if gap.variant == variant)
         yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {own}."
 
 
-def _of_gap(gap: Gap, mean: TaskMeans, *, is_first: bool, is_brief: bool) -> str:
+def _of_gap(gap: Gap, mean: TaskMeans, counted: str, *, is_first: bool) -> str:
     is_share, num_tasks = mean.about.kind == "share", len(mean.tasks)
     change, digits = (gap.change.scaled(100), ".1f") if is_share else (gap.change, ".3g")
     # Towards 0, where that is excluded: a reader who subtracts finds what the words say.
@@ -247,7 +249,7 @@ def _of_gap(gap: Gap, mean: TaskMeans, *, is_first: bool, is_brief: bool) -> str
     half = halves[change.value < 0] if gap.side else max(halves)
     ends = f" +- {half:{digits}}" if is_measured(half) else ""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
-    is_counted = num_tasks > 1 and not is_brief
+    is_counted = num_tasks > 1 and (counted == "all" or (counted == "mixed" and all(sides.values())))
     if not gap.side:
         counts = ", ".join(f"{k} {way}" for way, k in sides.items() if k and is_counted)
         counts = f"; {counts}" if counts else ""

@@ -180,7 +180,9 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
 ) -> None:
     run = open_run(root / "full")
     app = open_app(root, "overview", task="mnist")
-    shown = app.markdown[0].value.replace("\\", "")
+    (shown,) = (
+        text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("Accuracy")
+    )
     assert shown == "\n\n".join(verdict(run).sentences) and str(run.path) in shown
     assert [row[0] for row in app.dataframe[0].value.to_numpy()] == [*run.tasks, f"mean of {len(run.tasks)}"]
     origins = [entry for entry in app.markdown if entry.value.startswith("- mnist: ")]

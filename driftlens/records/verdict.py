@@ -146,18 +146,19 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     told = tuple(gaps[pair] for pair in pairs if pair in gaps)
     is_told = len(mean.tasks) > 1 and worst and not bad
     failed = self_checks(run).count("fail")
-    others = (
+    further: tuple[tuple[int, str], ...] = (
         (1, f"Experts worse than base: {_listed(bad)}." if bad else ""),
         (3, f"Worst: {worst} ({_values(own, mean.about.kind)})." if is_told else ""),
         *((2, text) for text in _of_source(source, merged)),
         (0, f"Self-checks failed: {failed}." if failed else ""),
         (0, f"Next: `{command}`." if command else ""),
     )
-    which, said = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else "", ()
+    which = f" (last of {len(made)})" if len(made) > 1 and after == made[-1] else ""
+    said: tuple[str, ...] = ()
     # Tasks are counted as far as that leaves room: for the source, or else for experts that are bad themselves.
     for counted, rank in (("all", 3), ("mixed", 2), ("none", 0)):
         first = (_of_means(mean), *_of_gaps(told, mean, which, counted))
-        ranked = [*((0, text) for text in first), *others]
+        ranked = [*((0, text) for text in first), *further]
         said = _fitting(ranked)
         if all(text in said for at, text in ranked if text and at < rank):
             break
@@ -307,8 +308,8 @@ def _of_source(source: Source | None, variant: str) -> Iterator[str]:
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if known else f"{100 * share.value:.0f} %"
-    name, *rivals = (name.rpartition(" (")[0] for name in (source.name, *source.rivals))
-    text, rivals = f"{name}, {ends} of {title(variant)}'s drift{n}", _listed(rivals, most=1)
+    name, *names = (name.rpartition(" (")[0] for name in (source.name, *source.rivals))
+    text, rivals = f"{name}, {ends} of {title(variant)}'s drift{n}", _listed(names, most=1)
     yield f"Largest source not clear: {text}; or {rivals}." if rivals else f"Largest source: {text}."
 
 

@@ -123,8 +123,8 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     means = [at for at in means if (at.about.split == "test" if is_scored else at.measure == "relative")]
     source = source_of(run, merged)
     if not means or not {merged, after} & set(compared):
-        said = ("Nothing was measured that a verdict could rest on.", *_of_source(source, merged))
-        return Verdict(MEASURES["relative"], (), merged, after, {}, (), "", (), source, "", said)
+        nothing = ("Nothing was measured that a verdict could rest on.", *_of_source(source, merged))
+        return Verdict(MEASURES["relative"], (), merged, after, {}, (), "", (), source, "", nothing)
     mean = max(means, key=lambda mean: len(mean.tasks))
     of = "score" if is_scored else "relative"
     cells = {(entry.task, entry.variant): entry for entry in found}

@@ -14,19 +14,23 @@ from driftlens.data.samples import Batch
 from driftlens.engine.step_weights import groups_of
 from driftlens.engine.steps import added_to
 from driftlens.errors import DataError
-from driftlens.linalg.joint_ridge import JointMoments, Ridges, choose_ridges, solve_joint, total
+from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
 from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.reference import residual as reference
+from tests.reference.drift import STEPS
 
 SMALL = ResidualCal(folds=2)
 
 
-def moments(generator: torch.Generator, *, folds: int, k: int = 5, o: int = 3) -> list[JointMoments]:
-    found = []
+def moments(
+    generator: torch.Generator, *, folds: int, k: int = 5, o: int = 3, rows: int = 7, decay: int = 0
+) -> list[JointMoments]:
+    found, sizes = [], torch.linspace(1, 0, k, dtype=torch.float64) ** decay
     for _ in range(folds):
-        x = torch.randn(7, k, generator=generator, dtype=torch.float64)
-        local, upstream = torch.randn(2, 7, o, generator=generator, dtype=torch.float64)
+        x = sizes * torch.randn(rows, k, generator=generator, dtype=torch.float64)
+        local, upstream = torch.randn(2, rows, o, generator=generator, dtype=torch.float64)
+        local = local + x[:, :o]  # something to learn
         found.append(JointMoments(x.mT @ x, local.mT @ x, upstream.mT @ x, (local + upstream).square().sum()))
     return found
 
@@ -36,23 +40,31 @@ def misfit(change: Tensor, fold: JointMoments) -> Tensor:
     return (change @ fold.gram * change).sum() - 2 * (change * cross).sum() + fold.energy
 
 
-def test_ridges_are_those_of_refits_without_each_fold(generator: torch.Generator) -> None:
-    folds, grid = moments(generator, folds=3), (0.1, 1.0, 30.0)
+def refitted(folds: list[JointMoments], ridges: Ridges) -> float:
+    """What maps miss of a fold, each fitted without it."""
+    found = 0.0
+    for fold in folds:
+        rest = total([other for other in folds if other is not fold])
+        found += float(misfit(solve_joint(rest, ridges), fold))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("k", "rows", "decay", "steps", "tolerance"),
+    [(5, 7, 0, 50, 1e-10), (WIDEST + 44, 7, 0, 2, 1e-10), (WIDEST + 24, 140, 4, 2, 1e-6)],
+    ids=["all of space", "a span of all rows", "a span of the largest directions"],
+)
+def test_ridges_are_those_of_refits_without_each_fold(
+    generator: torch.Generator, k: int, rows: int, decay: int, steps: int, tolerance: float
+) -> None:
+    """Folds of many inputs are compared in a span, which holds all rows, or nearly all that they weigh."""
+    folds, grid = moments(generator, folds=3, k=k, rows=rows, decay=decay), (0.1, 1.0, 30.0)
     found = choose_ridges(folds, grid=grid)
-
-    def refitted(ridges: Ridges) -> float:
-        whole = total(folds)
-        parts = []
-        for fold in folds:
-            rest = whole.scaled(1.0)
-            rest.add(fold, -1.0)
-            parts.append(float(misfit(solve_joint(rest, ridges), fold)))
-        return sum(parts)
-
-    assert found.held_out == pytest.approx(refitted(found), rel=1e-10)
-    shares = [step / 50 for step in range(51)]
-    others = [refitted(Ridges(one, other, t)) for one in grid for other in grid for t in shares]
-    assert found.held_out <= min(others) + 1e-10
+    assert found.held_out == pytest.approx(refitted(folds, found), rel=tolerance)
+    shares = [step / steps for step in range(steps + 1)]
+    others = [refitted(folds, Ridges(one, other, t)) for one in grid for other in grid for t in shares]
+    assert found.held_out <= min(others) * (1 + tolerance)
+    assert choose_ridges(folds, grid=grid, most=0.0).share == 0
 
 
 @pytest.mark.parametrize("with_metric", [False, True])
@@ -119,27 +131,59 @@ def test_fewer_samples_than_folds_are_refused(settings: ResidualCal, n: int, say
         calibrated(models, settings)
 
 
-@pytest.mark.parametrize("name", ["open_clip_vit", "hf_clip_vit"])
-@pytest.mark.parametrize("share", [0.0, 0.7])
-def test_solves_agree_with_the_slow_reference(name: str, share: float) -> None:
-    """Of a fused in-projection and of separate ones; with share 0, every module is solved for its own target alone."""
-    models, n = subject(name, n=3), 3
-    world, modules = models.world, models.modules
+SETTINGS: dict[str, dict[str, Any]] = {
+    "local alone": {"weights": "uniform", "cv": "off", "ridge": 0.05, "residual": 0.0},
+    "uniform": {"weights": "uniform", "cv": "off", "ridge": 0.05, "residual": 0.7},
+    "gradients": {"cv": "off", "ridge": 0.03},
+    "default": {"folds": 3},
+    "metric": {"folds": 2, "mu": 0.9, "seed": 7},
+}
+
+
+QUICK = {("open_clip_vit", "default"), ("hf_clip_vit", "metric")}
+PAIRS = [(name, settings) for name in ("open_clip_vit", "hf_clip_vit") for settings in SETTINGS]
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+)
+def test_solves_agree_with_the_slow_reference(name: str, of: str) -> None:
+    """Of a fused in-projection and of separate ones; alone, every module is solved for its own target."""
+    models, product = subject(name, n=5), ResidualCal(**SETTINGS[of])
+    world, modules, samples = models.world, models.modules, range(5)
     features = {
         task: {
-            role: [world.enter(modules[model], models.inputs, sample) for sample in range(n)]
+            role: [world.enter(modules[model], models.inputs, sample) for sample in samples]
             for role, model in (("merged", "merged"), ("expert", f"expert:{task}"))
         }
         for task in TASKS
     }
+    # Folds and random directions follow the content of samples, whatever their order.
+    digests = [digest for batch in models.batches() for digest in batch.digests]
+    width = STEPS[name](modules["base"])[-1](features["a"]["expert"][0][None]).shape[-1]
+    seeds = [(int(digest[:15], 16) + product.seed) % 2**63 for digest in digests]
+    draws = [
+        torch.randn(2, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for seed in seeds
+    ]
+    heads = {task: STEPS[name](modules[f"expert:{task}"])[-1] for task in TASKS}
     want = reference.calibrate(
         world.blocks(modules["merged"]),
         {task: world.blocks(modules[f"expert:{task}"]) for task in TASKS},
         features,
-        ridge=0.05,
-        share=share,
+        reference.Settings(
+            folds=[sorted(digests).index(of) % product.folds for of in digests]
+            if product.cv == "on"
+            else None,
+            ridge=product.ridge,
+            share=product.residual,
+            mu=product.mu,
+            draws=draws if product.weights == "gradient" else None,
+            leave={task: lambda hidden, head=head: head(hidden[None])[0] for task, head in heads.items()},
+        ),
     )
-    found = calibrated(models, ResidualCal(weights="uniform", cv="off", ridge=0.05, residual=share))
+    found = calibrated(models, product)
     assert len(found) == sum(map(len, want))
     for (layer, parameter), value in found.items():
         site, _, part = parameter.rpartition(".")

@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python
 
-.PHONY: help install check format test test-slow browser families bench demo docs gallery screenshots lowest
+.PHONY: help install check format test test-slow browser families bench demo docs notebooks gallery screenshots lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,9 @@ demo:            ## the whole tool on the embedded suite
 docs:            ## the site, under build/site; its gallery is drawn from a demo run
 	test -d build/demo || driftlens demo --out build/demo
 	PLOTLY_RENDERER=notebook NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
+
+notebooks:       ## execute the docs' notebooks and keep what comes out
+	$(PYTHON) -m tests.notebooks
 
 gallery:         ## demo run, then pictures and a light report under reports/gallery
 	driftlens demo --force

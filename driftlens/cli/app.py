@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -178,6 +179,13 @@ computing = sharing(*(option.name for option in fields(Job)))
 def say(text: str) -> None:
     """A result, on stdout."""
     typer.echo(text)
+
+
+def say_saved(place: Path) -> None:
+    """Where a model was written to; of a folder also how to publish it, which is left to the user."""
+    say(f"wrote {place}")
+    if place.is_dir():
+        note(f"To publish it with its model card: hf upload YOUR_NAME/{place.name} {shlex.quote(str(place))}")
 
 
 def note(text: str) -> None:

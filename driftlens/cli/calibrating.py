@@ -21,6 +21,7 @@ from driftlens.cli.app import (
     parts,
     say,
     say_json,
+    say_saved,
 )
 from driftlens.errors import SpecError
 
@@ -147,7 +148,7 @@ def calibrate(
         return
     say(before_after_text(finished, name, verbose=manner.verbose))
     if save_weights is not None:
-        say(f"\nwrote {save_weights}")
+        say_saved(save_weights)
 
 
 def _document(run: DriftRun, name: str) -> dict[str, Any]:

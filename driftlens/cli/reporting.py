@@ -79,7 +79,9 @@ def export(
     tables: Annotated[
         list[str] | None, typer.Option("--table", metavar="ID", help="A table; repeatable.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every figure and table.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every figure and table that shows a measured number.")
+    ] = False,
     style: Annotated[
         str, typer.Option(help="Width of the venue: neurips, icml-column or slide.")
     ] = "neurips",
@@ -93,10 +95,23 @@ def export(
     baseline: Annotated[
         str | None, typer.Option(help="Variant to compare with; the merged model if left out.")
     ] = None,
+    calibrated: Annotated[
+        str | None, typer.Option(help="Variant called calibrated; the run's last one if left out.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Only these tasks, joined by commas.")] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(help="Variants to compare, joined by commas; merged and calibrated if left out."),
+    ] = None,
+    width: Annotated[
+        float | None, typer.Option(min=1, max=20, help="Width in inches, instead of the style's.")
+    ] = None,
     method: Annotated[str, typer.Option(help="Projection of features: pca, umap or tsne.")] = "pca",
     paper: Annotated[
         bool,
-        typer.Option("--paper", help="Also show the paper's printed numbers, told apart from measured ones."),
+        typer.Option(
+            "--with-paper", help="Also show the paper's printed numbers, told apart from measured ones."
+        ),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 4 if a part is missing.")] = False,
     as_json: JsonFlag = False,
@@ -107,7 +122,12 @@ def export(
     from driftlens_reports.paper.export import export as write
     from driftlens_reports.paper.export import width_of
 
-    options = ExhibitOptions(width=width_of(style), task=task, baseline=baseline, method=method, paper=paper)
+    options = ExhibitOptions(
+        width=width or width_of(style),
+        **{"task": task, "baseline": baseline, "calibrated": calibrated, "method": method, "paper": paper},
+        tasks=parts(tasks) if tasks else None,
+        variants=parts(variants) if variants else None,
+    )
     written = write(
         [open_run(run) for run in runs],
         out,

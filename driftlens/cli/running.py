@@ -20,6 +20,7 @@ from driftlens.cli.app import (
     note,
     say,
     say_json,
+    say_saved,
     sharing,
 )
 from driftlens.cli.looking import show_run
@@ -206,7 +207,7 @@ def merge(
 
         for text in merge_recipe(spec, out, job.access):
             note(f"notice: {text}")
-        say_json({"out": out, "method": None}) if as_json else say(f"wrote {out}")
+        say_json({"out": out, "method": None}) if as_json else say_saved(out)
         return
     if (method is None) == (compare is None):
         raise SpecError(
@@ -230,7 +231,7 @@ def merge(
     for text in notices:
         note(f"notice: {text}")
     _note_memory()
-    say_json({"out": out, "method": method}) if as_json else say(f"wrote {out}")
+    say_json({"out": out, "method": method}) if as_json else say_saved(out)
 
 
 def _compare_merges(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from driftlens.records.manifest import version_of
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import LABEL, SAMPLE_ID, TASK, VARIANT, Column, Table
 from driftlens.records.tables import append_rows, plain_rows, read_table
+from driftlens.variants import title
 
 Method = Literal["pca", "umap", "tsne"]
 FitOn = Literal["all", "expert"]
@@ -186,6 +188,21 @@ class Projection:
     versions: Mapping[str, str | None]
     notes: tuple[str, ...]
     digest: str
+
+    def _repr_png_(self) -> bytes:
+        """A panel per variant, points coloured by class, for notebooks."""
+        from matplotlib.figure import Figure
+
+        groups = self.frame.assign(colour=pd.factorize(self.frame["label"])[0]).groupby("variant", sort=False)
+        figure = Figure(figsize=(5.5, 5.5 / len(groups) + 0.3), layout="constrained")
+        panels = figure.subplots(1, len(groups), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, (variant, rows) in zip(panels, groups, strict=True):
+            axes.scatter(rows["x"], rows["y"], s=4, c=rows["colour"], cmap="tab10")
+            axes.set_title(title(str(variant)), parse_math=False, fontsize=8)
+            axes.set(xticks=[], yticks=[])
+        written = io.BytesIO()
+        figure.savefig(written, format="png", dpi=200)
+        return written.getvalue()
 
 
 def write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -> None:

@@ -145,6 +145,15 @@ class CheckReport:
         """The results that fail the run."""
         return tuple(result for result in self.results if result.status == "fail")
 
+    def _repr_html_(self) -> str:
+        """Every check in a row, for notebooks."""
+        rows = [
+            (at.title, at.status, f"{at.value:.2g}", f"{at.relation} {at.threshold:g}", at.reason)
+            for at in self.results
+        ]
+        heads = ["check", "status", "value", "wanted", "reason"]
+        return pd.DataFrame(rows, columns=heads).to_html(index=False)
+
     def raise_if_failed(self) -> CheckReport:
         """This report, unless a check failed. One that was skipped or only warns does not.
 

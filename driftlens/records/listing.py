@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import math
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -189,16 +187,3 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
         )
     except DriftLensError as error:
         return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)
-
-
-def final_drift_html(run: DriftRun) -> str:
-    """A small table: mean L2 drift of the final feature by task and variant; everything is escaped."""
-    caption = f"{run.name} ({run.id}), {current_state(run)}: mean L2 drift of the final feature"
-    final = run.layers(layer="final") if run.manifest.layers else run.layers()
-    drift = final.pivot(index="task", columns="variant", values="drift_l2_mean")
-    header = "".join(f"<th>{html.escape(variant)}</th>" for variant in drift.columns)
-    body = ""
-    for task, values in zip(drift.index, drift.to_numpy(), strict=True):
-        cells = "".join(f"<td>{'–' if math.isnan(value) else format(value, '.4g')}</td>" for value in values)
-        body += f"<tr><th>{html.escape(str(task))}</th>{cells}</tr>"
-    return f"<table><caption>{html.escape(caption)}</caption><tr><th>task</th>{header}</tr>{body}</table>"

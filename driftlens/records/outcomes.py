@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 
 from driftlens.metrics import ACCURACY, Metric, title_of
 from driftlens.records.compare import ScoreChange, changed_score, drift_changes
 from driftlens.records.intervals import Interval, MeanChange, mean_interval, mean_over_tasks
-from driftlens.records.reading import Kind, is_measured
+from driftlens.records.reading import Kind, Sheet, is_measured
 from driftlens.records.run import DriftRun, remembered
 from driftlens.records.scores import main_metrics
+from driftlens.variants import part_of, title
 
 _NOTHING = Interval(math.nan)
 
@@ -192,6 +194,45 @@ def outcome_change(run: DriftRun, measure: str, start: Outcome, end: Outcome) ->
     # The expert's norm, by which drift is divided, is taken as known.
     scale = start.relative.value / start.drift.value if start.drift.value else math.nan
     return change.difference.scaled(scale)
+
+
+def summary_sheet(run: DriftRun) -> Sheet:
+    """A row per task, then their mean: what base, experts, merged and calibrated models score, and their final drift.
+
+    Scores have 95 % intervals; a model that was not measured has no columns.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    listed = dict.fromkeys(("base", "expert", *run.variants))
+    named = {name: title(name) for name in listed if part_of(name) != "baseline"}
+    found = {(entry.task, entry.variant): entry for entry in outcomes(run, [*named])}
+    keys = itertools.product(("score", "relative"), named)
+    columns = {key: [getattr(found[task, key[1]], key[0]) for task in run.tasks] for key in keys}
+    columns = {key: cells for key, cells in columns.items() if any(is_measured(at.value) for at in cells)}
+    metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
+    is_share = all(metric.kind == "share" for metric in metrics)
+    kinds: dict[str, Kind] = {"task": "text", "metric": "text", "test samples": "count"}
+    for of, name in columns:
+        head = name if [*named.values()].count(named[name]) > 1 else named[name]
+        if of == "score":
+            kinds |= dict.fromkeys((head, f"{head} low", f"{head} high"), "share" if is_share else "number")
+        else:
+            kinds[f"drift of {head}"] = "share"
+    names = [*run.tasks]
+    if len(names) > 1 and len(set(metrics)) == 1:
+        names.append(f"mean of {len(names)}")
+        columns = {key: [*cells, mean_over_tasks(cells)] for key, cells in columns.items()}
+    rows: list[list[Any]] = []
+    for at, (name, metric) in enumerate(zip(names, [*metrics, *metrics[:1]], strict=False)):
+        scores, drifts = (
+            [cells[at] for (of, _), cells in columns.items() if of == own] for own in ("score", "relative")
+        )
+        ends = [end for cell in scores for end in (cell.value, cell.low, cell.high)]
+        n = max((cell.n for cell in scores), default=0) or None
+        rows.append([name, metric.title, n, *ends, *(cell.value for cell in drifts)])
+    note = "95 % intervals over samples. Drift is that of the final feature, against the expert's norm."
+    return Sheet("summary", f"{run.name} ({run.id})", kinds, rows, note)
 
 
 def _by_key(rows: pd.DataFrame, columns: Sequence[str]) -> dict[tuple[str, str], tuple[float, ...]]:

@@ -24,7 +24,7 @@ NO_VALUE = "–"
 OF_GAPS = "A dash: not measured."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sheet:
     """A table to be read, unrounded.
 
@@ -82,6 +82,11 @@ class Sheet:
         """The note, and what a dash means where there is one."""
         has_gaps = any(not is_measured(cell) for row in self.rows for cell in row)
         return " ".join(text for text in (self.note, OF_GAPS if has_gaps else "") if text)
+
+    def __repr__(self) -> str:
+        heads, *rows = self.texts()
+        table = pd.DataFrame(rows, columns=heads).to_string(index=False)
+        return "\n".join(map(printable, [self.title, *table.split("\n"), self.notes()]))
 
     def _repr_html_(self) -> str:
         """The table as a reader sees it, for notebooks."""

@@ -25,6 +25,7 @@ from driftlens.variants import calibrated
 
 if TYPE_CHECKING:
     from driftlens.projection import Projection
+    from driftlens.records.reading import Sheet
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -301,11 +302,57 @@ class DriftRun:
             hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
         )
 
-    def _repr_html_(self) -> str:
-        """A small table for notebooks: final drift of every task and variant."""
-        from driftlens.records.listing import final_drift_html
+    def summary(self) -> Sheet:
+        """Every task in a row: scores of base, expert, merged and calibrated models with intervals, and their drift.
 
-        return final_drift_html(self)
+        It shows itself as a table, in notebooks and as text; its `frame()` has the numbers, unrounded. Errors as for
+        `layers`.
+        """
+        from driftlens.records.outcomes import summary_sheet
+
+        return summary_sheet(self)
+
+    def frame(self, table: str) -> pd.DataFrame:
+        """A whole table by its name, for plotting: tasks, variants and paths of layers are ordered categories.
+
+        Their order is the run's. `attrs["units"]` has every column's unit, as in all frames of a run.
+
+        Raises:
+            DataError: `driftlens.records.schema.TABLES` has no such table.
+            RunError: the table can't be read.
+        """
+        if table not in schema.TABLES:
+            raise DataError(f"a run has no table {table!r}", hint=did_you_mean(table, schema.TABLES))
+        rows = self._rows(schema.TABLES[table])
+        paths = [entry.path for entry in sorted(self.manifest.layers, key=lambda entry: entry.index)]
+        ranks = {"task": self.tasks, "variant": ("base", "expert", *self.variants), "path": paths}
+        for name in rows.columns.intersection([*ranks]):
+            order = dict.fromkeys([*ranks[name], *rows[name].dropna()])
+            rows[name] = pd.Categorical(rows[name], [*order], ordered=True)
+        return rows
+
+    def to_xarray(self, table: str = "layers") -> Any:
+        """A whole table as an `xarray.Dataset`: its key as dimensions, what was not measured NaN, units as attributes.
+
+        Tables of samples have a place for every task and sample. Needs the package xarray; errors as for `frame`.
+        """
+        try:
+            import xarray  # noqa: F401 - pandas needs it
+        except ImportError as error:
+            raise DataError("to_xarray needs the package xarray", hint="pip install xarray") from error
+        rows = self.frame(table)
+        for name in rows.select_dtypes(["Int64", "boolean"]):
+            rows[name] = rows[name].astype("float64")
+        found = rows.set_index([*schema.TABLES[table].key]).to_xarray()
+        words = [name for name, at in found.indexes.items() if not pd.api.types.is_numeric_dtype(at.dtype)]
+        found = found.assign_coords({name: np.asarray(found[name]).astype(str) for name in words})
+        for column in self.columns(table):
+            found[column.name].attrs = {"units": column.unit, "long_name": column.meaning}
+        return found
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        return self.summary()._repr_html_()
 
     def __repr__(self) -> str:
         return f"DriftRun({str(self.path)!r}, tasks={list(self.tasks)}, variants={list(self.variants)})"
@@ -349,7 +396,9 @@ class DriftRun:
             # A table that was written is listed; one that is neither listed nor there was never computed.
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
             rows = empty(table) if is_absent else read_table(self.path / relative, table)
-            self._frames[table.name] = self._finished_rows(rows)
+            rows = self._finished_rows(rows)
+            rows.attrs["units"] = {column.name: column.unit for column in self.columns(table.name)}
+            self._frames[table.name] = rows
         return self._frames[table.name]
 
     def _finished_rows(self, rows: pd.DataFrame) -> pd.DataFrame:

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class Report:
     @functools.cached_property
     def _composed(self) -> Composed:
         return _compose(self.run, self._outline, self._checks)
+
+    def _repr_html_(self) -> str:
+        """The light page in a frame of its own, for notebooks."""
+        page = html.escape(self.files(["html-light"])["report-light.html"].decode())
+        return f'<iframe srcdoc="{page}" title="Drift report" width="100%" height="640"></iframe>'
 
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
         """The report's files by path relative to its folder, the same bytes at every call.

@@ -91,6 +91,7 @@ def test_parents_on_the_hub_and_their_license_are_named(tmp_path: pathlib.Path) 
     found = ModelCard(card(origins=origins))
     assert "- model has none" in found.text and "/home/me" not in found.content
     assert found.data.base_model == ["someone/base", "someone/expe"]
+    assert found.data.pipeline_tag == "zero-shot-image-classification"
     assert (
         found.data.to_dict()["base_model_relation"] == "merge" and found.data.library_name == "transformers"
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from driftlens.errors import DataError, LayerNotFoundError, RunError, SchemaTooNewError
 from driftlens.records.listing import find_runs
+from driftlens.records.reading import percent
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import CALIBRATION, SAMPLES
 from tests.records.factory import write_run
@@ -205,8 +207,57 @@ def test_names_are_escaped_in_notebooks(tmp_path: pathlib.Path) -> None:
     parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign]
     shown = run._repr_html_()
     parser.feed(shown)
-    assert set(tags) == {"table", "caption", "tr", "th", "td"}
-    assert f"<td>{run.value('drift_l2_mean', task=name):.4g}</td>" in shown
+    assert set(tags) == {"b", "table", "thead", "tbody", "tr", "th", "td", "p"}
+    assert f"<td>{percent(run.value('drift_rel', task=name))}</td>" in shown
+
+
+def test_a_summary_has_every_task_in_a_row_with_the_numbers_of_the_tables(run: DriftRun) -> None:
+    found = run.summary()
+    rows = found.frame().set_index("task")
+    scored = run.accuracy().set_index(["task", "variant"])
+    for task, variant in itertools.product(run.tasks, ("base", "expert", "merged")):
+        if (task, variant) in scored.index:
+            assert rows.loc[task, variant] == scored.loc[(task, variant), "value"]
+            assert rows.loc[task, f"{variant} low"] == scored.loc[(task, variant), "ci_low"]
+            assert rows.loc[task, "test samples"] == scored.loc[(task, variant), "n"]
+    for task in run.tasks:
+        assert rows.loc[task, "drift of merged"] == run.value("drift_rel", task=task)
+    mean = rows.loc[f"mean of {len(run.tasks)}"]
+    assert mean["merged"] == pytest.approx(rows["merged"].iloc[:-1].mean())
+    assert mean["merged low"] < mean["merged"] < mean["merged high"], "an interval of its own"
+    assert all(task in repr(found) for task in run.tasks) and percent(rows["merged"].iloc[0]) in repr(found)
+    assert not any(head.startswith("drift of expert") for head in rows), "an expert has none to itself"
+
+
+def test_frames_have_units_and_their_categories_are_in_the_order_of_the_run(run: DriftRun) -> None:
+    assert run.layers("cars", "merged").attrs["units"]["drift_l2_mean"] == "feature"
+    rows = run.frame("layers")
+    assert tuple(rows["task"].cat.categories) == run.tasks and rows["variant"].cat.ordered
+    paths = [info.path for info in sorted(run.manifest.layers, key=lambda info: info.index)]
+    assert list(rows["path"].cat.categories) == paths
+    first, last = rows["path"].iloc[[rows["layer"].argmin(), rows["layer"].argmax()]]
+    assert (rows["path"] == first).any() and rows["path"].min() == paths[0] and rows["path"].max() == last
+    assert pd.api.types.is_string_dtype(run.layers()["path"].dtype), "what `layers` gives stays text"
+    with pytest.raises(DataError, match="no table 'layer'"):
+        run.frame("layer")
+
+
+def test_a_table_becomes_a_dataset_along_its_key(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("xarray", reason="to_xarray needs it, and nothing else does")
+    found = run.to_xarray()
+    assert dict(found.sizes) == {"task": len(run.tasks), "variant": 2, "layer": len(run.manifest.layers)}
+    for row in run.layers().to_dict("records"):
+        at = found["drift_l2_mean"].sel(task=row["task"], variant=row["variant"], layer=row["layer"])
+        assert float(at) == row["drift_l2_mean"]
+    assert found["drift_l2_mean"].attrs["units"] == "feature" and found["drift_l2_mean"].attrs["long_name"]
+    assert dict(run.to_xarray("accuracy").sizes)["metric"] == run.accuracy()["metric"].nunique()
+
+
+def test_without_xarray_an_error_says_what_to_install(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xarray", None)
+    with pytest.raises(DataError) as refused:
+        run.to_xarray()
+    assert "pip install xarray" in refused.value.hint
 
 
 def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: pathlib.Path) -> None:

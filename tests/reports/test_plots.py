@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 
 import pytest
@@ -10,6 +11,8 @@ import driftlens as dl
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.plots import Plots
+
+PNG = b"\x89PNG"
 
 
 def test_every_chart_is_there_by_name_and_says_what_it_is(full: DriftRun) -> None:
@@ -30,6 +33,28 @@ def test_what_is_drawn_is_the_chart_with_the_options_given(full: DriftRun) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plotly.io.renderers.default", "plotly_mimetype")
         assert "application/vnd.plotly.v1+json" in drawn._repr_mimebundle_()
+        patch.setattr("plotly.io.renderers.default", "")
+        still = drawn._repr_mimebundle_()
+        assert base64.b64decode(still["image/png"]).startswith(PNG), "a picture where nothing can draw"
+
+
+def test_what_a_notebook_is_handed_shows_itself(full: DriftRun) -> None:
+    assert full.project("cars")._repr_png_().startswith(PNG)
+    figure, table = dl.paper.figure("decomposition", full), dl.paper.table("drift", full)
+    assert (figure._repr_png_() or b"").startswith(PNG) and figure._repr_html_() is None
+    assert table._repr_png_() is None and "<table" in (table._repr_html_() or "")
+    page = dl.Report(full, "summary")._repr_html_()
+    assert page.startswith("<iframe srcdoc=") and page.count('"') == 8, "nothing of the page ends its frame"
+
+
+def test_checks_and_comparisons_are_tables_of_what_they_hold(full: DriftRun) -> None:
+    report = dl.check(full, {"checks": [{"metric": "cos_mean", "gte": 2.0, "name": "<b>too much"}]})
+    shown = report._repr_html_()
+    assert "<td>fail</td>" in shown and "&lt;b&gt;too much" in shown and "<td>&gt;= 2</td>" in shown
+    found = dl.compare(full)
+    shown = found._repr_html_()
+    for row in found.tasks.to_dict("records"):
+        assert f"<td>{row['task']}</td>" in shown and f"<td>{row['score_change']:.4g}</td>" in shown
 
 
 def test_a_name_that_is_none_is_an_attribute_error_with_the_nearest(full: DriftRun) -> None:

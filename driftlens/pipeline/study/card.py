@@ -148,9 +148,12 @@ def _front_matter(
     """What the Hub reads of a model; it knows no other parents than its own models."""
     tags = ("merge", "model-merging", *(("feature-calibration", *tags) if tags else ()), "driftlens")
     values: dict[str, Any] = {"tags": list(dict.fromkeys(tags))}
-    library = _LIBRARIES.get(str(architecture.get("loader")).partition("-")[0])
+    loader = str(architecture.get("loader"))
+    library = _LIBRARIES.get(loader.partition("-")[0])
     if library is not None:
         values["library_name"] = library
+    if loader in _PIPELINES:
+        values["pipeline_tag"] = _PIPELINES[loader]
     values |= _licenses(origins)[0]
     hub = [known for origin in origins.values() if (known := _hub_id(origin))]
     if hub:
@@ -234,6 +237,11 @@ _TASKS = {
     "hf-encoder": "text-classification",
 }
 """What the Hub calls the tasks of models of text, by loader or adapter."""
+_PIPELINES = {
+    **_TASKS,
+    **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
+    **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
+}
 _HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 
 

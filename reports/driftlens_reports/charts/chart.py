@@ -6,6 +6,7 @@ keeps a list of its own.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
@@ -88,8 +89,12 @@ class Drawn:
     notes: tuple[str, ...] = ()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **options: Any) -> dict[str, Any]:
-        """The figure, as notebooks show it."""
+        """The figure, as notebooks show it: a still picture where plotly has no renderer (`renderers.default = ""`)."""
         shown: dict[str, Any] = self.figure._repr_mimebundle_(include, exclude, **options)
+        if not shown:
+            from driftlens_reports.formats.page import picture
+
+            shown = {"image/png": base64.b64encode(picture(self.figure)).decode()}
         return shown
 
 

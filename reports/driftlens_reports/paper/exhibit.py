@@ -44,6 +44,8 @@ class ExhibitOptions:
     Attributes:
         tasks: only these; None is all.
         task: the task of exhibits about one task; None is the one with the largest final drift of the merged model.
+        variants: the compared variants, in this order, in exhibits that compare some; None is merged, `baseline` and
+            `calibrated`.
         calibrated: the variant called "calibrated"; None is the last one of the run.
         baseline: the variant compared with; None is `merged`.
         layer: layer index, "final" or module path, for exhibits of one layer.
@@ -55,6 +57,7 @@ class ExhibitOptions:
 
     tasks: Sequence[str] | None = None
     task: str | None = None
+    variants: Sequence[str] | None = None
     calibrated: str | None = None
     baseline: str | None = None
     layer: int | str = "final"
@@ -112,7 +115,9 @@ class ExhibitOptions:
         return "merged" if self.baseline is None else _check("variant", self.baseline, run.variants)
 
     def compared(self, run: DriftRun) -> tuple[str, ...]:
-        """The variants of a comparison in reading order: merged, baseline, calibrated; those that the run has."""
+        """The variants of a comparison: those asked for, or in reading order merged, baseline, calibrated."""
+        if self.variants is not None:
+            return tuple(_check("variant", variant, run.variants) for variant in self.variants)
         wanted = dict.fromkeys(("merged", self.baseline_of(run), self.calibrated_of(run)))
         return tuple(variant for variant in wanted if variant in run.variants)
 

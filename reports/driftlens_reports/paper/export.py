@@ -55,6 +55,14 @@ class Artifact:
         """Every number it shows, a tidy row each, unrounded."""
         return self.exhibited.data.copy()
 
+    def _repr_png_(self) -> bytes | None:
+        """The figure, for notebooks."""
+        return self.content("png") if self.exhibit.kind == "figure" else None
+
+    def _repr_html_(self) -> str | None:
+        """The numbers of a table, for notebooks."""
+        return self.data.to_html(index=False) if self.exhibit.kind == "table" else None
+
     def save(self, path: PathLike) -> pathlib.Path:
         """Write it to `path`, whole or not at all; the suffix says in which format.
 
@@ -144,7 +152,7 @@ def export(
     Args:
         runs: the saved runs.
         out: folder for the files; made where there is none.
-        names: ids of exhibits; None is all.
+        names: ids of exhibits; None is all that show a number that was measured.
         formats: some of `FORMATS`; a format that a kind of exhibit doesn't have is left out for it.
         options: the writer's choice.
 
@@ -162,6 +170,8 @@ def export(
     written = []
     for name, exhibit in chosen.items():
         drawn = draw(name, runs, options or ExhibitOptions())
+        if names is None and (drawn.data["source"] == "paper").all():
+            continue
         wanted = _possible(exhibit, [*formats, *SIBLINGS])
         files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in wanted)
         written.append(Exported(name, files, drawn.exhibited.missing))
@@ -222,10 +232,13 @@ def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions)
     """
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", venue_of(options.width)]
-    for name in ("baseline", "task", "method"):
+    for name in ("baseline", "calibrated", "task", "tasks", "variants", "method"):
         value = getattr(options, name)
-        flags += [f"--{name}", value] if value != getattr(ExhibitOptions(), name) else []
-    return shlex.join(["driftlens", "export", *folders, *flags, *(["--paper"] if options.paper else [])])
+        if value != getattr(ExhibitOptions(), name):
+            flags += [f"--{name}", value if isinstance(value, str) else ",".join(value)]
+    if options.width not in WIDTHS.values():
+        flags += ["--width", f"{options.width:g}"]
+    return shlex.join(["driftlens", "export", *folders, *flags, *(["--with-paper"] if options.paper else [])])
 
 
 def _run(run: DriftRun) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,8 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     run, task = runs[0], options.task_of(runs[0])
     calibrated = options.calibrated_of(run)
     drift = Picture(View("layer-drift", DRIFT, is_about_one=True), run, options)
-    accuracy = Picture(View("accuracy", ACCURACY), run, options)
+    scored = [name for name in run.variants if name in ("base", *options.compared(run))]
+    accuracy = Picture(View("accuracy", ACCURACY), run, replace(options, variants=scored))
     plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
     if options.is_narrow:
         left, *parts = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])

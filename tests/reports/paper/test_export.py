@@ -86,9 +86,45 @@ def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tm
     assert told["missing"][0]["name"] == "Measured rows"
     assert "arXiv:2605.13030" in told["printed_numbers"]
     assert told["command"] == (
-        "driftlens export toy --table accuracy-text --style icml-column --task cars --paper"
+        "driftlens export toy --table accuracy-text --style icml-column --task cars --with-paper"
     )
     assert json.loads((tmp_path / "closure.json").read_text())["printed_numbers"] == ""
+
+
+def test_what_is_chosen_stands_in_the_command_that_draws_it_again(
+    run: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    flags = ["--tasks", "cars", "--variants", "base,merged", "--width", "4", "--calibrated", run.variants[-1]]
+    wanted = ["export", run.path, "--figure", "heatmap", "--format", "png", "--out", tmp_path]
+    assert code_of(*wanted, *flags) == 0
+    told = json.loads((tmp_path / "heatmap.json").read_text())
+    assert (
+        "--calibrated" in told["command"]
+        and "--tasks cars --variants base,merged --width 4" in told["command"]
+    )
+    shown = pd.read_csv(tmp_path / "heatmap.csv")
+    assert set(shown["variant"]) == {"base", "merged"} and set(shown["task"]) == {"cars"}
+    assert code_of(*wanted, "--variants", "nobody") == 4
+
+
+def test_what_shows_no_measured_number_is_not_among_all(
+    run: DriftRun, tmp_path: pathlib.Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        "driftlens_reports.paper.export.exhibits",
+        {name: exhibits[name] for name in ("accuracy", "accuracy-text")},
+    )
+    options = ExhibitOptions(paper=True)
+    assert [entry.name for entry in export([run], tmp_path, formats=["tex"], options=options)] == ["accuracy"]
+    (asked,) = export([run], tmp_path, names=["accuracy-text"], formats=["tex"], options=options)
+    assert asked.missing, "asked for by name it is written, and says what is missing"
+
+
+def test_the_opening_figure_has_the_base_beside_what_is_compared(run: DriftRun) -> None:
+    shown = draw("intro", [run], ExhibitOptions()).data
+    scored = shown[(shown["panel"] == "c") & (shown["quantity"] == "accuracy")]
+    assert set(scored["variant"]) >= {"base", "merged", "expert"}
+    assert "base" not in set(shown[shown["panel"] == "b"]["variant"])
 
 
 def test_no_file_names_a_folder_of_this_machine(run: DriftRun, tmp_path: pathlib.Path) -> None:

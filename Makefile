@@ -47,7 +47,8 @@ notebooks:       ## execute the docs' notebooks and keep what comes out
 
 gallery:         ## demo run, then pictures and a light report under reports/gallery
 	driftlens demo --force
-	$(PYTHON) -m tests.reports.gallery driftlens-demo reports/gallery
+	driftlens demo --suite text --out build/text --force && driftlens calibrate build/text --method residual --name residual
+	$(PYTHON) -m tests.reports.gallery driftlens-demo reports/gallery --opening build/text
 
 screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
 	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots

@@ -1,12 +1,15 @@
-"""The gallery of a run: a few figures as small pictures, and a light report.
+"""The gallery of a run: a few figures as small pictures, and a light report; the README's picture, of another run.
 
-python -m tests.reports.gallery RUN OUT
+python -m tests.reports.gallery RUN OUT [--opening RUN]
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import pathlib
+
+from PIL import Image
 
 from driftlens.files import PathLike
 from driftlens.records.run import DriftRun, open_run
@@ -40,12 +43,24 @@ def write_gallery(run: DriftRun, out: PathLike) -> tuple[pathlib.Path, ...]:
     return (*pictures, folder / "report-light.html")
 
 
+def _write_hero(run: DriftRun, path: pathlib.Path) -> None:
+    """The opening figure of a run, as small as a page shows it."""
+    drawn = io.BytesIO(draw("intro", [run], ExhibitOptions()).content("png"))
+    with Image.open(drawn) as picture:
+        picture = picture.convert("RGB")
+        picture.thumbnail((1400, 1400))
+        picture.quantize(96).save(path, optimize=True)
+
+
 def main() -> None:
     """Write the gallery of one run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", help="a run directory")
     parser.add_argument("out", help="the folder to write to")
+    parser.add_argument("--opening", metavar="RUN", help="the run of the README's picture, drawn as hero.png")
     arguments = parser.parse_args()
+    if arguments.opening:
+        _write_hero(open_run(arguments.opening), pathlib.Path(arguments.out) / "hero.png")
     for path in write_gallery(open_run(arguments.run), arguments.out):
         print(path)
 

@@ -27,7 +27,7 @@ from driftlens.engine.carried import EXPERT, CalibrationWalk, Parts, Solved, in_
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import LayerSums, solve_layer
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer, ClosedForm, InputSums, Layerwise, Stepwise
+from driftlens.engine.problems import CalibratedLayer, ClosedForm, InputSums, Layerwise, Problem, Stepwise
 from driftlens.engine.site_rows import SiteRows, rows_and_output
 from driftlens.engine.steps import StepWalk
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
@@ -274,17 +274,25 @@ class SnapshotWalk(CalibrationWalk):
                 problems = {
                     key: sums.problems(merged, base) for key, sums in self.sums.pop(branch.name).items()
                 }
-            for index in branch.lanes:
-                lane = self.calibrations[index]
+            keys = [self.calibrations[index].moments_key for index in branch.lanes]
+            for at, index in enumerate(branch.lanes):
+                lane, key = self.calibrations[index], keys[at]
+                wanted_again = key in keys[at + 1 :]
                 with self.shared([index]):
                     found[index] = solve_layer(
                         self.pool,
                         layer,
-                        problems[lane.moments_key],
+                        problems[key] if wanted_again else _taken_out(problems[key]),
                         lane.calibrator.solve,
                         stored_as=stored_as,
                     )
         return [found[index] for index in range(len(self.lanes))]
+
+
+def _taken_out(items: list[Problem]) -> Iterator[Problem]:
+    """One after the other, none of which is kept: what a solved problem holds makes room for the next one."""
+    while items:
+        yield items.pop(0)
 
 
 def _require_tasks(pool: ModelPool, parts: Collection[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -363,7 +363,7 @@ def normalised(site: Site, rows: Tensor) -> Tensor:
 def solve_layer(
     pool: ModelPool,
     layer: Layer,
-    problems: Sequence[_P],
+    problems: Iterable[_P],
     solve: Callable[[_P], Sequence[SiteUpdate]],
     *,
     stored_as: str,
@@ -381,22 +381,33 @@ def solve_layer(
     headers = pool.source(stored_as).headers
     updates: dict[str, Tensor] = {}
     reports: list[SiteReport] = []
+
+    def stored(name: str, value: Tensor) -> Tensor:
+        return value.to(headers[layer.parameters[name].key].dtype).to(pool.device, pool.dtype)
+
     for problem in problems:
         started = time.perf_counter()
-        found = _solved(layer, problem, solve)
+        found = _solved(layer, problem, solve, stored)
         seconds = (time.perf_counter() - started) / len(found)
         paths = {site.name: site_path(layer, site) for site in _sites(problem)}
         for update in found:
             reports.append(replace(update.report, site=paths[update.report.site], seconds=seconds))
-            for name, value in update.parameters.items():
-                stored = headers[layer.parameters[name].key].dtype
-                updates[name] = value.to(stored).to(pool.device, pool.dtype)
+            updates |= update.parameters
     return updates, reports
 
 
-def _solved(layer: Layer, problem: _P, solve: Callable[[_P], Sequence[SiteUpdate]]) -> Sequence[SiteUpdate]:
+def _solved(
+    layer: Layer,
+    problem: _P,
+    solve: Callable[[_P], Sequence[SiteUpdate]],
+    stored: Callable[[str, Tensor], Tensor],
+) -> list[SiteUpdate]:
+    """What solves a problem, as it is stored: of the solution itself nothing stays while the next one is sought."""
     try:
-        return solve(problem)
+        return [
+            replace(found, parameters={name: stored(name, value) for name, value in found.parameters.items()})
+            for found in solve(problem)
+        ]
     except NumericsError as error:
         named = ", ".join(site_path(layer, site) for site in _sites(problem))
         raise type(error)(

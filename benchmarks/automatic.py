@@ -57,12 +57,14 @@ def drawn(seed: int, device: torch.device) -> Found:
     pixels = {task: _drawn(study, task).to(device) for task in TASKS}
     candidates = {}
     for entry in record["compared"]:
-        if "method" in entry:
+        if "settings" in entry:
             settings = {key: _kept(value) for key, value in entry["settings"].items()}
             made: Any = calibrators[entry["method"]](**settings)
             model, _ = _calibrated(models, "hf_clip_vit", pixels, made)
-        else:
+        elif entry["name"] in models:
             model = models[entry["name"]]
+        else:  # what a search found, another per fold
+            continue
         accuracy, kl = _judged(model, models, data)
         told = {key: entry.get(key) for key in ("title", "score", "advantage", "low", "high")}
         candidates[entry["name"]] = {**told, "accuracy": accuracy, "kl": kl}

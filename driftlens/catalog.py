@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from driftlens.calibration.automatic import CHOSEN
-from driftlens.calibration.calibrator import Calibrator, Trained, calibrators
+from driftlens.calibration.calibrator import Trained, calibrators
 from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import loaders
 from driftlens.settings import settings_of
@@ -29,7 +28,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "kind": "trained" if issubclass(kind, Trained) else "closed form",
                 "settings": _settings(kind),
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
-                "automatic": _automatic(kind),
+                "automatic": [*kind.searched],
             }
             for name, kind in calibrators.items()
         },
@@ -51,12 +50,6 @@ def catalog() -> dict[str, dict[str, Any]]:
 
 def _settings(owner: Callable[..., object]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(setting) for setting in settings_of(owner)]
-
-
-def _automatic(kind: type[Calibrator]) -> list[str]:
-    """The settings that `calibrate --auto` chooses, where the calibrator has all of them."""
-    names = [setting.name for setting in settings_of(kind)]
-    return [name for name in names if name in CHOSEN] if {*CHOSEN} <= {*names} else []
 
 
 def as_text(found: dict[str, dict[str, Any]]) -> str:

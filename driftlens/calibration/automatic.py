@@ -1,44 +1,28 @@
-"""What to calibrate with, chosen by how candidates do on samples that none of them has seen.
+"""What to calibrate with, chosen by how candidates do on samples that they have not seen.
 
-A search starts at the given settings (a preset) and changes one of them at a time, because candidates that differ in
-one setting walk side by side. One quarter of the calibration samples decides and is left out of everything else; of the
-other three the search scores on one what it calibrates on two. Whole samples are held out, never tokens: those of one
-image are not independent. At the end all candidates are calibrated on three quarters, judged on the fourth and compared
-in pairs, each at Bonferroni's level for their number. The simplest stays that no other is clearly better than.
+Samples fall into folds; whole samples are held out, never tokens: those of one image are not independent. Every
+candidate is calibrated once without each fold and scored on it, so that every sample is a held-out one once. A search
+starts at the given settings (a preset) and changes one of them at a time, as the calibrator declares; what it finds is
+judged likewise: without each fold another search runs, which sees the other folds only. All candidates are compared in
+pairs, each at Bonferroni's level for their number. The simplest stays that no other is clearly better than.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.errors import DataError
 from driftlens.records.intervals import standard_error, student
 
-CHOSEN = ("lam", "alpha", "rho")
-"""Settings that are chosen, in the order in which they are."""
-
 NUM_FOLDS = 4
-SEARCH_FOLD, DECISION_FOLD = 0, 1
 LEVEL = 0.95
 """Of the two-sided intervals of all deciding comparisons together that must leave out 0 (Bonferroni)."""
-
-LAM_FACTORS = (0.2, 5.0)
-RHO_STEPS = (-1.0, 1.0)
-ALPHA_STEPS = (-0.15, 0.2)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Settings that are tried."""
-
-    lam: float
-    rho: float
-    alpha: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,9 @@ class Scores:
         """Whether the mean is lower than the other's by more than chance explains.
 
         Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom of
-        Welch and Satterthwaite. `among` so many comparisons the error that is allowed is shared.
+        Welch and Satterthwaite. `among` so many comparisons the error that is allowed is shared. Samples of different
+        folds were scored by different fits, which share half of their samples or more: their scores are correlated,
+        which the error doesn't know, so that the interval is slightly narrow.
         """
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
@@ -133,10 +119,6 @@ def decide(scores: Mapping[str, Scores]) -> Decision:
     )
 
 
-Evaluate = Callable[[Sequence[Candidate]], Sequence[Scores]]
-"""Candidates -> the scores of each on samples that it was not calibrated on."""
-
-
 def folds_of(num_samples: int, task: str) -> list[range]:
     """Positions of every fold's samples of a task; folds are as equal as can be, and each gets its share of any order.
 
@@ -152,25 +134,17 @@ def folds_of(num_samples: int, task: str) -> list[range]:
 
 
 def search(
-    start: Candidate, evaluate: Evaluate, *, varies: Sequence[str] = CHOSEN
-) -> tuple[Candidate, dict[Candidate, Scores]]:
-    """The best settings found by changing one at a time, and all that were tried; `varies` may be changed."""
-    best, known = start, dict[Candidate, Scores]()
+    start: Calibrator, score: Callable[[Calibrator], Scores], *, varies: Sequence[str]
+) -> tuple[Calibrator, list[tuple[Calibrator, Scores]]]:
+    """The best settings found by changing one of `varies` at a time, and all that were tried, each once.
+
+    `score` tells how well a candidate does on samples that it was not calibrated on.
+    """
+    best, known = start, dict[str, tuple[Calibrator, Scores]]()
     for name in varies:
-        around = [best, *steps_from(best, name)]
-        new = [candidate for candidate in around if candidate not in known]
-        known |= zip(new, evaluate(new), strict=True)
-        best = min(around, key=lambda candidate: known[candidate].mean)
-    return best, known
-
-
-def steps_from(at: Candidate, name: str) -> list[Candidate]:
-    """Candidates that differ in one setting: lam by factors, rho (above 0) and alpha (from 0 to 1) by steps."""
-    if name == "lam":
-        values = [at.lam * factor for factor in LAM_FACTORS]
-    elif name == "rho":
-        values = [at.rho + step for step in RHO_STEPS if at.rho + step > 0]
-    else:
-        values = [min(1.0, max(0.0, at.alpha + step)) for step in ALPHA_STEPS]
-    candidates = [replace(at, **{name: round(value, 12)}) for value in values]
-    return [candidate for candidate in dict.fromkeys(candidates) if candidate != at]
+        around = [best, *(best.changed(**{name: value}) for value in best.steps_from(name))]
+        for at in around:
+            if repr(at) not in known:
+                known[repr(at)] = at, score(at)
+        best = min((known[repr(at)] for at in around), key=lambda tried: tried[1].mean)[0]
+    return best, [*known.values()]

@@ -30,6 +30,8 @@ class Calibrator:
         source: the paper.
         presets: published settings by name; what one leaves out keeps its default.
         candidates: settings, over the defaults, that `--auto` compares with other methods; none where it is not asked.
+        searched: names of settings that `--auto` searches, in the order in which it does; `steps_from` has the values.
+        effort: processor time of a calibration against FeatCal's, for estimates.
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
     """
@@ -38,6 +40,8 @@ class Calibrator:
     source: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     candidates: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    searched: ClassVar[Sequence[str]] = ()
+    effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     update: Sequence[str] = ()
 
@@ -58,6 +62,14 @@ class Calibrator:
                 raise SpecError(f"{type(self).__name__} has no parameter {name!r}", hint=hint)
             setattr(self, name, value)
         return self
+
+    def changed(self, **settings: Any) -> Self:
+        """A calibrator like this one, some of its settings changed."""
+        return type(self)(**self.get_params() | settings)
+
+    def steps_from(self, name: str, *, has_base: bool = True) -> Sequence[Any]:
+        """Values of a setting that are tried beside its own; none where it changes nothing or may not be changed."""
+        return ()
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
@@ -94,21 +106,6 @@ class Trained(Calibrator, Trainer):
     @abstractmethod
     def attachment(cls, tensors: Mapping[str, Tensor]) -> Attachment:
         """The map that these tensors make up, as `Attachment.tensors` gave them."""
-
-
-def closed_form(calibrator: Calibrator) -> ClosedFormBase:
-    """The calibrator, if it solves a layer from moments of one snapshot.
-
-    Raises:
-        SpecError: it doesn't.
-    """
-    if isinstance(calibrator, ClosedFormBase):
-        return calibrator
-    how = "trained" if isinstance(calibrator, Trained) else "solved step by step"
-    raise SpecError(
-        f"{type(calibrator).__name__} is {how}: its settings can't be tried side by side",
-        hint="Calibrate once per setting, each under a name of its own.",
-    )
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:

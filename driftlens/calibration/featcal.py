@@ -64,6 +64,7 @@ class FeatCal(ClosedFormBase):
     title = "FeatCal"
     source = "arXiv:2605.13030"
     presets = PRESETS
+    searched = ("lam", "alpha", "rho")
     ablations = ({"rho": 1}, {"alpha": 0}, {"anchor": "none"}, {"update": ["linear"]})
 
     def __init__(
@@ -117,6 +118,17 @@ class FeatCal(ClosedFormBase):
                 f"rho is {self.rho:g}, which blends the merged model with the base, and there is no base",
                 hint="Set rho to 1, name the base, or set anchor to none.",
             )
+
+    def steps_from(self, name: str, *, has_base: bool = True) -> list[float]:
+        """Settings to try next: lam by factors, rho (above 0) and alpha (from 0 to 1) by steps."""
+        if name == "alpha":
+            values = [max(0.0, self.alpha - 0.15), min(1.0, self.alpha + 0.2)]
+        elif self.anchor == "none" or (name == "rho" and not has_base):
+            return []
+        else:
+            values = [self.lam / 5, self.lam * 5] if name == "lam" else [self.rho - 1, self.rho + 1]
+        now = getattr(self, name)
+        return [round(value, 12) for value in values if value != now and (name != "rho" or value > 0)]
 
     @property
     def moments_key(self) -> Hashable:

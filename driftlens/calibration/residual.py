@@ -35,6 +35,7 @@ class ResidualCal(Calibrator, Stepwise):
 
     title = "Residual calibration"
     candidates = ({}, {"mu": 0.9})
+    effort = 3.4
     ablations = ({"order": "block"}, {"residual": 0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})
     update: Sequence[str] = ("linear", "bias")
 

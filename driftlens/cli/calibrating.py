@@ -119,10 +119,9 @@ def calibrate(
     how: dict[str, Any] = {
         **{"resume": resume, "replace": replace, "save_weights": save_weights},
         **{"attribution": not no_attribution, "access": job.access},
+        "choose": (BEST if method is None else HELD_OUT) if auto else None,
     }
     if dry_run:
-        if auto:
-            note("--auto would first calibrate candidates; the estimate leaves them out")
         found = rehearse(run, request, **how)
         say_json(found.as_dict()) if as_json else say(found.text())
         raise typer.Exit(found.exit_code)
@@ -136,7 +135,6 @@ def calibrate(
             run,
             request,
             **how,
-            choose=(BEST if method is None else HELD_OUT) if auto else None,
             on_first=None if job.progress == "jsonl" else note,
             on_measured=show_first if job.progress != "jsonl" else None,
             **watched,

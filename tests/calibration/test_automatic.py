@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from driftlens.calibration.automatic import (
-    ALPHA_STEPS,
-    LAM_FACTORS,
     NUM_FOLDS,
-    RHO_STEPS,
-    Candidate,
     Decision,
     Scores,
     decide,
     folds_of,
     search,
-    steps_from,
 )
+from driftlens.calibration.featcal import FeatCal
 from driftlens.errors import DataError
 
-START = Candidate(0.05, 2.0, 0.3)
+START = FeatCal(0.05, 2.0, 0.3)
 NOISE = {
     "cars": np.random.default_rng(0).normal(size=20),
     "signs": np.random.default_rng(1).normal(size=30),
 }
 
 
-def judge(score: Callable[[Candidate], float], noise: float = 0.0) -> Callable[..., list[Scores]]:
+def judge(score: Callable[[FeatCal], float], noise: float = 0.0) -> Callable[..., Scores]:
     """Scores of an imagined calibration; the noise of a sample is the same for every candidate."""
 
-    def evaluate(candidates: Sequence[Candidate]) -> list[Scores]:
-        return [
-            Scores({task: score(candidate) + noise * values for task, values in NOISE.items()})
-            for candidate in candidates
-        ]
+    def evaluate(at: FeatCal) -> Scores:
+        return Scores({task: score(at) + noise * values for task, values in NOISE.items()})
 
     return evaluate
 
@@ -49,17 +42,18 @@ def merged(score: float, noise: float = 0.0) -> Scores:
 
 
 def choose(
-    start: Candidate,
-    evaluate: Callable[..., list[Scores]],
+    start: FeatCal,
+    evaluate: Callable[..., Scores],
     as_is: Scores,
     *,
-    decides: Callable[..., list[Scores]] | None = None,
+    decides: Callable[..., Scores] | None = None,
     **more: Scores,
-) -> tuple[str, Candidate, Decision]:
+) -> tuple[str, FeatCal, Decision]:
     """What stands among the merged model, others, the start and what is found, as `choose_settings` has them."""
-    best, _ = search(start, evaluate)
-    kept = {"start": start} if best == start else {"start": start, "found": best}
-    scores = {"merged": as_is} | more | dict(zip(kept, (decides or evaluate)([*kept.values()]), strict=True))
+    best, _ = search(start, evaluate, varies=start.searched)
+    assert isinstance(best, FeatCal)
+    kept = {"start": start} if best is start else {"start": start, "found": best}
+    scores = {"merged": as_is} | more | {name: (decides or evaluate)(at) for name, at in kept.items()}
     decision = decide(scores)
     return decision.name, best, decision
 
@@ -86,54 +80,50 @@ def test_too_few_samples_are_refused_with_the_number_it_takes() -> None:
         folds_of(7, "cars")
 
 
-def test_steps_change_one_setting_and_stay_in_range() -> None:
-    assert [step.lam for step in steps_from(START, "lam")] == pytest.approx(
-        [0.05 * factor for factor in LAM_FACTORS]
-    )
-    assert [step.rho for step in steps_from(START, "rho")] == [2.0 + step for step in RHO_STEPS]
-    assert [step.rho for step in steps_from(Candidate(0.05, 0.5, 0.3), "rho")] == [1.5], "never below 0"
-    assert {step.alpha for step in steps_from(Candidate(0.05, 2.0, 0.0), "alpha")} == {
-        step for step in ALPHA_STEPS if step > 0
-    }
-    assert {step.alpha for step in steps_from(Candidate(0.05, 2.0, 1.0), "alpha")} == {0.85}
-    for name in ("lam", "rho", "alpha"):
-        for step in steps_from(START, name):
-            assert [key for key in vars(START) if getattr(step, key) != getattr(START, key)] == [name]
+def test_steps_stay_in_range() -> None:
+    assert START.steps_from("lam") == [0.01, 0.25] and START.steps_from("rho") == [1.0, 3.0]
+    assert START.steps_from("alpha") == [0.15, 0.5]
+    assert FeatCal(rho=0.5).steps_from("rho") == [1.5], "never below 0"
+    assert FeatCal(alpha=0.0).steps_from("alpha") == [0.2] and FeatCal(alpha=1.0).steps_from("alpha") == [
+        0.85
+    ]
+    assert not START.steps_from("rho", has_base=False)
+    assert [len(FeatCal(anchor="none").steps_from(name)) for name in FeatCal.searched] == [0, 2, 0]
 
 
 def test_the_search_goes_where_scores_are_lower() -> None:
-    best = Candidate(0.01, 3.0, 0.5)
+    best = FeatCal(0.01, 3.0, 0.5)
 
-    def score(at: Candidate) -> float:
+    def score(at: FeatCal) -> float:
         return (math.log(at.lam / best.lam)) ** 2 + (at.rho - best.rho) ** 2 + (at.alpha - best.alpha) ** 2
 
     name, found, decision = choose(START, judge(score), BAD)
-    assert name == "found" and found == best and not decision.base_stands
+    assert name == "found" and repr(found) == repr(best) and not decision.base_stands
     assert decision.over_merged["found"].advantage == pytest.approx(1000)
 
 
 def test_the_start_stays_where_nothing_is_better() -> None:
-    name, found, decision = choose(START, judge(lambda at: 0.0 if at == START else 1.0), BAD)
-    assert name == "start" and found == START and decision.among == 1
+    name, found, decision = choose(START, judge(lambda at: 0.0 if at is START else 1.0), BAD)
+    assert name == "start" and found is START and decision.among == 1
 
 
 def test_no_candidate_is_calibrated_twice_in_a_search() -> None:
-    asked: list[Candidate] = []
+    asked: list[str] = []
 
-    def evaluate(candidates: Sequence[Candidate]) -> list[Scores]:
-        asked.extend(candidates)
-        return judge(lambda at: abs(at.alpha - 0.5))(candidates)
+    def evaluate(at: FeatCal) -> Scores:
+        asked.append(repr(at))
+        return judge(lambda at: abs(at.alpha - 0.5))(at)
 
-    _, tried = search(START, evaluate)
-    assert len(asked) == len(set(asked)) == 7 and {*asked} == {*tried}
+    _, tried = search(START, evaluate, varies=START.searched)  # type: ignore[arg-type]
+    assert len(asked) == len(set(asked)) == 7 and asked == [repr(at) for at, _ in tried]
 
 
 def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
     """On the samples that decide the candidate is as good as the start, but for noise."""
     rng = np.random.default_rng(3)
 
-    def noisy(candidates: Sequence[Candidate]) -> list[Scores]:
-        return [Scores({"cars": rng.normal(size=40)}) for _ in candidates]
+    def noisy(_: FeatCal) -> Scores:
+        return Scores({"cars": rng.normal(size=40)})
 
     as_is = Scores({"cars": np.full(40, 1000.0)})
     name, found, _ = choose(START, judge(lambda at: at.lam), as_is, decides=noisy)
@@ -142,7 +132,7 @@ def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
 
 def test_settings_that_make_no_difference_are_left_alone() -> None:
     best, _ = search(START, judge(lambda at: at.lam + at.alpha - at.rho), varies=["alpha"])
-    assert (best.lam, best.rho, best.alpha) == (START.lam, START.rho, 0.15)
+    assert best.get_params() == START.get_params() | {"alpha": 0.15}
 
 
 def test_tasks_count_alike_however_many_samples_they_have() -> None:
@@ -194,9 +184,9 @@ def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
 
 def test_the_merged_model_stays_where_no_calibration_is_clearly_better() -> None:
     name, found, _ = choose(START, judge(lambda at: 1.0 + abs(at.alpha - 0.5)), merged(0.9))
-    assert name == "merged" and found != START
+    assert name == "merged" and found is not START
     name, found, _ = choose(START, judge(lambda at: 1.0), merged(1.0))
-    assert name == "merged" and found == START, "a tie goes to what is simpler"
+    assert name == "merged" and found is START, "a tie goes to what is simpler"
     name, _, decision = choose(START, judge(lambda at: 0.99, noise=1.0), merged(1.0))
     assert name == "merged" and not decision.over_merged["start"].is_clear
     assert decision.over_merged["start"].advantage > 0
@@ -219,7 +209,7 @@ def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_th
 
 def test_what_was_found_may_beat_the_merged_model_where_the_start_does_not() -> None:
     name, found, decision = choose(START, judge(lambda at: 1.0 if at.lam == START.lam else 0.5), merged(0.9))
-    assert name == "found" and found != START
+    assert name == "found" and found is not START
     assert [at.is_clear for at in decision.over_merged.values()] == [False, True]
 
 
@@ -254,14 +244,14 @@ def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> No
 
 
 def test_what_can_not_be_solved_for_is_never_chosen() -> None:
-    def unsolved(candidates: Sequence[Candidate]) -> list[Scores]:
-        return [Scores({"cars": np.full(9, np.inf)}) for _ in candidates]
+    def unsolved(_: FeatCal) -> Scores:
+        return Scores({"cars": np.full(9, np.inf)})
 
     as_is = Scores({"cars": np.full(9, 5.0)})
     name, _, decision = choose(START, judge(lambda at: 0.0), as_is, decides=unsolved)
     assert name == "merged" and not math.isfinite(decision.over_merged["start"].advantage)
     other = Scores({"cars": np.zeros(9)})
-    assert decide({"merged": as_is, "start": unsolved([START])[0], "other": other}).name == "other"
+    assert decide({"merged": as_is, "start": unsolved(START), "other": other}).name == "other"
 
 
 def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:

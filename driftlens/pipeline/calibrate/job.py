@@ -112,7 +112,7 @@ def calibrate(
     if save_weights is not None:
         require_target(opened.models.architecture, save_weights)
     if choose is not None:
-        choose.require(plan.calibrator, plan.counts, has_base=opened.study.has_base)
+        choose.outlook(plan.calibrator, plan.counts, has_base=opened.study.has_base)
     require_same_samples(opened.manifest, opened.study)
     require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel))
     with RunWriter.resume(folder) as writer:

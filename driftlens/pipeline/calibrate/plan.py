@@ -39,13 +39,14 @@ class Choice:
         choose: (study, calibrator to start from, sites, reporter) -> calibrator with the hyperparameters chosen, and
             how they were. It sees calibration samples and nothing else. Where it says `kept`, no module is solved
             for, and the calibration's variant is that model, `merged` or `base`, as it is.
-        require: (calibrator to start from, samples by task, has_base) refuses at once what nothing can be chosen for.
+        outlook: (calibrator to start from, samples by task, has_base) -> titles of candidates, and the most that
+            choosing and calibrating take, in calibrations by FeatCal; refuses at once what nothing can be chosen for.
     """
 
     choose: Callable[
         [Study, Calibrator, Mapping[int, Sequence[str]], Reporter], tuple[Calibrator, Mapping[str, Any]]
     ]
-    require: Callable[..., None] = lambda *_, **__: None
+    outlook: Callable[..., tuple[Sequence[str], float]] = lambda *_, **__: ((), 1.0)
 
 
 @dataclass(frozen=True)

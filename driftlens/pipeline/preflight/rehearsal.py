@@ -17,6 +17,7 @@ from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibr
 from driftlens.pipeline.calibrate.plan import (
     CalibrationPlan,
     CalibrationRequest,
+    Choice,
     untouched_but_moved,
 )
 from driftlens.pipeline.preflight.costs import (
@@ -44,6 +45,7 @@ def rehearse(
     resume: bool = False,
     replace: bool = False,
     save_weights: PathLike | None = None,
+    choose: Choice | None = None,
     attribution: bool = True,
     access: Access = Access(),
 ) -> Preflight:
@@ -61,12 +63,18 @@ def rehearse(
         settings = dataclasses.replace(opened.study.settings, jacobian=None)
         opened = dataclasses.replace(opened, study=dataclasses.replace(opened.study, settings=settings))
     checks.attempt("lock", lambda: require_unlocked(folder))
-    checks.attempt("name", lambda: Terms(resume=resume, replace=replace).require(plan, opened))
+    checks.attempt("name", lambda: Terms(resume, replace, choose is not None).require(plan, opened))
     checks.attempt("samples", lambda: require_same_samples(opened.manifest, opened.study))
     if save_weights is not None:
         checks.attempt("save-weights", lambda: require_target(opened.models.architecture, save_weights))
     _describe(opened, checks)
-    checks.cost = _cost(opened)
+    effort, look = plan.calibrator.effort, None if choose is None else choose.outlook
+    given = plan.calibrator, plan.counts
+    if look and (found := checks.attempt("auto", lambda: look(*given, has_base=opened.study.has_base))):
+        titles, effort = found
+        checks.ok("candidates", "; ".join(titles))
+        checks.ok("choosing", f"takes about as long as {effort:.0f} calibrations by FeatCal, at most")
+    checks.cost = _cost(opened, effort)
     free, need = free_bytes(folder), checks.cost.disk_bytes
     if free < need:
         text = f"{folder} is on a disk with {free / 1e6:,.0f} MB free; about {need / 1e6:,.0f} MB are needed"
@@ -95,8 +103,8 @@ def _shown(value: object) -> str:
     return "+".join(map(str, value)) if isinstance(value, list) else "none" if value is None else str(value)
 
 
-def _cost(opened: OpenCalibration) -> Cost:
-    """Of the solving walk, and of the analysis behind it: of its variants alone, as the run has the base's drift."""
+def _cost(opened: OpenCalibration, effort: float) -> Cost:
+    """Of so many solving walks, and of the analysis of the new variants, as the run has the drift of the others."""
     study, plan, pool = opened.study, opened.plan, opened.study.pool
     first = next(iter(study.tasks.values())).diagnosis
     layers = layer_costs(opened.models.architecture, first.load([0]), pool.dtype, study.settings.pool)
@@ -114,6 +122,7 @@ def _cost(opened: OpenCalibration) -> Cost:
         merged_bytes=len(plan.variants) * sum(header.nbytes for header in source.headers.values()),
     )
     more = {"more_operations": _operations(plan, pool, layers), "more_samples": sum(plan.counts.values())}
+    more = {name: round(effort * count) for name, count in more.items()}
     found = estimate(work, first, pool.device, pool.dtype, **more)
     more_memory = max(0, _memory_bytes(plan, pool, work) - memory_bytes(work))
     return dataclasses.replace(found, memory_bytes=found.memory_bytes + more_memory)

@@ -13,40 +13,38 @@ import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from driftlens.calibration.automatic import (
-    CHOSEN,
-    DECISION_FOLD,
     LEVEL,
     NUM_FOLDS,
-    SEARCH_FOLD,
-    Candidate,
-    Comparison,
+    Decision,
     Scores,
     decide,
     folds_of,
     search,
 )
-from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, closed_form
+from driftlens.calibration.calibrator import Calibrator, Trained, calibrators
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import ClosedForm
 from driftlens.engine.site_selection import updated_sites
-from driftlens.errors import DataError, NumericsError, SpecError
+from driftlens.errors import DataError, NumericsError, SingularGramError, SpecError
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.calibrate.plan import method_called, preset_of
 from driftlens.pipeline.search.judge import Judge
-from driftlens.pipeline.search.trials import Trials, with_settings
+from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 
 PHASE = "choose"
-_FIELDS = tuple(field.name for field in dataclasses.fields(Candidate))
+FOLDS = range(NUM_FOLDS)
+EVERY = frozenset(FOLDS)
+_PLAIN = {"merged": "the merged model as it is", "base": "the base"}
 
 
 @torch.no_grad()
@@ -71,131 +69,158 @@ def choose_settings(
     """
     started, judge = time.perf_counter(), Judge(study)
     varies = _free(start, has_base=study.has_base, others=others)
-    samples, folds = _samples(study)
-    held_out = {
-        fold: {task: part_of(at, folds[task][fold]) for task, at in samples.items()}
-        for fold in range(NUM_FOLDS)
-    }
+    contenders = {"start": dict.fromkeys(FOLDS, start)}
     with tempfile.TemporaryDirectory() as folder:
         spill = pathlib.Path(folder) / "features"
-        looking, deciding = (
-            Trials(study, sites, held_out[fold], judge, reporter, PHASE, spill)
-            for fold in (SEARCH_FOLD, DECISION_FOLD)
-        )
-        contenders: dict[str, Calibrator] = {"start": start}
-        tried: dict[Candidate, Scores] = {}
+        fits = CrossFits(Trials(study, sites, {}, judge, reporter, PHASE, spill))
         if varies:
-            found, tried = _searched(looking, start, held_out, varies)
-            contenders |= {} if found is start else {"found": found}
-        contenders |= _declared(start, others=others, has_base=study.has_base)
-        plain = ["merged", *(["base"] if study.has_base else [])]
-        scores = {name: Scores(deciding.of(name)) for name in plain}
+            found = {fold: fits.searched(start, varies, fold) for fold in FOLDS}
+            contenders |= {} if {*found.values()} == {start} else {"found": found}
+        declared = _declared(start, others=others, has_base=study.has_base)
+        contenders |= {name: dict.fromkeys(FOLDS, at) for name, at in declared.items()}
+        scores = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or study.has_base}
         failures: dict[str, str] = {}
-        rest = {
-            task: part_of(at, sorted({*range(len(at))} - {*folds[task][DECISION_FOLD]}))
-            for task, at in samples.items()
-        }
-        for name, calibrator in contenders.items():
-            assert isinstance(calibrator, ClosedForm)
-            mine = updated_sites(study.pool.chain, sites, calibrator.update)
+        for name, by_fold in contenders.items():
             try:
-                scores[name] = Scores(deciding.alone(rest, calibrator, mine).by_task)
+                scores[name] = fits.scores(by_fold)
             except (DataError, NumericsError, SpecError) as error:
                 if name == "start":
                     raise
                 failures[name] = error.message
-    decision = decide(scores)
-    told = {
-        name: _told(name, at, contenders, decision.over_merged.get(name)) for name, at in scores.items()
-    } | {name: _told(name, None, contenders, None) | {"error": text} for name, text in failures.items()}
-    kept = decision.name if decision.name in plain else ""
-    record = {
+        decision = decide(scores)
+        known = {"start": start, **declared}
+        if decision.name == "found":
+            known["found"] = fits.searched(start, varies)
+    chosen = known.get(decision.name, start)
+    record = _record(decision, scores, failures, known) | {
         "score": judge.score,
-        "kept": kept,
-        "is_merged_kept": decision.name == "merged",
-        "is_start_kept": decision.name == "start",
-        "choice": decision.name,
-        "best": decision.best,
-        "base_stands": decision.base_stands,
-        "compared": list(told.values()),
-        "level": LEVEL,
-        "correction": f"Bonferroni, {decision.among} comparisons",
         "start": _plain(start.get_params()),
-        "chosen": None if kept else _plain(contenders[decision.name].get_params()),
-        "candidates": [
-            dataclasses.asdict(candidate) | {"fold": SEARCH_FOLD, "score": _finite(at.mean)}
-            for candidate, at in tried.items()
-        ],
-        "num_held_out": {task: len(at) for task, at in held_out[DECISION_FOLD].items()},
-        "num_calibrations": len(tried) + len(contenders),
-        # Of all samples: the search leaves two folds out, and the decision one.
-        "cost_in_calibrations": len(tried) * (1 - 2 / NUM_FOLDS) + len(contenders) * (1 - 1 / NUM_FOLDS),
+        "chosen": None if decision.name in _PLAIN else _plain(chosen.get_params()),
+        "candidates": fits.tried,
+        "num_held_out": {task: len(at) for task, at in fits.samples.items()},
+        "num_calibrations": len(fits.costs),
+        "cost_in_calibrations": sum(fits.costs),
         "seconds": round(time.perf_counter() - started, 3),
     }
-    return contenders.get(decision.name, start), record
+    return chosen, record
 
 
-def _searched(
-    trials: Trials[Any],
-    start: Calibrator,
-    folds: Mapping[int, Mapping[str, SampleSet]],
-    varies: Sequence[str],
-) -> tuple[Calibrator, dict[Candidate, Scores]]:
-    """What a search finds without the samples that decide: what had seen them would do better on them."""
-    settings = start.get_params()
-    first = Candidate(*(float(settings[name]) for name in _FIELDS))
-    seen = frozenset(range(NUM_FOLDS)) - {SEARCH_FOLD, DECISION_FOLD}
-    parts = {task: [folds[fold][task] for fold in folds] for task in folds[DECISION_FOLD]}
+class CrossFits:
+    """Candidates calibrated without one fold after the other, and their scores on the fold that was left out.
 
-    def calibrator(candidate: Candidate) -> Calibrator:
-        return start if candidate == first else with_settings(start, dataclasses.asdict(candidate))
+    Attributes:
+        samples: by task.
+        tried: the settings that searches tried, as plain values, each with the fold that its search didn't see.
+        costs: of every calibration so far, in calibrations of all samples.
+    """
 
-    def evaluate(candidates: Sequence[Candidate]) -> list[Scores]:
-        lanes = [Lane(closed_form(calibrator(candidate)), seen) for candidate in candidates]
-        scores = []
-        for candidate, tried in zip(candidates, trials.run(parts, lanes), strict=True):
-            if tried.error is not None and candidate == first:
-                raise tried.error
-            # What can't be solved for is worse than anything.
-            scores.append(Scores(tried.by_task or {task: np.array([np.inf]) for task in parts}))
-        return scores
+    def __init__(self, trials: Trials[NDArray[np.float64]]) -> None:
+        self.samples: dict[str, SampleSet] = {}
+        for task, at in trials.study.tasks.items():
+            if at.calibration is None:
+                raise DataError(f"task {task} has no calibration samples")
+            self.samples[task] = dataclasses.replace(at.calibration, labels=None)
+        self.tried: list[dict[str, Any]] = []
+        self.costs: list[float] = []
+        self._folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}
+        self._trials = [dataclasses.replace(trials, held_out=self._part({fold})) for fold in FOLDS]
+        self._known: dict[tuple[str, frozenset[int], int], Mapping[str, Any]] = {}
 
-    best, tried = search(first, evaluate, varies=varies)
-    return calibrator(best), tried
+    def as_it_is(self, model: str) -> Scores:
+        """A model's scores on all samples."""
+        return _joined([trials.of(model) for trials in self._trials])
+
+    def scores(self, by_fold: Mapping[int, Calibrator], seen: frozenset[int] = EVERY) -> Scores:
+        """On the samples of some folds, under the calibrator for each, fitted to the others of those `seen`.
+
+        Raises:
+            DriftLensError: one of them can't be calibrated with.
+        """
+        return _joined([self._fitted(at, seen - {fold}, fold) for fold, at in by_fold.items()])
+
+    def searched(self, start: Calibrator, varies: Sequence[str], fold: int | None = None) -> Calibrator:
+        """What a search finds that doesn't see a fold: of the other three it scores on one what it calibrates on two.
+
+        One that sees all of them scores on each what it calibrates on the other three.
+
+        Raises:
+            DriftLensError: the start can't be calibrated with.
+        """
+        seen, deciding = EVERY, [*FOLDS]
+        if fold is not None:
+            seen, deciding = EVERY - {fold}, [(fold + 1) % NUM_FOLDS]
+
+        def score(at: Calibrator) -> Scores:
+            try:
+                return self.scores(dict.fromkeys(deciding, at), seen)
+            except SingularGramError:
+                if at is start:
+                    raise
+                return Scores({task: np.array([np.inf]) for task in self.samples})
+
+        best, tried = search(start, score, varies=varies)
+        for at, scores in tried:
+            settings = {name: getattr(at, name) for name in start.searched}
+            self.tried.append(settings | {"fold": fold, "score": _finite(scores.mean)})
+        return best
+
+    def _part(self, folds: Collection[int]) -> dict[str, SampleSet]:
+        return {
+            task: part_of(at, sorted(position for fold in folds for position in self._folds[task][fold]))
+            for task, at in self.samples.items()
+        }
+
+    def _fitted(self, calibrator: Calibrator, folds: frozenset[int], held_out: int) -> Mapping[str, Any]:
+        """Scores on a fold by task; nothing is calibrated twice for them."""
+        key, trials = (repr(calibrator), folds, held_out), self._trials[held_out]
+        if key not in self._known:
+            assert isinstance(calibrator, ClosedForm)
+            sites = updated_sites(trials.study.pool.chain, trials.sites, calibrator.update)
+            self._known[key] = trials.alone(self._part(folds), calibrator, sites).by_task
+            self.costs.append(len(folds) / NUM_FOLDS)
+        return self._known[key]
 
 
-def require_choice(
+def _joined(by_fold: Sequence[Mapping[str, NDArray[np.float64]]]) -> Scores:
+    """Scores of the samples of all folds, fold after fold."""
+    return Scores({task: np.concatenate([at[task] for at in by_fold]) for task in by_fold[0]})
+
+
+def outlook(
     start: Calibrator, counts: Mapping[str, int], *, has_base: bool, others: bool = False
-) -> None:
-    """Refuse what nothing can be chosen for, given the samples by task; `choose_settings` would too, but later."""
-    _free(start, has_base=has_base, others=others)
+) -> tuple[list[str], float]:
+    """See `Choice.outlook`; raises at once what `choose_settings` would."""
+    varies = _free(start, has_base=has_base, others=others)
     for task, count in counts.items():
         folds_of(count, task)
+    known = {"start": start, **_declared(start, others=others, has_base=has_base)}
+    names = [*(name for name in _PLAIN if name == "merged" or has_base), *known]
+    efforts, searches = [at.effort for at in known.values()], 0.0
+    if varies:
+        names.insert(names.index("start") + 1, "found")
+        efforts.append(start.effort)
+        # Every step is tried without each fold and another one and, where what was found wins, without each fold.
+        tried = 1 + sum(len(start.steps_from(name, has_base=has_base)) for name in varies)
+        searches = start.effort * tried * (2 * NUM_FOLDS - 3)
+    effort = sum(efforts) * (NUM_FOLDS - 1) + searches + max(efforts)
+    return [_title(name, known) for name in names], effort
 
 
-HELD_OUT = Chooser(choose_settings, require_choice)
+HELD_OUT = Chooser(choose_settings, outlook)
 """The best settings of one calibrator, or the merged model or base as it is."""
 
-BEST = Chooser(
-    functools.partial(choose_settings, others=True), functools.partial(require_choice, others=True)
-)
+BEST = Chooser(functools.partial(choose_settings, others=True), functools.partial(outlook, others=True))
 """The same among all calibrators that declare candidates."""
 
 
 def _free(start: Calibrator, *, has_base: bool, others: bool) -> list[str]:
     """The settings that are searched, in this order; none where the calibrator only declares candidates."""
-    settings = start.get_params()
-    missing = [name for name in _FIELDS if name not in settings]
-    if isinstance(start, Trained) or (missing and not (others or start.candidates)):
-        raise SpecError(
-            f"{type(start).__name__} has no {', '.join(missing) or 'closed form'} to choose",
-            hint="Leave out --auto.",
-        )
-    if missing:
-        return []
-    if settings.get("anchor") == "none":
-        return ["alpha"]
-    return [name for name in CHOSEN if has_base or name != "rho"]
+    known = start.get_params()
+    free = [name for name in start.searched if name in known and start.steps_from(name, has_base=has_base)]
+    if isinstance(start, Trained) or not (free or others or start.candidates):
+        missing = "closed form" if isinstance(start, Trained) else "setting"
+        raise SpecError(f"{type(start).__name__} has no {missing} to choose", hint="Leave out --auto.")
+    return free
 
 
 def _declared(start: Calibrator, *, others: bool, has_base: bool) -> dict[str, Calibrator]:
@@ -203,47 +228,59 @@ def _declared(start: Calibrator, *, others: bool, has_base: bool) -> dict[str, C
     found: dict[str, Calibrator] = {}
     for method, kind in calibrators.items():
         for settings in kind.candidates if others or isinstance(start, kind) else ():
-            made = with_settings(start, settings) if isinstance(start, kind) else kind(**settings)
+            made = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
             made.check(has_base=has_base)
             if type(made) is not type(start) or made.get_params() != start.get_params():
                 found[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = made
     return found
 
 
-def _samples(study: Study) -> tuple[dict[str, SampleSet], dict[str, list[range]]]:
-    """The calibration samples of every task without their labels, and the positions of each fold's."""
-    found = {}
-    for task, at in study.tasks.items():
-        if at.calibration is None:
-            raise DataError(f"task {task} has no calibration samples")
-        found[task] = dataclasses.replace(at.calibration, labels=None)
-    return found, {task: folds_of(len(samples), task) for task, samples in found.items()}
-
-
-def _told(
-    name: str, scores: Scores | None, contenders: Mapping[str, Calibrator], over: Comparison | None
+def _record(
+    decision: Decision,
+    scores: Mapping[str, Scores],
+    failures: Mapping[str, str],
+    known: Mapping[str, Calibrator],
 ) -> dict[str, Any]:
-    """One candidate as plain values, for `config.yaml` and the manifest."""
-    known = {"merged": "the merged model as it is", "base": "the base"}
-    found: dict[str, Any] = {"name": name, "title": known.get(name, "")}
-    if name in contenders:
-        at = contenders[name]
-        method, preset, settings = method_called(at), preset_of(at), at.get_params()
-        if not preset:
-            plain = type(at)().get_params()
-            start = contenders["start"].get_params() if name == "found" else plain
-            changed = [f"{key} {value}" for key, value in settings.items() if value != start.get(key)]
-        title = f"{method} ({preset})" if preset else " ".join([method, "with", ", ".join(changed)])
-        found |= {
-            "method": method,
-            "settings": _plain(settings),
-            "title": title if preset or changed else method,
-        }
-    if scores is not None:
-        found |= {"score": _finite(scores.mean), "n": sum(map(len, scores.by_task.values()))}
-    if over is not None:
-        found |= {key: _finite(value) for key, value in dataclasses.asdict(over).items()}
-    return found
+    """The decision and every candidate as plain values, for `config.yaml` and the manifest."""
+    compared = []
+    for name in [*scores, *failures]:
+        entry: dict[str, Any] = {"name": name, "title": _title(name, known)}
+        if name in known:
+            entry |= {"method": method_called(known[name]), "settings": _plain(known[name].get_params())}
+        if name in scores:
+            by_task = scores[name].by_task
+            entry |= {"score": _finite(scores[name].mean), "n": sum(map(len, by_task.values()))}
+        else:
+            entry["error"] = failures[name]
+        if name in decision.over_merged:
+            over = dataclasses.asdict(decision.over_merged[name])
+            entry |= {key: _finite(value) for key, value in over.items()}
+        compared.append(entry)
+    return {
+        "kept": decision.name if decision.name in _PLAIN else "",
+        "choice": decision.name,
+        "best": decision.best,
+        "base_stands": decision.base_stands,
+        "compared": compared,
+        "level": LEVEL,
+        "correction": f"Bonferroni, {decision.among} comparisons",
+    }
+
+
+def _title(name: str, known: Mapping[str, Calibrator]) -> str:
+    """What a candidate is called; `known` has calibrators by name, not that of a search that finds one per fold."""
+    if name in _PLAIN:
+        return _PLAIN[name]
+    start = known["start"]
+    if name not in known:
+        return f"{method_called(start)} with {', '.join(start.searched)} searched"
+    at = known[name]
+    method, preset = method_called(at), preset_of(at)
+    if preset:
+        return f"{method} ({preset})"
+    before = (start if name == "found" else type(at)()).get_params()
+    changed = [f"{key} {value}" for key, value in at.get_params().items() if value != before[key]]
+    return f"{method} with {', '.join(changed)}" if changed else method
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from driftlens.access import Access
-from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, calibrators, closed_form
+from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, calibrators
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import ClosedForm
@@ -174,7 +174,9 @@ def sweep(
     sweeps = _settings_of(request, around)
     for setting in {setting for settings in sweeps.values() for setting in settings}:
         if not isinstance(calibrator := setting.calibrator, ClosedForm):
-            closed_form(calibrator)  # which says why not
+            raise SpecError(
+                f"{type(calibrator).__name__} is trained: its settings can't be tried side by side"
+            )
         calibrator.check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
     _numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)

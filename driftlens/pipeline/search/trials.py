@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import SampleSet
 from driftlens.engine.carried import Parts
 from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
@@ -193,8 +192,3 @@ class Trials(Generic[T]):
             here = sum(3 * shape[-1] ** 2 + 2 * shape.numel() for shape in shapes if len(shape) == 2)
             moments = max(moments, 8 * here)
         return solution + moments
-
-
-def with_settings(start: Calibrator, settings: Mapping[str, object]) -> Calibrator:
-    """A calibrator like another one, some of its settings changed."""
-    return type(start)(**start.get_params() | dict(settings))

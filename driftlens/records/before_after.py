@@ -33,6 +33,7 @@ from driftlens.records.reading import (
     points_interval,
 )
 from driftlens.records.run import DriftRun
+from driftlens.records.swept import rho_control
 from driftlens.variants import calibrated, title
 
 _MOST_MOVES = 5
@@ -142,7 +143,7 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Sheet]:
     rows = before_after(run, name)
     sheets = (
         *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
-        *(_changes(name, found), _answers(name, found), _moves(run, name)),
+        *(_changes(run, name, found), _answers(name, found), _moves(run, name)),
     )
     return [sheet for sheet in sheets if sheet.rows]
 
@@ -220,7 +221,7 @@ def _parts(found: Interval) -> tuple[float, float, float]:
     return found.value, found.low, found.high
 
 
-def _changes(name: str, found: Sequence[ScoreChange]) -> Sheet:
+def _changes(run: DriftRun, name: str, found: Sequence[ScoreChange]) -> Sheet:
     measured = [entry for entry in found if entry.n]
     of, is_share, says = _told(entry.metric for entry in measured)
     kind: Kind = "points" if is_share else "number"
@@ -233,7 +234,7 @@ def _changes(name: str, found: Sequence[ScoreChange]) -> Sheet:
             (*[at.task, *([at.metric] if says else [])], *(at.change, at.low, at.high, at.n))
             for at in measured
         ],
-        score_change_note(found),
+        " ".join(filter(None, [score_change_note(found), rho_control(run, name)])),
     )
 
 

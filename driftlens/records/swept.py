@@ -9,7 +9,7 @@ from typing import Any
 
 from driftlens.metrics import ACCURACY
 from driftlens.records.intervals import over_draws
-from driftlens.records.reading import Kind, Sheet, setting_text
+from driftlens.records.reading import Kind, Sheet, is_measured, setting_text, written
 from driftlens.records.run import DriftRun
 from driftlens.variants import title
 
@@ -48,6 +48,36 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
         rows = run.layers(variant=variant, layer="final")
         values = rows.set_index("task")["drift_rel"]
     return float(values.reindex([*tasks]).mean(skipna=False))
+
+
+def rho_control(run: DriftRun, name: str) -> str:
+    """What a calibration of the run reaches at rho 1, all else as it is, where a sweep has measured that; else empty.
+
+    With another rho the anchor itself is another merge, so that this is what a gain is to be held against.
+
+    Raises:
+        RunError: a table can't be read.
+    """
+    made, rows = run.manifest.calibrations[name], run.sweeps()
+    if made.settings.get("rho", 1) == 1 or rows.empty:
+        return ""
+    wanted = {**made.settings, "rho": 1.0}
+    rows = rows[
+        (rows["method"] == made.method).fillna(False) & rows["n"].notna()
+    ]  # older sweeps tell neither
+    is_same = [
+        row["n"] == made.samples.get(row["task"])
+        and all(wanted.get(key) == value for key, value in settings_of(row).items())
+        for _, row in rows.iterrows()
+    ]
+    found = rows[is_same].drop_duplicates("task")
+    if set(found["task"]) != set(run.tasks):
+        return ""
+    means = [(heading, found[column].mean(), kind) for column, (heading, kind, _) in MEASURES.items()]
+    told = ", ".join(
+        f"{heading} {written(value, kind)}" for heading, value, kind in means if is_measured(value)
+    )
+    return f"Control, the same calibration at rho 1 (a sweep of this run; mean over tasks): {told}."
 
 
 def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:

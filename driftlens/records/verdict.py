@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -191,7 +191,8 @@ def _gap(
     by_task = {
         task: outcome_change(run, of, found[task, pair[1]], found[task, pair[0]]) for task in mean.tasks
     }
-    change = mean_over_tasks([*by_task.values()])
+    start, end = (mean.means[name].value for name in reversed(pair))
+    change = replace(mean_over_tasks([*by_task.values()]), value=end - start)
     sides = {task: sign * _side(at) for task, at in by_task.items()}
     better, worse = (tuple(task for task, side in sides.items() if side == way) for way in (1, -1))
     return Gap(*pair, change, by_task, sign * _side(change), better, worse)
@@ -254,7 +255,8 @@ def _of_gap(gap: Gap, mean: TaskMeans, counted: str, *, is_first: bool) -> str:
     if not gap.side:
         counts = ", ".join(f"{k} {way}" for way, k in sides.items() if k and is_counted)
         counts = f"; {counts}" if counts else ""
-        return f"no clear difference to {_called(gap.against)} ({change.value:+{digits}}{ends}{counts})"
+        unit = " points" if is_share and is_first else ""
+        return f"no clear difference to {_called(gap.against)} ({change.value:+{digits}}{ends}{unit}{counts})"
     way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
     reverse = f", {sides[other]} {other}" if sides[other] else ""
     of_all = f"clear on {sides[way]} of {num_tasks}" if is_first else sides[way]
@@ -350,8 +352,10 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
         row = {head: found.means[variant].value for variant, head in heads.items()}
         row |= {"task": f"mean of {len(found.tasks)}"}
         rows.append(with_change(row, gap.change) if gap else row)
-    source = f", main source the largest share of {title(found.merged)}'s" if found.source else ""
-    note = f"Relative drift is that of {title(last)}{source}. "
+    num = len(run.tasks) if found.source else 0
+    share_n = f", n = {found.source.share.n // num} a task" if found.source and found.source.share.n else ""
+    source = f"; main source is the largest share of {title(found.merged)}'s drift (full state{share_n})"
+    note = f"Relative drift is that of {title(last)} (pooled feature){source if found.source else ''}. "
     note += "95 % intervals over samples, "
     pairs = [score_change(run, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
     is_paired = of == "relative" or all(at.is_paired for at in pairs)

@@ -7,7 +7,7 @@
 | html | report.html: interactive charts, one file that asks the network for nothing |
 | html-light | report-light.html: drawings, no script, below 1 MB |
 | json | report.json, by the schema in report.schema.json |
-| md | report.md for a pull-request comment, figures/*.png |
+| md | report.md for a pull-request comment |
 | csv | csv/*.csv, a file per table, and their units |
 | latex | latex/*.tex, fragments to input |
 """
@@ -255,12 +255,9 @@ def _json(run: DriftRun, made: Composed) -> dict[str, bytes]:
 
 
 def _md(run: DriftRun, made: Composed) -> dict[str, bytes]:
-    from driftlens_reports.formats.page import picture
-    from driftlens_reports.formats.pull_request import MAIN, markdown
+    from driftlens_reports.formats.pull_request import markdown
 
-    paths = {name: f"figures/{name}.png" for name in made.drawn if name == MAIN}
-    pictures = {path: picture(made.drawn[name].figure) for name, path in paths.items()}
-    return {"report.md": markdown(made.content, paths), **pictures}
+    return {"report.md": markdown(made.content)}
 
 
 def _csv(run: DriftRun, made: Composed) -> dict[str, bytes]:

@@ -48,6 +48,11 @@ def context(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 def drawn(report: Report, context: Any) -> Opened:
     opened = Opened(context.new_page(), report.run.path.parent / "report.html")
     opened.page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
+    assert opened.page.locator(".plot .main-svg").count() < opened.page.locator(".plot").count()
+    opened.page.evaluate("for (const part of document.querySelectorAll('details.part')) part.open = true")
+    eventually(
+        opened.page, "[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.main-svg'))"
+    )
     return opened
 
 
@@ -113,12 +118,22 @@ def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Repor
     eventually(page, narrow)
 
 
-def test_the_light_report_is_quiet_and_follows_the_colour_scheme(report: Report, context: Any) -> None:
-    path = report.run.path.parent / "report-light.html"
+@pytest.mark.parametrize("name", ["report.html", "report-light.html"])
+def test_a_page_is_quiet_follows_the_colour_scheme_and_is_not_long(
+    name: str, report: Report, context: Any
+) -> None:
+    path = report.run.path.parent / name
     opened = Opened(context.new_page(), path)
     assert opened.said == [] and opened.asked == [path.as_uri()]
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
     is_dark = opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert background == ("rgb(22, 22, 22)" if is_dark else "rgb(255, 255, 255)")
+    turned = opened.page.evaluate(
+        "[...document.querySelectorAll('.plot')].map(plot => getComputedStyle(plot).filter)"
+    )
+    assert {text.partition("(")[0] for text in turned} <= ({"invert"} if is_dark else {"none"})
     assert opened.page.locator("h1").inner_text() == "<b>full</b>"
+    for width in (420, 1440):
+        opened.page.set_viewport_size({"width": width, "height": 900})
+        assert opened.page.evaluate("document.documentElement.scrollHeight") <= 8000
     assert opened.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")

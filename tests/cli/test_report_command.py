@@ -24,7 +24,7 @@ def run(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_without_a_folder_the_report_lands_in_the_run(run_cli: Cli, run: pathlib.Path) -> None:
     result = run_cli("report", run, "--format", "html-light,md", "--sections", "summary")
     assert result.code == 0
-    names = ["report-light.html", "report.md", "figures/layer-drift.png"]
+    names = ["report-light.html", "report.md"]
     assert result.out.splitlines() == [f"wrote {run / 'reports' / name}" for name in names]
     assert {f"reports/{name}" for name in names} <= set(open_run(run).manifest.files)
     assert verify(run).ok

@@ -203,7 +203,7 @@ _DRIFTS = {
     "the notes name, one panel per task.",
     hint="Compare lines within a panel: calibration helps where its line lies below that of merged. "
     "Layers differ in feature scale, so a rise along the axis need not mean that a layer is bad; see the relative "
-    "drift, and amplification for what layers do to what they inherit.",
+    "drift, and amplification for what layers do to the drift that reaches them (full state).",
 )
 def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves; all panels have one y axis range, so that tasks compare."""

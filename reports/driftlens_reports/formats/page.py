@@ -25,6 +25,7 @@ from driftlens_reports.sections.verdict import signed
 if TYPE_CHECKING:
     import jinja2
     import plotly.graph_objects as go
+    from markupsafe import Markup
     from matplotlib.figure import Figure
 
 _LONG = 24
@@ -32,6 +33,8 @@ _LONG = 24
 _MOST_ROWS = 2_000
 """Rows of a figure's data table beyond which a browser gets slow; the JSON and CSV formats have them."""
 _MOST_BYTES = 950_000
+_OPENED = ("layers",)
+"""Sections that are open behind the verdict; a click opens the others: a page has at most 8,000 pixels."""
 _BUDGETS = (16_000, 6_000, 0)
 """Cells of figures' data tables in one light page; the next budget is tried while the page is too large."""
 
@@ -50,7 +53,7 @@ _FONT_SIZE = re.compile(r"font:[^;]*?([\d.]+)px")
 
 
 def interactive_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
-    """The report as one HTML file that asks the network for nothing, always in light colours, as it also prints.
+    """The report as one HTML file that asks the network for nothing; it follows a reader's wish for dark colours.
 
     Args:
         content: what the report says.
@@ -119,12 +122,12 @@ def _render(
     """The page; everything that came with the run is escaped.
 
     `shown_data` are figures whose numbers stand below them, `drawings` SVG that is harmless already, and `policy` is
-    what scripts need. A page with drawings follows a wish for dark colours.
+    what scripts need.
     """
     from markupsafe import Markup
 
     environment = _environment()
-    themes = {"light": palette(False), "dark": palette(True) if drawings is not None else None}
+    themes = {"light": palette(False), "dark": palette(True)}
     style = environment.get_template("report.css.jinja").render(**themes, twins=_twins())
     policy = policy or f"style-src '{_digest(style)}'"
     text = environment.get_template("report.html.jinja").render(
@@ -136,6 +139,7 @@ def _render(
         policy=f"default-src 'none'; {policy}; base-uri 'none'; form-action 'none'",
         drawn={name: Markup(drawing) for name, drawing in (drawings or {}).items()},
         shown_data=shown_data,
+        opened=_OPENED,
     )
     return text.encode()
 
@@ -158,8 +162,16 @@ def _environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
-    environment.filters.update(anchor=_anchor, looks=_looks, signed=signed, written=written)
+    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, signed=signed, written=written)
     return environment
+
+
+def _prose(text: str) -> Markup:
+    """A sentence, escaped, with what stands between backticks as code."""
+    from markupsafe import Markup
+
+    parts = text.split("`") if text.count("`") % 2 == 0 else [text]
+    return Markup("").join(Markup("<code>{}</code>").format(p) if at % 2 else p for at, p in enumerate(parts))
 
 
 def _anchor(name: str) -> str:
@@ -201,11 +213,6 @@ def inline_svg(chart: go.Figure, name: str, alt: str) -> str:
         drawn.attrib.pop(size, None)
     drawn.attrib |= {"class": "drawing", "role": "img", "aria-label": alt}
     return ElementTree.tostring(drawn, encoding="unicode")
-
-
-def picture(chart: go.Figure) -> bytes:
-    """The chart as PNG, the same bytes at every call in one environment."""
-    return encode(_static(chart), "png", PAGE)
 
 
 def _static(chart: go.Figure) -> Figure:

@@ -1,30 +1,18 @@
-"""The Markdown format: GitHub's flavour, short enough for a comment on a pull request."""
+"""The Markdown format: a comment on a pull request, in GitHub's flavour and at most 30 lines, without pictures.
+
+What failed stands first, then the verdict, then a row per task; GitHub shows no picture that is not uploaded to it.
+"""
 
 from __future__ import annotations
 
-import functools
-import pathlib
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from driftlens.records.reading import printable
 from driftlens_reports.content import ReportContent
 
-if TYPE_CHECKING:
-    import jinja2
-
-MOST_CHARACTERS = 60_000
-"""GitHub takes 65 536; the rest is for what people write around it."""
-
-MAIN = "layer-drift"
-"""The figure that has a picture."""
-
-_MOST_ROWS = 40
-_SECTIONS = ("setup", "glossary", "environment")
-"""Sections that a comment can do without."""
-_TABLES = {"layers", "models", "samples", "calibration-settings", "self-checks"}
-"""Tables that a comment can do without; the sentences say what matters of them."""
+MOST_LINES = 30
+_MOST_STAMPS, _MOST_FAILED = 3, 5
 _MARKUP = re.compile(r"[\\`*_\[\]<>|~&$]")
 _AT_START = re.compile(r"(?:[#+\-=]|\d+[.)])(?=\s|$)|[#=\-]{2,}")
 """What would begin a list, a heading or a rule where a line begins."""
@@ -33,39 +21,42 @@ _REFERENCE = re.compile(r"[@#](?=\w)|(?<=:)//|(?<=www)\.", re.IGNORECASE)
 _WORD_JOINER = "\u2060"
 
 
-def markdown(content: ReportContent, pictures: Mapping[str, str]) -> bytes:
-    """The report as Markdown.
+def markdown(content: ReportContent) -> bytes:
+    """The report as Markdown."""
+    tables = {table.name: table for section in content.sections for table in section.tables}
+    judged = [row for name in ("checks", "self-checks") if name in tables for row in tables[name].texts()]
+    failed = [
+        f"- **{status}**: {prose(check)}: {prose(reason)}"
+        for wanted in ("fail", "warn")
+        for check, status, *_, reason in judged
+        if status == wanted
+    ]
+    blocks = [
+        [f"## Drift report: {escape(content.run.name)}"],
+        _few([f"> - {prose(text)}" for text in content.stamps], _MOST_STAMPS, "> - "),
+        _few(failed, _MOST_FAILED, "- "),
+        [f"- {prose(text)}" for text in content.verdict.sentences],
+    ]
+    about = [f"DriftLens {escape(content.driftlens)}, run {escape(content.run.id)}."]
+    # Below stand the table's two first lines, the last line, and the empty ones between.
+    room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
+    if (table := tables.get("tasks")) and table.rows:
+        rows = table.texts()
+        kept = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
+        lines = [[column.name for column in table.columns], *kept]
+        bars = [f"| {' | '.join(map(escape, line))} |" for line in lines]
+        ends = (":--" if column.kind == "text" else "--:" for column in table.columns)
+        blocks.append([bars[0], f"|{'|'.join(ends)}|", *bars[1:]])
+        about += [f"{len(rows) - len(kept)} more tasks in the other formats."] * (len(rows) > len(kept))
+        about.append(prose(table.note))
+    blocks.append([f"<sub>{' '.join(about)}</sub>"])
+    return ("\n\n".join("\n".join(block) for block in blocks if block) + "\n").encode()
 
-    Args:
-        content: what it says.
-        pictures: path of a figure's picture, relative to the report, for figures that have one.
-    """
-    parts = [f"## Drift report: {escape(content.run.name)}", *(f"> {prose(text)}" for text in content.stamps)]
-    left_out = []
-    for section in content.sections:
-        tables = [table for table in section.tables if table.name not in _TABLES]
-        if section.name in _SECTIONS or not (section.sentences or tables or section.figures):
-            continue
-        text = _template().render(section=section, tables=tables, pictures=pictures, most_rows=_MOST_ROWS)
-        part = text.strip()
-        if sum(map(len, parts)) + len(part) > MOST_CHARACTERS:
-            left_out.append(section.title)
-        else:
-            parts.append(part)
-    if left_out:
-        parts.append(f"Left out for length: {', '.join(left_out)}. The other formats have them.")
-    parts.append(f"<sub>DriftLens {escape(content.driftlens)}, run {escape(content.run.id)}</sub>")
-    return ("\n\n".join(parts) + "\n").encode()
 
-
-@functools.cache
-def _template() -> jinja2.Template:
-    import jinja2
-
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters.update(literal=escape, prose=prose)
-    source = pathlib.Path(__file__).with_name("section.md.jinja").read_text(encoding="utf-8")
-    return environment.from_string(source)
+def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:
+    """The first lines, and how many more there are."""
+    found = list(lines)
+    return found if len(found) <= most else [*found[: most - 1], f"{mark}{len(found) - most + 1} more"]
 
 
 def escape(text: str) -> str:

@@ -166,14 +166,16 @@ def check_sentence(outcome: Outcome, noun: str) -> str:
 def checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
     """Sentences and tables of the self-checks that every run has, and of the user's checks where there are any."""
     sentences = [check_sentence(outcome_of(self_checks), "self-check")]
-    tables = [_check_table("self-checks", "Self-checks: claims that are exact in theory", self_checks)]
+    tables = [
+        _check_table("self-checks", "Self-checks: claims that are exact in theory", self_checks, "error")
+    ]
     if checks is not None:
         sentences.append(check_sentence(outcome_of(checks), "check"))
         tables.append(_check_table("checks", "Checks asked for", checks))
     return sentences, tables
 
 
-def _check_table(name: str, heading: str, report: CheckReport) -> Table:
+def _check_table(name: str, heading: str, report: CheckReport, kind: Kind = "number") -> Table:
     rows = [
         (
             result.title,
@@ -188,7 +190,7 @@ def _check_table(name: str, heading: str, report: CheckReport) -> Table:
         for result in report.results
     ]
     kinds: dict[str, Kind] = {
-        **{"check": "text", "status": "text", "value": "error", "wanted": "text"},
-        **{"margin": "error", "rows": "count", "where": "text", "reason": "text"},
+        **{"check": "text", "status": "text", "value": kind, "wanted": "text"},
+        **{"margin": kind, "rows": "count", "where": "text", "reason": "text"},
     }
     return table(name, heading, kinds, rows)

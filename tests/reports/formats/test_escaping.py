@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from driftlens.records.reading import NO_VALUE
 from driftlens_reports.build import Report
 from driftlens_reports.content import Column, Table
-from driftlens_reports.formats import pull_request
 from driftlens_reports.formats.fragments import fragments
-from driftlens_reports.formats.pull_request import MOST_CHARACTERS, escape, markdown, prose
+from driftlens_reports.formats.pull_request import escape, markdown, prose
 from tests.records.full_run import Size, write_full_run
 
 NAMES = (
@@ -79,20 +78,31 @@ def test_one_backtick_alone_is_a_letter() -> None:
     assert rendered(prose("it`s"))[0] == "it`s"
 
 
-def test_a_comment_is_never_too_long(standard: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = markdown(standard.content, {}).decode()
-    assert len(whole) < MOST_CHARACTERS and "Left out for length" not in whole
-    monkeypatch.setattr(pull_request, "MOST_CHARACTERS", len(whole) // 2)
-    short = markdown(standard.content, {}).decode()
-    assert len(short) < len(whole) and "Left out for length: " in short
-
-
-def test_pictures_are_linked_only_where_they_are_written(standard: Report) -> None:
-    assert "![" not in markdown(standard.content, {}).decode()
-    files = standard.files(["md"])
-    (picture,) = [name for name in files if name.endswith(".png")]
-    assert f"]({picture})" in files["report.md"].decode()
-    assert files[picture].startswith(b"\x89PNG")
+@pytest.mark.parametrize("many", [2, 40])
+def test_a_comment_has_30_lines_with_what_failed_first(standard: Report, many: int) -> None:
+    content = standard.content
+    (table,) = [table for part in content.sections for table in part.tables if table.name == "tasks"]
+    *tasks, mean = table.rows
+    rows = (*(tasks[0] for _ in range(many)), mean)
+    (old,) = [table for part in content.sections for table in part.tables if table.name == "self-checks"]
+    checks = old.model_copy(
+        update={
+            "name": "checks",
+            "rows": tuple((f"check {at}", "fail", *old.rows[0][2:]) for at in range(many)),
+        }
+    )
+    section = content.sections[0].model_copy(
+        update={"tables": (table.model_copy(update={"rows": rows}), checks)}
+    )
+    stamps = tuple(f"stamp {at}" for at in range(many))
+    text = markdown(content.model_copy(update={"sections": (section,), "stamps": stamps})).decode()
+    lines = text.splitlines()
+    assert len(lines) <= 30 and (many < 40 or len(lines) == 30) and "![" not in text
+    first = [
+        text.index(part) for part in ("stamp 0", "check 0", content.verdict.sentences[0][:8], "| task |")
+    ]
+    assert first == sorted(first) and "mean of" in lines[-3]
+    assert ("more tasks in the other formats" in text) == (many == 40) == ("- 38 more" in text)
 
 
 def test_spreadsheets_hold_no_formula(tmp_path_factory: pytest.TempPathFactory) -> None:

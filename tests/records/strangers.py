@@ -1,0 +1,26 @@
+"""The three runs that a stranger is asked about: `docs/questions.md` shows them, and tests hold the page to them."""
+
+from __future__ import annotations
+
+import pathlib
+
+from driftlens.records.manifest import Manifest
+from driftlens.records.run import DriftRun
+from tests.records.test_verdict import at, run_of
+
+NUM = 500
+RUNS = {
+    "good": at(base=[310, 330, 290], expert=[470, 480, 460], merged=[462, 474, 455]),
+    "below": at(base=[330, 340, 300], expert=[450, 470, 440], merged=[260, 300, 210], cal=[320, 345, 262]),
+    "expert": at(base=[330, 400, 300], expert=[450, 310, 440], merged=[400, 330, 380]),
+}
+"""Right answers of 500: a good merge, a merge below its base, and one of whose experts is itself bad."""
+SHARES = {2: (0.12, 0.08, 0.16), 3: (0.44, 0.38, 0.5)}
+
+
+def stranger(manifest: Manifest, name: str) -> DriftRun:
+    """One of the runs, with the predictions of its test samples."""
+    made = run_of(manifest, RUNS[name], NUM, SHARES, stored=True)
+    run = DriftRun(pathlib.Path("runs") / name, made.manifest)
+    run._frames |= made._frames
+    return run

@@ -62,15 +62,15 @@ def rho_control(run: DriftRun, name: str) -> str:
     if made.settings.get("rho", 1) == 1 or rows.empty:
         return ""
     wanted = {**made.settings, "rho": 1.0}
-    rows = rows[
-        (rows["method"] == made.method).fillna(False) & rows["n"].notna()
-    ]  # older sweeps tell neither
-    is_same = [
-        row["n"] == made.samples.get(row["task"])
+    # Sweeps of older runs tell neither.
+    rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
+    same = [
+        at
+        for at, row in rows.iterrows()
+        if row["n"] == made.samples.get(row["task"])
         and all(wanted.get(key) == value for key, value in settings_of(row).items())
-        for _, row in rows.iterrows()
     ]
-    found = rows[is_same].drop_duplicates("task")
+    found = rows.loc[same].drop_duplicates("task")
     if set(found["task"]) != set(run.tasks):
         return ""
     means = [(heading, found[column].mean(), kind) for column, (heading, kind, _) in MEASURES.items()]

@@ -34,46 +34,41 @@ def test_the_page_shows_what_every_surface_says_first(name: str, runs: dict[str,
     assert summary(run).split("\n\n")[1] == "\n".join(found.sentences)
     shared = tuple(shareable(run, text) for text in found.sentences)
     assert verdict_of(run).sentences == shared
-    assert [
-        line[2:]
-        for line in card._verdict(run, "cal" if name == "below" else "").split("\n\n")[0].splitlines()
-    ] == [card.escaped(text) for text in shared]
+    told = card._verdict(run, "cal" if name == "below" else "").split("\n\n")[0].splitlines()
+    assert [line[2:] for line in told] == [card.escaped(text) for text in shared]
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_its_answers_are_those_of_the_tables(name: str, runs: dict[str, DriftRun]) -> None:
     assert len(QUESTIONS) == 10
-    column = [*RUNS].index(name) + 2
-    answers = [row[column].removesuffix(" |") for row in QUESTIONS]
-    right, tasks = RUNS[name], runs[name].tasks
+    answers = [row[[*RUNS].index(name) + 2].removesuffix(" |") for row in QUESTIONS]
+    right, tasks, found = RUNS[name], runs[name].tasks, verdict(runs[name])
+    gaps = {(at.variant, at.against): at for at in found.gaps}
 
-    def gap(variant: str, against: str) -> float:
-        return 100 * sum(right[task, variant] - right[task, against] for task in tasks) / NUM / len(tasks)
+    def gap(variant: str, against: str) -> str:
+        """Without its sign, in points, as the counts have it."""
+        lost = sum(right[task, variant] - right[task, against] for task in tasks)
+        return f"{abs(100 * lost / NUM / len(tasks)):.1f}"
 
-    for answer, against in zip(answers, ("expert", "base"), strict=False):
-        worse, other = (
-            gap("merged", against) < 0,
-            "worse" if against == "expert" or name == "below" else "yes",
-        )
-        assert f"{abs(gap('merged', against)):.1f}" in answer and (other in answer or "told apart" in answer)
-        assert worse or answer.startswith("yes")
-    gaps = {(at.variant, at.against): at for at in verdict(runs[name]).gaps}
-    to_base = gaps["merged", "base"]
-    half = min(to_base.change.value - to_base.change.low, to_base.change.high - to_base.change.value)
-    assert answers[2] == f"± {100 * half:.1f}, {NUM * len(tasks)} test samples, paired" or answers[
-        2
-    ].startswith("± ")
-    agree = max(len(to_base.better), len(to_base.worse))
-    assert f"{agree} of {len(tasks)}" in answers[3]
+    for answer, against in zip(answers[:2], ("expert", "base"), strict=True):
+        said = {1: "yes", 0: "can't be told", -1: "no"}[gaps["merged", against].side]
+        assert gap("merged", against) in answer and answer.startswith(said)
+    change = gaps["merged", "base"].change
+    half = 100 * (abs(change.value) - min(abs(change.low), abs(change.high)))
+    assert answers[2].startswith(f"± {half:.1f}, {NUM * len(tasks)}") and answers[2].endswith("paired")
+    agree = [max(len(at.better), len(at.worse)) for at in (gaps["merged", "expert"], gaps["merged", "base"])]
+    assert f"{agree[name == 'good']} of {len(tasks)}" in answers[3]
     after = next((variant for _, variant in right if variant.startswith("calibrated:")), "")
-    assert (
-        (f"{gap(after, 'merged'):.1f}" in answers[4] and f"{-gap(after, 'base'):.1f}" in answers[4])
-        if after
-        else True
-    )
-    assert f"{100 * right['t0', after or 'merged'] / NUM:.1f} %" in answers[5]
-    share, n = max(SHARES.values()), 8 * len(tasks)
-    assert verdict(runs[name]).source is not None and answers[7] == f"{n} samples"
-    assert f"{100 * share[0]:.0f}" not in answers[6], "the interval, not the value alone"
-    assert ("t1" in answers[8]) == (verdict(runs[name]).bad_experts == ("t1",))
+    if after:
+        assert gap(after, "merged") in answers[4] and f"still {gap(after, 'base')} below" in answers[4]
+    else:
+        assert "nothing" in answers[4]
+    assert f"t0: {100 * right['t0', after or 'merged'] / NUM:.1f} %" in answers[5]
+    assert found.source is not None and found.source.layer == max(SHARES, key=lambda layer: SHARES[layer])
+    ends = f"{100 * found.source.share.low:.0f} to {100 * found.source.share.high:.0f} %"
+    assert answers[6] == f"{found.source.name.partition(' (')[0]}, {ends}"
+    assert answers[7] == f"{found.source.share.n} samples" == f"{8 * len(tasks)} samples"
+    bad = [task for task in tasks if right[task, "expert"] < right[task, "base"]]
+    assert list(found.bad_experts) == bad and answers[8].startswith(f"yes, {bad[0]}:" if bad else "no ")
     assert {"good": "report", "below": "calibrate", "expert": "validate"}[name] in answers[9]
+    assert f"driftlens {answers[9].split()[-1]}" in found.command or name != "good"

@@ -20,6 +20,7 @@ from driftlens.records.intervals import mcnemar, unpaired_difference
 from driftlens.records.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
+from driftlens.records.swept import rho_control
 from driftlens.records.tables import conform, empty
 from driftlens.records.verdict import Verdict, layer_name, others_sheet, shareable, task_sheet, verdict
 from driftlens.variants import title
@@ -285,3 +286,24 @@ def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
         layer_name(DriftRun(run.path, dataclasses.replace(manifest, layers=other)), 3)
         == "stage.3 (layer 3 of 4)"
     )
+
+
+def test_the_control_beside_a_gain_is_the_same_calibration_at_rho_1(manifest: Manifest) -> None:
+    made = run_of(manifest, at(expert=[380], merged=[300], cal=[320]), 400, {})
+    info = dataclasses.replace(
+        made.manifest.calibrations["cal"], settings={"lam": 0.1, "rho": 2.0, "alpha": 0.5}
+    )
+    run = DriftRun(made.path, dataclasses.replace(made.manifest, calibrations={"cal": info}))
+    key = {"sweep": "rho", "seed": 0, "task": "t0", "n": 8, "method": "featcal", "drift_rel": 0.25}
+    points = [
+        {**key, "point": at, "accuracy": value, "settings": f'{{"lam": {lam}, "rho": {rho}, "alpha": 0.5}}'}
+        for at, (lam, rho, value) in enumerate([(0.1, 2.0, 0.8), (0.2, 1.0, 0.7), (0.1, 1.0, 0.775)])
+    ]
+    older = {**key, "sweep": "older", "point": 0, "rho": 1.0, "method": None, "settings": None}
+
+    def told(rows: Sequence[Mapping[str, object]]) -> str:
+        run._frames["sweeps"] = conform(pd.DataFrame(rows), TABLES["sweeps"])
+        return rho_control(run, "cal")
+
+    assert told([*points, older]).endswith("accuracy 77.5 %, relative drift 0.2500.")
+    assert told([*points[:2], older]) == "" and told([{**points[2], "n": 16}]) == ""

@@ -352,10 +352,12 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
         row = {head: found.means[variant].value for variant, head in heads.items()}
         row |= {"task": f"mean of {len(found.tasks)}"}
         rows.append(with_change(row, gap.change) if gap else row)
-    num = len(run.tasks) if found.source else 0
-    share_n = f", n = {found.source.share.n // num} a task" if found.source and found.source.share.n else ""
-    source = f"; main source is the largest share of {title(found.merged)}'s drift (full state{share_n})"
-    note = f"Relative drift is that of {title(last)} (pooled feature){source if found.source else ''}. "
+    note = f"Relative drift is that of {title(last)} (pooled feature)"
+    if found.source:
+        num_tasks, n = len(shares(run, found.merged)[found.source.layer][1]), found.source.share.n
+        share_n = f", n = {n // num_tasks} a task" if n else ""
+        note += f"; main source is the largest share of {title(found.merged)}'s drift (full state{share_n})"
+    note += ". "
     note += "95 % intervals over samples, "
     pairs = [score_change(run, task, (gap.against, gap.variant)) for task in gap.by_task] if gap else []
     is_paired = of == "relative" or all(at.is_paired for at in pairs)

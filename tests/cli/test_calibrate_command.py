@@ -67,7 +67,7 @@ def test_json_holds_the_same_numbers(folder: pathlib.Path, run_cli: Cli) -> None
     for change in found["accuracy_changes"]:
         before, after = (rows[change["task"], variant]["accuracy"] for variant in ("merged", VARIANT))
         assert change["change"] == after - before and change["low"] <= change["change"] <= change["high"]
-        assert change["split"] == "diagnosis" and change["paired"]["n"] == 5
+        assert change["split"] == "test" and change["paired"]["n"] == change["n"] and change["is_paired"]
     for entry in found["means"]:
         change = entry["means"][VARIANT]["value"] - entry["means"]["merged"]["value"]
         assert entry["tasks"] == list(TASKS) and entry["change"]["value"] == pytest.approx(change)

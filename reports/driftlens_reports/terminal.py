@@ -201,9 +201,12 @@ def _largest_drift(run: RunSummary) -> str:
 
 def checks_text(report: CheckReport) -> str:
     """One line per check, what went wrong in words, and a count; that no check could be executed is said."""
-    header = ["", "check", "value", "margin", "rows"]
+    header = ["", "check", "value", "margin", "rows", "samples"]
     rows = [
-        [result.status, result.title, _value(result.value), _value(result.margin), str(result.n)]
+        [
+            *(result.status, result.title, _value(result.value), _value(result.margin), str(result.n)),
+            str(result.samples or ""),
+        ]
         for result in report.results
     ]
     lines = aligned([header, *rows], num_names=2)

@@ -215,6 +215,11 @@ def inline_svg(chart: go.Figure, name: str, alt: str) -> str:
     return ElementTree.tostring(drawn, encoding="unicode")
 
 
+def picture(chart: go.Figure) -> bytes:
+    """The chart as PNG, the same bytes at every call in one environment."""
+    return encode(_static(chart), "png", PAGE)
+
+
 def _static(chart: go.Figure) -> Figure:
     from driftlens_reports.paper.static import draw_static  # with matplotlib, which an interactive page lacks
 

@@ -109,7 +109,7 @@ def test_intro_panels_share_one_window_and_the_expert_points(run: DriftRun) -> N
 
 
 def test_intro_bars_and_intervals_are_those_of_the_accuracy_table(run: DriftRun) -> None:
-    axes, shown = panel(draw("intro", run), "(c)"), ("merged", CONTROL, CALIBRATED, "expert")
+    axes, shown = panel(draw("intro", run), "(c)"), ("base", "merged", CONTROL, CALIBRATED, "expert")
     rows = run.accuracy().set_index(["variant", "task"])
     keys = [(variant, task) for variant in shown for task in run.tasks]
     drawn = np.array(bars(axes)).reshape(len(shown), len(run.tasks) + 1)

@@ -407,13 +407,18 @@ def norm_of_half_a_matrix(patch: Patch) -> None:
 
 
 def bias_of_the_merged_weight(patch: Patch) -> None:
-    original = solves._bias
+    of, original = solves._Weights.of, solves.solve_bias
+    outputs = []
 
-    def late(problem, site, outputs, weight, anchor, lam):  # type: ignore[no-untyped-def]
-        merged = problem.merged[f"{site.name}.weight"].to(weight)
-        return original(problem, site, outputs, merged, anchor, lam)
+    def noted(moments, merged, *rest):  # type: ignore[no-untyped-def]
+        outputs.append(merged.to(moments.gram) @ moments.mean_in)
+        return of(moments, merged, *rest)
 
-    patch.setattr(solves, "_bias", late)
+    def late(target, output, *rest, **more):  # type: ignore[no-untyped-def]
+        return original(target, outputs[-1], *rest, **more)
+
+    patch.setattr(solves._Weights, "of", noted)
+    patch.setattr(solves, "solve_bias", late)
 
 
 def token_weights_counted_twice(patch: Patch) -> None:

@@ -155,7 +155,7 @@ def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path
     fields = [*app.number_input, *app.selectbox, *app.multiselect, *app.text_input]
     assert {f"featcal.{setting['name']}" for setting in entry["settings"]} <= {field.key for field in fields}
     labels = [app.number_input(key=f"featcal.{name}").label for name in entry["automatic"]]
-    assert labels == ["Ridge λ", "Anchor ρ", "Target α"]
+    assert labels == ["Ridge λ", "Target α", "Anchor ρ"]
 
 
 def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open, root: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_settings_chosen_are_those_calibrated_with(
     folder = roomy_run(world, tmp_path).path
     flags = ("--name", NAME, "--method", "featcal", "--auto", "--lam", 50, "--rho", 4, "--layers", "2")
     rehearsed = run_cli("calibrate", folder, *flags, "--dry-run")
-    assert rehearsed.code == 0 and "--auto would first calibrate candidates" in rehearsed.err
+    assert rehearsed.code == 0 and "candidates" in rehearsed.out and "calibrations by FeatCal" in rehearsed.out
     found = json.loads(run_cli("calibrate", folder, *flags, "--json", *QUIET).out)
     assert found["automatic"] and (found["settings"]["lam"], found["settings"]["rho"]) != (50.0, 4.0)
     assert set(open_run(folder).calibration(NAME)["lam"]) == {found["settings"]["lam"]}

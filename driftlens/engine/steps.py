@@ -233,12 +233,13 @@ class StepWalk(CalibrationWalk):
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
         """Some batches at a time, x~ [T, k], y1 [T, o], roots of weights [T, 1], fold by fold, and rows per fold."""
         some: list[tuple[Tensor, ...]] = []
-        batches = list(self.batches(layer, task, 0))
-        for batch, count, fold in zip(batches, weighted.rows, self.noted[task].folds(), strict=True):
+        folds = self.noted[task].folds()
+        of_batches = zip(self.batches(layer, task, 0), weighted.rows, folds, strict=True)
+        for number, (batch, count, fold) in enumerate(of_batches, start=1):
             x, wanted = self._rows(layer, student, group, streams, batch)
             of = torch.tensor(fold, device=x.device).repeat_interleave(len(x) // len(fold))
             some.append((x, wanted, count.sqrt()[:, None], of))
-            if batch is batches[-1] or sum(len(x) for x, *_ in some) >= _AT_ONCE:
+            if number == len(folds) or sum(len(x) for x, *_ in some) >= _AT_ONCE:
                 *rows, of = (torch.cat(parts) for parts in zip(*some, strict=True))
                 order = of.argsort(stable=True)
                 x, wanted, root = (part[order] for part in rows)

@@ -43,7 +43,7 @@ def using_threads(wanted: int | None) -> Iterator[None]:
     if wanted is None:
         yield
         return
-    with _computing_with(_allowed(wanted, "threads")) as number:
+    with computing_with(_allowed(wanted, "threads")) as number:
         token = _wanted.set(number)
         try:
             yield
@@ -77,7 +77,7 @@ def settled_threads(rows: int, width: int, *, phase: str) -> Iterator[int]:
             powers = {1 << power for power in range(available.bit_length())}
             number = fewest_threads(_layer(rows, width), sorted({*powers, available}))
             _tell(phase.partition(":")[0], number, available)
-    with _computing_with(number):
+    with computing_with(number):
         yield number
 
 
@@ -97,7 +97,7 @@ def fewest_threads(
     spent, calls = dict.fromkeys(candidates, 0.0), dict.fromkeys(candidates, 0)
     for _ in range(_ROUNDS):
         for number in candidates:
-            with _computing_with(number):
+            with computing_with(number):
                 work()  # threads that had to be started, and caches that had to be filled, are nobody's merit
                 started, passed = clock(), 0.0
                 while passed < _TURN_SECONDS:
@@ -122,7 +122,8 @@ def _layer(rows: int, width: int) -> Callable[[], object]:
 
 
 @contextmanager
-def _computing_with(number: int) -> Iterator[int]:
+def computing_with(number: int) -> Iterator[int]:
+    """A block in which torch computes with just so many threads; what it was given comes back at the end."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -49,6 +49,18 @@ FeatCal pulls towards an anchor, base + rho (merged - base). At rho 1 that is th
 another merge: of methods on a straight line from the base it is the same method with rho times the scaling, of all
 others rho times the step that the method makes; each calibration says which, and measures the anchor alone beside it.
 
+## The same every time, or in law
+
+A merge is computed with one thread, whatever `--threads` says. Products, sums and decompositions are parted among
+threads and rounded by their parts: at width 256 half of the methods gave other last bits with two threads than with
+one. So weights are the same, bit by bit, however many cores there are. It costs time where there are many and a matrix
+method or one that runs models on the CPU; judging merges, measuring and calibrating keep their threads.
+
+Random masks (`dare`, `della`, `ties` with `drop_rate`) follow seed, task, parameter and place alone. Their laws hold
+over draws, not for one of them: each entry stays with its chance, and the mean over masks is the task vector. What
+mergekit draws depends on the order of its work, so its DARE and DELLA are equalled in law, not bit by bit; all else
+that both have equals its output to rounding.
+
 ## Recipes of mergekit
 
 `driftlens merge recipe.yml --out FOLDER` follows a recipe for decoder-only language models, for the methods that both

@@ -19,6 +19,7 @@ from driftlens.pipeline.study.merging import merged_source
 from driftlens.pipeline.study.opening import OpenModels
 from driftlens.pipeline.study.study import Settings, Study, TaskSamples
 from driftlens.variants import expert_of
+from tests import tiny
 from tests.tiny import TinyStack
 
 Tensors = dict[str, Tensor]
@@ -58,7 +59,7 @@ def open_models(base: StateDict, experts: Mapping[str, StateDict]) -> OpenModels
 def head_of(task: str) -> LinearHead:
     """A random classifier of three classes."""
     generator = torch.Generator().manual_seed(ord(task[0]))
-    return LinearHead(("x", "y", "z"), torch.randn(3, 16, generator=generator))
+    return LinearHead(("x", "y", "z"), torch.randn(3, tiny.STACK_WIDTH, generator=generator))
 
 
 def study_of(models: OpenModels, *, count: int = 6) -> Study:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +30,8 @@ from driftlens.pipeline.study.merging import merged_source, site_moments
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.registry import Registry
 from driftlens.variants import expert_of
-from tests.merging.applying import Tensors, open_models, random_model, study_of
+from tests import tiny
+from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
 
 BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enumerate("ab", start=1)}
 
@@ -38,6 +40,15 @@ BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enu
 def none_stays() -> Iterator[None]:
     with merge_methods.temporary():
         yield
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Torch is given two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def filed(function: Callable[..., Any], reads: Reads, **known: Any) -> str:
@@ -177,6 +188,39 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
     with pytest.raises(Cancelled):
         merged_source(models, method, {}, beside=tmp_path / "merged.safetensors", reporter=reporter)
     assert not list(tmp_path.iterdir())
+
+
+def test_one_thread_computes_and_what_torch_was_given_comes_back(threads: None) -> None:
+    seen: list[int] = []
+
+    def model(base: Tensors, experts: dict[str, Tensors]) -> Iterator[tuple[str, Tensor]]:
+        for name, value in base.items():
+            seen.append(torch.get_num_threads())
+            yield name, value[..., None] if len(seen) == 5 else value
+
+    with pytest.raises(ShapeError):
+        merged_source(open_models(BASE, EXPERTS), filed(model, "model"), {})
+    assert seen == [1] * 5 and torch.get_num_threads() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", merge_methods)
+def test_two_threads_give_bit_by_bit_what_one_gives(
+    name: str, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a width where products and decompositions are parted among threads."""
+    monkeypatch.setattr(tiny, "STACK_WIDTH", 256)
+    method, tasks = merge_methods[name], "ab" if name == "slerp" else "abc"
+    models = open_models(random_model(0), {task: random_model(at) for at, task in enumerate(tasks, start=1)})
+    digests = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        study = study_of(models) if method.runs_models else None
+        merged = merged_source(models, name, FEW.get(name, {}), study)
+        assert torch.get_num_threads() == count
+        written = (merged.read(key).numpy().tobytes() for key in sorted(merged.headers))
+        digests.append(hashlib.sha256(b"".join(written)).hexdigest())
+    assert digests[0] == digests[1]
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(

@@ -203,19 +203,6 @@ def test_model_stock_is_the_formula_of_the_mean_cosine() -> None:
     assert torch.equal(stock(base, crossed)["w"], base["w"])
 
 
-@pytest.mark.parametrize("name", [*NOTHING_DROPPED, "slerp", "karcher", "model_stock"])
-def test_one_thread_and_two_make_the_same(name: str) -> None:
-    base, experts = states(merge_methods[name])
-    merged, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            merged.append(apply(merge_methods[name], base, experts))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(merged[0][key], merged[1][key]) for key in base)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

@@ -40,6 +40,7 @@ from driftlens.pipeline.study.opening import (
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.spec import RunSpec
+from driftlens.threads import computing_with
 from driftlens.variants import expert_of, task_of
 
 PHASE = "merge"
@@ -110,7 +111,7 @@ def merged_source(
     """The experts of a spec, merged by what the method reads at a time; the result waits on disk to be read.
 
     Only methods that run models need the `study`. The result waits in files without a name, on the disk of `beside` or
-    where temporary files are. The reporter is told of every part of a tensor.
+    where temporary files are. The reporter is told of every part of a tensor. One thread computes.
 
     Raises:
         Cancelled: somebody asked to stop.
@@ -144,7 +145,9 @@ def merged_source(
     def place_of(slot: Slot) -> Tensor:
         return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
 
-    with torch.set_grad_enabled(entry.reads == "samples"):
+    # Products, sums and decompositions are parted among threads, and rounded by their parts: with one thread a merge is
+    # the same on every number of cores.
+    with torch.set_grad_enabled(entry.reads == "samples"), computing_with(1):
         for slot, value in _parts(entry, settings, at_hand, models.architecture.chain, study, place_of):
             require_key(start, slot.key)
             place = place_of(slot)

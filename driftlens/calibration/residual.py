@@ -99,12 +99,10 @@ class ResidualCal(Calibrator, Stepwise):
             SingularGramError: gram + ridge * I is singular to working precision.
         """
         if self.cv == "on":
-            single = all(value.dtype != torch.float64 for value in problem.merged.values())
-            dtype = torch.float32 if single else torch.float64  # products of float32 rows are no better
-            ridges = choose_ridges(problem.folds, most=self.residual, dtype=dtype)
+            ridges = choose_ridges(problem.folds, most=self.residual)
         else:
             ridges = Ridges(self.ridge, self.ridge, self.residual)
-        moments = total(problem.folds)
+        moments = total(problem.folds, getattr(torch, self.solve_dtype))
         change = solve_joint(moments, ridges, tasks=problem.tasks)
         merged, updates, start = problem.merged, [], 0
         share = float(moments.energy) / len(change)

@@ -35,8 +35,14 @@ _WANTED = "wanted"
 _ROWS = 64
 _AT_ONCE = 2048
 """Rows that are multiplied together at least, where there are so many: products of few are slow."""
+_LEAST = 1e-12
+"""Of the weight of a task beside the others, so that no expert that answers always the same divides by zero."""
 _ENTERED = ""
 """Stands for what enters a block, among the streams that are added to."""
+
+
+_FoldRows = tuple[Tensor, Tensor, list[int]]
+"""x~ [T, k] and both targets [T, 2 o], fold by fold, and rows per fold."""
 
 
 @dataclass
@@ -185,32 +191,43 @@ class StepWalk(CalibrationWalk):
         own = _affine(merged, group)
         outputs, inputs = own.shape
         lend = partial(self.grams.lend, inputs, device=self.pool.device)
-        folds = [JointSums(lend(dtype=dtype), outputs) for _ in range(self.calibrator.num_folds)]
+        # Products of float32 rows are no better than float32, and few of them are summed up.
+        folds = [JointSums(lend(dtype=own.dtype), outputs) for _ in range(self.calibrator.num_folds)]
         product, task_gram = lend(dtype=own.dtype), lend(dtype=own.dtype)
         weights = {task: mine[layer.index, at] for task, mine in self.weighted.items()}
         energy = sum(found.energy for found in weights.values()) / len(weights)
         tasks: list[tuple[Tensor, JointSums]] = []
         norms: list[Tensor] = []
         task_weight_sum = 0.0
+        some: list[_FoldRows] = []
         for task, weighted in weights.items():
             theirs = _affine(self.pool.parameters(expert_of(task), layer), group)
-            factor = weighted.energy / energy if energy > 0 else 1.0
+            maps = torch.cat([theirs - own, theirs])
+            factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
             task_weight_sum += factor
             task_gram.clear()
             if self.calibrator.mu:
                 tasks.append((self._metric(weighted, own.to(dtype)), JointSums(lend(dtype=dtype), outputs)))
+            mine = [of for _, of in tasks[-1:]]
             for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
-                x = x * root
-                local, upstream = x @ (theirs - own).mT, wanted * root - x @ theirs.mT
-                parts = (rows.split_with_sizes(sizes) for rows in (x, local, upstream))
-                for number, (x_fold, *targets) in enumerate(zip(*parts, strict=True)):
+                x, wanted = x * (root * factor**0.5), wanted * (root * factor**0.5)
+                targets = x @ maps.mT
+                upstream = targets[:, outputs:]
+                torch.sub(wanted, upstream, out=upstream)
+                if len(x) + sum(len(rows) for rows, _, _ in some) > _AT_ONCE:
+                    _take_in(some, folds)
+                some.append((x, targets, sizes))
+                for fold, rows in zip(folds, x.split_with_sizes(sizes), strict=True):
                     product.clear()
-                    product.add_rows(x_fold)
+                    product.add_rows(rows)
+                    for of in (fold, *mine):
+                        of.add_gram(product)
                     task_gram.add(product, 1.0)
-                    for into in [folds[number], *(mine for _, mine in tasks[-1:])]:
-                        into.add(product, x_fold, *targets, scale=factor)
+            if mine:
+                _take_in(some, folds, *mine)
             width = inputs - group.has_bias
-            norms.append(torch.linalg.matrix_norm(task_gram.full()[:width, :width]))
+            norms.append(torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor)
+        _take_in(some, folds)
         # Where no input ever varies from 0 there is nothing to bring to norm 1.
         scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
         return StepProblem(
@@ -269,6 +286,16 @@ class StepWalk(CalibrationWalk):
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
         trace = moment.trace()
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if bool(trace > 0) else eye)
+
+
+def _take_in(some: list[_FoldRows], folds: Sequence[JointSums], *every: JointSums) -> None:
+    """Add the rows of each fold to its sums, and of all folds to others, in one product; none of them is kept."""
+    parts = ([rows.split_with_sizes(sizes) for rows in both] for *both, sizes in some)
+    for of, *here in zip(folds, *(zip(*both, strict=True) for both in parts), strict=True) if some else ():
+        x, targets = (torch.cat(rows) for rows in zip(*here, strict=True))
+        for into in (of, *every):
+            into.add(x, targets)
+    some.clear()
 
 
 def _affine(parameters: Parameters, group: Group) -> Tensor:

@@ -26,6 +26,8 @@ GRID = (*(10 ** (step / 2) for step in range(-8, 1)), 3.0)
 WIDEST = 256
 """Inputs beyond which folds are compared in the span of this many directions, not in all of their space."""
 _STEPS = 5
+_LINE = 16
+"""Numbers in a cache line, in float32."""
 
 
 @dataclass
@@ -44,21 +46,16 @@ class JointMoments:
     upstream: Tensor
     energy: Tensor
 
-    def add(self, other: JointMoments, scale: float | Tensor = 1.0) -> None:
-        """Add other moments, multiplied by a number."""
+    def add(self, other: JointMoments) -> None:
+        """Add other moments, of this dtype or a narrower one."""
         for name, value in vars(other).items():
-            getattr(self, name).add_(value * scale)
+            getattr(self, name).add_(value)
 
-    def within(self, basis: Tensor | None, dtype: torch.dtype) -> JointMoments:
-        """Of the inputs in an orthonormal basis [k, r], or as they are, in another dtype."""
-        gram, local, upstream, energy = (value.to(dtype) for value in vars(self).values())
-        if basis is not None:
-            gram, local, upstream = basis.mT @ gram @ basis, local @ basis, upstream @ basis
-        return JointMoments(gram, local, upstream, energy)
-
-    def scaled(self, scale: float | Tensor) -> JointMoments:
-        """All of them multiplied by a number."""
-        return JointMoments(**{name: value * scale for name, value in vars(self).items()})
+    def within(self, basis: Tensor) -> JointMoments:
+        """Of the inputs in an orthonormal basis [k, r]."""
+        return JointMoments(
+            basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy
+        )
 
 
 class JointSums:
@@ -66,26 +63,30 @@ class JointSums:
 
     def __init__(self, gram: GramSum, outputs: int) -> None:
         self._gram = gram
-        self._local = torch.zeros(outputs, gram.k, dtype=gram.dtype, device=gram.device)
-        self._upstream = torch.zeros_like(self._local)
-        self._energy = self._local.new_zeros(())
+        self._cross = torch.zeros(2 * outputs, gram.k, dtype=gram.dtype, device=gram.device)
+        self._energy = self._cross.new_zeros(())
 
-    def add(self, product: GramSum, x: Tensor, local: Tensor, upstream: Tensor, *, scale: float) -> None:
-        """Add rows [T, k], [T, o] and [T, o], each scaled by the root of what it counts; `product` is x'x."""
-        self._gram.add(product, scale)
-        add_scaled(self._local, local.mT @ x, scale)
-        add_scaled(self._upstream, upstream.mT @ x, scale)
-        self._energy += scale * (local + upstream).square().sum()
+    def add_gram(self, product: GramSum) -> None:
+        """Add x'x of some rows."""
+        self._gram.add(product, 1.0)
+
+    def add(self, x: Tensor, targets: Tensor) -> None:
+        """Add what rows [T, k] have in common with their local and upstream targets, side by side: [T, 2 o]."""
+        # A product whose rows aren't whole cache lines takes up to twice as long.
+        lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
+        add_scaled(self._cross, torch.mm(targets.mT, x, out=lines[:, : x.shape[1]]))
+        local, upstream = targets.chunk(2, dim=1)
+        self._energy += (local + upstream).square().sum()
 
     def moments(self, scale: float) -> JointMoments:
         """The sums, multiplied by a number, in their own memory."""
-        sums = self._gram.full(), self._local, self._upstream, self._energy
+        sums = self._gram.full(), *self._cross.chunk(2), self._energy
         return JointMoments(*(value.mul_(scale) for value in sums))
 
 
-def total(parts: Sequence[JointMoments]) -> JointMoments:
-    """The sum of moments."""
-    found = parts[0].scaled(1.0)
+def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> JointMoments:
+    """The sum of moments, in another dtype or in theirs."""
+    found = JointMoments(**{name: value.to(dtype, copy=True) for name, value in vars(parts[0]).items()})
     for part in parts[1:]:
         found.add(part)
     return found
@@ -105,23 +106,23 @@ def choose_ridges(
     *,
     most: float = 1.0,
     grid: Sequence[float] = GRID,
-    dtype: torch.dtype = torch.float64,
 ) -> Ridges:
     """The ridges and the share in [0, most] whose maps, each fitted without a fold, miss that fold least.
 
     Misfits are those to the residual target; with `most` 0, the folds hold no other than the local one. One
     eigendecomposition per fold serves the whole grid. Where there are more than `WIDEST` inputs, maps are compared
     inside the span that a few products with the Gram matrix of all folds leave of as many random directions; that
-    changes the choice, and not what is solved with it. All is computed in `dtype`.
+    changes the choice, and not what is solved with it. All is computed in the dtype of the moments.
 
     Raises:
         NumericsError: the moments hold NaN or infinite entries.
     """
+    for fold in folds:
+        require_finite(fold)
+    if len(folds[0].gram) > WIDEST:
+        basis = _span(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
+        folds = [fold.within(basis) for fold in folds]
     everything = total(folds)
-    require_finite(everything)
-    basis = _span(everything.gram.to(dtype), WIDEST) if len(everything.gram) > WIDEST else None
-    folds = [fold.within(basis, dtype) for fold in folds]
-    everything = everything.within(basis, dtype)
     ridges = everything.gram.new_tensor(grid)
     plain = everything.gram.new_zeros(len(grid))
     square = everything.gram.new_zeros(len(grid))
@@ -208,7 +209,7 @@ def require_finite(moments: JointMoments) -> None:
     Raises:
         NumericsError: there are some.
     """
-    if not all(bool(torch.isfinite(value).all()) for value in vars(moments).values()):
+    if not all(bool(torch.isfinite(end)) for value in vars(moments).values() for end in value.aminmax()):
         raise NumericsError(
             "the moments hold NaN or infinite entries",
             hint="Look at the features and weights that they were computed from.",

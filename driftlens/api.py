@@ -364,7 +364,7 @@ def compare_merges(
     Args:
         spec: a spec file, its values, or a checked spec.
         merges: registered merge methods, or pairs of one and its settings by name; `all` is every method.
-        out: a folder for the table as CSV, JSON and HTML, and its picture; nothing is written without.
+        out: a new folder for the table as CSV, JSON and HTML, and its picture; nothing is written without.
         keep: save every merge too, in that folder.
         progress: how progress is shown on stderr.
         on_progress: called with every `ProgressEvent`, besides.
@@ -377,6 +377,7 @@ def compare_merges(
     Raises:
         DriftLensError: see the tree in `driftlens.errors`.
     """
+    from driftlens.files import require_free
     from driftlens.pipeline.search.merges import compare_merges as compared
     from driftlens.pipeline.search.merges import wanted_merges
     from driftlens.spec import load_spec
@@ -384,6 +385,8 @@ def compare_merges(
 
     if keep and out is None:
         raise SpecError("keep=True saves every merge in a folder, and there is none", hint="Give out=FOLDER.")
+    if out is not None:
+        require_free(out)
     wanted = wanted_merges([(each, {}) if isinstance(each, str) else each for each in merges])
     access, place = _access(options), out if keep else None
     with _shown(progress, on_progress) as sink:

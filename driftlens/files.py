@@ -60,9 +60,8 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
         RunError: `path` exists and may not be replaced, can't be written to, or the disk is full.
     """
     target = pathlib.Path(path)
-    occupied = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    if occupied and not (replace and target.is_dir()):
-        raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
+    if not (replace and target.is_dir()):
+        require_free(target)
     with scratch_beside(target, None) as scratch:
         filled = scratch / target.name
         filled.mkdir()
@@ -71,6 +70,17 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
             if file.is_file():
                 _flush(file)
         _swap(filled, target, aside=scratch / "replaced")
+
+
+def require_free(path: PathLike) -> None:
+    """Refuse a path at which something is, other than an empty folder.
+
+    Raises:
+        RunError: a file is there, or a folder that is not empty.
+    """
+    target = pathlib.Path(path)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise RunError(f"{target} exists already", hint="Choose another path, or remove it first.")
 
 
 def write_text_atomic(path: PathLike, text: str) -> None:

@@ -243,14 +243,14 @@ def _compare_merges(
     as_json: bool,
     job: Job,
 ) -> None:
+    from driftlens.files import require_free
     from driftlens.pipeline.search.merges import compare_merges, wanted_merges
     from driftlens_reports.merges import merges_sheet, write_merges
     from driftlens_reports.terminal import sheet_text
 
     if parameters:
         raise SpecError("--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4.")
-    if out.is_file():
-        raise SpecError(f"{out} is a file; a comparison is a folder", hint="Give another --out.")
+    require_free(out)
     asked = []
     # Commas inside brackets are those of a list.
     for text in re.split(r",(?![^\[]*\])", ",".join(given)):

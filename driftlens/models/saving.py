@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from driftlens.errors import CheckpointError, IncompatibleModelsError, RunError, ShapeError, SpecError
-from driftlens.files import atomic_folder, atomic_path, write_json_atomic, write_text_atomic
+from driftlens.files import atomic_folder, atomic_path, require_free, write_json_atomic, write_text_atomic
 from driftlens.models.architecture import Architecture, FolderFormat
 from driftlens.models.chain import LayerChain, ParameterKey, Slot
 from driftlens.models.loading import companion_files, library_folder, read_json
@@ -263,8 +263,7 @@ def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> 
             f"a {architecture.source} can only be saved as a state dict",
             hint="Give a path ending in .safetensors.",
         )
-    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
-        raise RunError(f"{place} exists already", hint="Choose another path, or remove it first.")
+    require_free(place)
 
 
 def _files(base: StateSource, names: Mapping[str, str], form: FolderFormat) -> dict[str, dict[str, str]]:

@@ -59,3 +59,28 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
         page.get_by_test_id("stPlotlyChart").wait_for()
         expect(page.get_by_text("Ranked by KL to the experts")).to_be_visible()
     assert not said
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_cancelled_leaves_nothing_half_written(
+    page: Any, light: DriftRun, tmp_path: Path
+) -> None:
+    """In the middle of a merge that would take minutes."""
+    root = tmp_path / "runs"
+    shutil.copytree(light.path, root / "light")
+    with serving(root, tmp_path / "log") as address:
+        page.goto(f"{address}/new_run")
+        settled(page)
+        page.get_by_text("New merge", exact=True).click()
+        drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
+        for title in ("Simple averaging", "WUDI-Merging"):
+            choose(page, title)
+        steps = page.get_by_role("spinbutton", name="steps")
+        steps.fill("100000")
+        steps.press("Tab")
+        page.get_by_role("button", name="Compare the merges").click()
+        expect(page.get_by_text("wudi steps=100000").first).to_be_visible(timeout=PATIENCE)
+        page.get_by_role("button", name="Cancel").first.click(timeout=PATIENCE)
+        expect(page.get_by_text("was cancelled").first).to_be_visible(timeout=PATIENCE)
+        assert [path.name for path in root.iterdir() if not path.name.startswith(".driftlens")] == ["light"]
+        assert not list(tmp_path.rglob(".partial-*"))

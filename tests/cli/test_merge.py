@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import pathlib
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import driftlens as dl
+from driftlens.errors import Cancelled, RunError
+from driftlens.progress import CancelToken, ProgressEvent
 from driftlens.records.run import DriftRun
 from tests.cli.conftest import Result
+from tests.cli.worker import started
 from tests.models.clip import under_transformers_names
 from tests.pipeline.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, write_spec
 
@@ -194,6 +199,69 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
     assert kinds == {".csv", ".json", ".png", ".svg", ".html"}
     page = (out / "merges.html").read_text()
     assert "<script" not in page and html.escape(broken["reason"]) in page and "lane" not in page
+
+
+def test_a_comparison_is_refused_where_its_folder_is_taken_before_anything_is_opened(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    folder, file = tmp_path / "taken", tmp_path / "file"
+    folder.mkdir()
+    (folder / "merges.csv").write_text("of another comparison")
+    file.write_text("mine")
+    spec = write_spec(spec_file, world.spec(base={"weights": "nowhere.safetensors"}))
+    for out in (folder, file):
+        refused = run_cli("merge", spec, "--compare", "average", "--out", out)
+        assert refused.code == 4 and refused.message == f"{out} exists already" and refused.hint
+    with pytest.raises(RunError, match="exists already"):
+        dl.compare_merges(spec, ["average"], out=folder)
+    assert (folder / "merges.csv").read_text() == "of another comparison"
+    assert sorted(tmp_path.iterdir()) == sorted([spec, folder, file])
+
+
+@pytest.mark.parametrize(
+    "label", ["expert of shapes", "base on shapes", "average on shapes", "ties on shapes"]
+)
+def test_a_comparison_stops_between_tasks_and_what_it_kept_is_whole(
+    label: str, world: World, tmp_path: pathlib.Path
+) -> None:
+    token, said = CancelToken(), list[str]()
+
+    def stop(event: ProgressEvent) -> None:
+        assert not said or said[-1] != label, "it went on"
+        said.append(event.label)
+        if event.label == label:
+            token.cancel()
+
+    out, kept = tmp_path / "out", ["average", "ties"]
+    with pytest.raises(Cancelled):
+        dl.compare_merges(
+            world.spec(), kept, out=out, keep=True, progress="none", on_progress=stop, cancel=token
+        )
+    there = kept[: kept.index(label.split()[0]) + 1] if label.split()[0] in kept else []
+    assert sorted(path.name for path in out.glob("*")) == there
+    for name in there:
+        (weights,) = (out / name).glob("*.safetensors")
+        clip(load_file(weights))
+    assert not list(tmp_path.rglob(".partial-*"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_comparison_and_leaves_nothing(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """In a process of its own, in the middle of a merge that would take minutes."""
+    spec, out = write_spec(spec_file, world.spec()), tmp_path / "out"
+    asked = ["--compare", "average,wudi:steps=100000", "--keep", "--out", str(out)]
+    with started("merge", str(spec), *asked) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if json.loads(line)["label"] == "wudi steps=100000":
+                break
+        process.send_signal(signal.SIGINT)
+        _, written = process.communicate(timeout=300)
+        assert process.returncode == 130 and "Traceback" not in written
+    assert [path.name for path in out.iterdir()] == ["average"]
+    assert not list(tmp_path.rglob(".partial-*"))
 
 
 def test_what_reads_samples_is_judged_on_others(

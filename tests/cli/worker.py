@@ -17,10 +17,17 @@ COMMAND = (sys.executable, "-m", "driftlens")
 @contextmanager
 def analyzing(spec: pathlib.Path, out: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
     """A process that analyzes, frozen (SIGSTOP) in the middle of the second task; killed at the end of the block."""
-    command = [*COMMAND, "analyze", str(spec), "--out", str(out), "--progress", "jsonl"]
+    with started("analyze", str(spec), "--out", str(out)) as process:
+        _freeze_in_second_task(process)
+        yield process
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that tells its progress as lines of JSON on stderr; killed at the end of the block."""
+    command = [*COMMAND, *arguments, "--progress", "jsonl"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            _freeze_in_second_task(process)
             yield process
         finally:
             process.kill()

@@ -22,6 +22,7 @@ from driftlens.engine.exactness import exact_products
 from driftlens.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import merge_methods
+from driftlens.models.saving import require_target
 from driftlens.pipeline.analyze.evaluation import final_features
 from driftlens.pipeline.calibrate.variants import anchors, with_parameters
 from driftlens.pipeline.search.judge import LANE, Judge, drift_scores
@@ -91,22 +92,28 @@ def compare_merges(
         `reason` instead of numbers.
 
     Raises:
-        DriftLensError: as for `open_study`, or none of the merges can be made; the reason of the first.
+        Cancelled: somebody asked to stop; what was kept is whole.
+        DriftLensError: as for `open_study`, a place to keep a merge at is taken, or none of the merges can be made; the
+            reason of the first.
     """
     study, models = open_study(spec, access=access)
+    kept = {} if keep is None else {each.name: Path(keep, re.sub(r"[ /]", "_", each.name)) for each in wanted}
+    for place in kept.values():
+        require_target(models.architecture, place)
     reporter = Reporter(on_progress, cancel)
     held_out = any(merge_methods[merge.method].runs_models for merge in wanted)
     shown, judged = _samples(study, held_out=held_out)
     judge = Judge(study)
-    experts = {
-        task: final_features(study.pool, expert_of(task), task, samples, study.settings.pool)
-        for task, samples in judged.items()
-    }
-    rows, scores = [], dict[str, dict[str, ByTask]]()
+    experts = {}
+    for task, samples in judged.items():
+        reporter.step(PHASE, 0, len(wanted), f"expert of {task}")
+        experts[task] = final_features(study.pool, expert_of(task), task, samples, study.settings.pool)
+    at, rows, scores = 0, [], dict[str, dict[str, ByTask]]()
 
     def measure(name: str, model: str) -> None:
         scores[name] = {measure: {} for measure in MEASURES}
         for task, expert in experts.items():
+            reporter.step(PHASE, at, len(wanted), f"{name} on {task}")
             found = final_features(study.pool, model, task, judged[task], study.settings.pool)
             scores[name]["drift_rel"][task] = drift_scores(found, expert).cpu().numpy()
             if not judge.bare:
@@ -127,8 +134,7 @@ def compare_merges(
                 where, stop = Path(folder, "merged"), Reporter(cancel=cancel)
                 source = merged_source(models, method, settings, seen, beside=where, reporter=stop)
                 if keep is not None:
-                    place = Path(keep, re.sub(r"[ /]", "_", merge.name))
-                    save_merge(models, method, settings, place, seen, source=source)
+                    save_merge(models, method, settings, kept[merge.name], seen, source=source)
                 row["seconds"] = round(time.perf_counter() - began, 3)
                 study.pool.add(LANE, source)
                 measure(merge.name, LANE)

@@ -36,7 +36,7 @@ WHEN = {
         {"affine_in_scaling", "zero_scaling_is_base"} <= entry.laws
     ),
     "The least memory: pieces of a tensor at a time": lambda entry: entry.reads == "entry",
-    "Queries, keys and values apart, in every file format": lambda entry: entry.reads_sites,
+    "Queries, keys and values as matrices of their own": lambda entry: entry.reads_sites,
 }
 """What somebody has or wants, and which methods are for it: read off the registry and the laws that tests check."""
 
@@ -56,6 +56,9 @@ threads and rounded by their parts: at width 256 half of the methods gave other 
 one. So weights are the same, bit by bit, however many cores there are. It costs time where there are many and a matrix
 method or one that runs models on the CPU; judging merges, measuring and calibrating keep their threads.
 
+Both libraries' forms of one model merge to one network: parameters come alike from every file format, queries, keys and
+values apart and matrices upright, under names that the formats share, which random masks follow.
+
 Random masks (`dare`, `della`, `ties` with `drop_rate`) follow seed, task, parameter and place alone. Their laws hold
 over draws, not for one of them: each entry stays with its chance, and the mean over masks is the task vector. What
 mergekit draws depends on the order of its work, so its DARE and DELLA are equalled in law, not bit by bit; all else
@@ -64,8 +67,10 @@ that both have equals its output to rounding.
 ## Recipes of mergekit
 
 `driftlens merge recipe.yml --out FOLDER` follows a recipe for decoder-only language models, for the methods that both
-have: `merge_method`, `models`, `base_model`, `parameters` (numbers, lists over layers, filters) and `dtype`. What it
-can't follow is refused by name before anything is read.
+have: `merge_method`, `models` or `slices`, `base_model`, `parameters` (numbers, lists over layers, filters), `dtype`
+and `out_dtype`. As there, tensors are cast to `dtype` and merged in it, and `out_dtype`, or else `dtype`, is written,
+in `config.json` too; without both, arithmetic is in float32 and the base's own type is written. What can't be followed
+is refused by name before anything is read.
 """
 
 

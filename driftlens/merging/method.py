@@ -15,13 +15,14 @@ from driftlens.settings import resolve, settings_of
 StateDict = Mapping[str, Tensor]
 """Tensors of one model by name, in float32; to be read, not modified."""
 
-Reads = Literal["entry", "tensor", "site", "model", "moments", "prefix", "samples"]
+Reads = Literal["entry", "file", "tensor", "site", "model", "moments", "prefix", "samples"]
 
 READS: Mapping[Reads, str] = {
     "entry": "every entry by itself",
-    "tensor": "one tensor at a time",
+    "file": "one tensor of the files at a time",
+    "tensor": "one parameter at a time",
     "site": "one linear module at a time",
-    "model": "all tensors of all models",
+    "model": "all parameters of all models",
     "moments": "one linear module at a time, with the moments of its inputs on calibration samples",
     "prefix": "one linear module at a time, with the moments of its inputs behind the layers that were merged before",
     "samples": "all models, and calibration samples without labels",
@@ -29,16 +30,19 @@ READS: Mapping[Reads, str] = {
 """What a merge method may read, in words, by its `reads`. The function is called with `base`, `experts` by task, and:
 
 - `entry`: some rows of one tensor, under its name; it returns the same, merged.
-- `tensor`: one whole tensor, under its name; it returns the same, merged.
+- `file`: one whole tensor as the files store it, under its key; it returns the same, merged.
+- `tensor`: one whole parameter; queries, keys and values are apart and matrices upright however a file stores them. Its
+  name is the same in every file format: layer, group of `parameter_groups`, number, as in `2.q.0`; what is in no layer
+  goes by its key. It returns the same, merged.
 - `site`: one linear module as `weight` [out, in] and, where it has one, `bias` [out]; queries, keys and values are
   apart and upright however a file stores them. It returns the same, merged.
 - `moments`: as `site`, and third, by task, E[x x'] [in, in] in float64 of the inputs x that the task's expert feeds it.
 - `prefix`: as `moments`, where each expert's layer reads what the layers merged before it make of the samples.
-- `model`: every tensor; each is read whenever it is asked for, so looping over them twice reads all files twice. It
-  yields (name, merged tensor) in any order.
-- `samples`: as `model`, and third the opened study, whose samples are the calibration samples without their labels;
-  gradients are on. A method that says it needs `scores` gets them from `study.asked(task)`, which
-  `driftlens.engine.scored.Asked` describes.
+- `model`: every parameter, as in `tensor`; each is read whenever it is asked for, so looping over them twice reads all
+  files twice. It yields (name, merged tensor) in any order.
+- `samples`: as `model`, but tensors as files store them, by their keys, and third the opened study, whose samples are
+  the calibration samples without their labels; gradients are on. A method that says it needs `scores` gets them from
+  `study.asked(task)`, which `driftlens.engine.scored.Asked` describes.
 
 Settings follow as keyword-only arguments; see `driftlens.settings`. Tensors of integers never come along.
 """

@@ -388,9 +388,11 @@ def sweep_text(run: DriftRun, name: str) -> str:
             f"interval: over {int(rows.groupby('task')['n_test'].max().sum())} test samples of these tasks"
         )
         parts += ["std: between seeds"] if seeds > 1 else []
-    if "rho" in name.split("+"):
+    rhos = set(rows["rho"].dropna())
+    if rhos - {1.0}:
         step = (run.manifest.merge or {}).get("title", "the merge")
-        parts.append(f"the anchor is base + rho (merged - base), so rho times the step of {step}")
+        rho = f"{rhos.pop():g}" if len(rhos) == 1 else "rho"
+        parts.append(f"the anchor is base + {rho} (merged - base), so {rho} times the step of {step}")
     parts.append("a sweep keeps no samples, so its drifts and cosines have no interval")
     return "\n".join([*aligned(lines, num_names=0), "", "; ".join(parts)])
 

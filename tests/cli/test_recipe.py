@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import shutil
@@ -180,6 +181,34 @@ def test_random_masks_follow_the_law(
     assert all(torch.equal(merged[key], again[key]) for key in merged)
 
 
+def test_dtypes_say_what_is_computed_in_and_what_is_written(
+    folders: Folders, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    base, one, two = (weights(folders[name]) for name in MODELS)
+    cases = {("float32", None): torch.float32, ("bfloat16", None): torch.bfloat16}
+    cases |= {("float32", "float16"): torch.float16, ("bfloat16", "float32"): torch.float32}
+    for (dtype, out_dtype), stored in cases.items():
+        made = recipe(folders, "task_arithmetic", dtype=dtype, parameters={"lambda": 0.5})
+        made["models"] = [{**model, "parameters": {"weight": 0.75}} for model in made["models"]]
+        made |= {"out_dtype": out_dtype} if out_dtype else {}
+        out = tmp_path / f"{dtype}-{out_dtype}"
+        done = run_cli("merge", written(made, tmp_path), "--out", out)
+        assert done.code == 0, done.err
+        found, computed = weights(out), getattr(torch, dtype)
+        for key in base:
+            first, *others = (model[key].to(computed) for model in (base, one, two))
+            step = 0.75 * (others[0] - first) + 0.75 * (others[1] - first)
+            wanted = first + 0.5 * step
+            assert found[key].dtype == stored and wanted.dtype == computed
+            torch.testing.assert_close(found[key], wanted.to(stored), rtol=1e-5, atol=1e-7)
+        if computed == torch.bfloat16:
+            assert all(torch.equal(value, value.bfloat16().to(stored)) for value in found.values())
+        config = json.loads((out / "config.json").read_text())
+        assert config.get("dtype", config.get("torch_dtype")) == str(stored).removeprefix("torch.")
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == stored
+    assert not list(tmp_path.glob(".partial-*"))
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
     "linear, not normalized": ("linear", {"parameters": {"normalize": False}}),
@@ -192,6 +221,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ties, rescaled": ("ties", {"parameters": {"normalize": False, "rescale": True}}),
     "breadcrumbs": ("breadcrumbs", {"parameters": {"gamma": 0.1}}),
     "breadcrumbs_ties": ("breadcrumbs_ties", {}),
+    "computed in half precision": ("task_arithmetic", {"dtype": "bfloat16", "out_dtype": "float32"}),
+    "written in half precision": ("ties", {"out_dtype": "bfloat16"}),
+    "slerp in half precision": ("slerp", {"dtype": "float16"}),
     "slices": ("slices", {}),
     **{f"{name}, nothing dropped": (name, {"density": 1.0}) for name in DROPPED},
     **{f"{name}, in law": (name, {"alone": True}) for name in DROPPED},
@@ -221,10 +253,14 @@ def test_what_mergekit_makes_is_made(
     if "alone" in more:
         is_drawn_by_the_law(method, folders, {key: theirs.read(key) for key in ours})
         return
+    is_rounded = "half" in case
     for key, value in ours.items():
-        torch.testing.assert_close(value, theirs.read(key), rtol=1e-4, atol=2e-6)
+        tolerance = {"rtol": 2e-2, "atol": 4e-3} if is_rounded else {"rtol": 1e-4, "atol": 2e-6}
+        torch.testing.assert_close(value, theirs.read(key), **tolerance)  # their dtypes too
     base = weights(folders["base"])
-    assert any(not torch.equal(base[key], value) for key, value in ours.items())
+    assert any(not torch.equal(base[key].to(value), value) for key, value in ours.items())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")]
+    assert len({config.get("dtype", config.get("torch_dtype")) for config in configs}) == 1
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -243,7 +279,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "adapter": ({"base_model": "org/model+org/lora"}, "is no path or Hub id"),
     "no models": ({"models": "all"}, "models is 'all'"),
     "weight missing": ({"models": [{"model": "one"}]}, "weight is missing for"),
-    "dtype": ({"dtype": "bfloat16"}, "dtype is bfloat16, and the models are float32"),
+    "dtype": ({"dtype": "int64"}, "dtype is 'int64'"),
+    "out_dtype": ({"out_dtype": "half"}, "out_dtype is 'half'"),
 }
 
 

@@ -35,6 +35,14 @@ def test_the_table_holds_means_over_tasks_and_seeds(folder: pathlib.Path, run_cl
     by_seed = rows[rows["n"] == 2].groupby("seed")["accuracy"].mean()
     assert f"{100 * by_seed.mean():.1f} %" in lines[1] and f"{100 * by_seed.std():.1f} %" in lines[1]
     assert "means of 2 tasks, 2 seeds" in shown.out
+    step = "(merged - base), so {0} times the step of Task Arithmetic"
+    assert f"the anchor is base + 2 {step.format(2)}" in shown.out
+    shown = run_cli(
+        "sweep", folder, "--param", "rho=1,2", "--param", "n=2", "--grid", "--no-accuracy", *QUIET
+    )
+    assert f"the anchor is base + rho {step.format('rho')}" in shown.out
+    shown = run_cli("sweep", folder, "--param", "rho=1", "--no-accuracy", *QUIET)
+    assert shown.code == 0 and "anchor" not in shown.out
 
 
 def test_one_document_on_stdout_with_every_row_of_the_sweeps_asked_for(

@@ -120,14 +120,18 @@ def test_a_weight_that_two_modules_share_is_merged_once() -> None:
     assert torch.equal(merged.read("blocks.0.query.bias"), EXPERTS["b"]["blocks.0.query.bias"])
 
 
-NAME = "norm.weight"
+NAME, NAMED = "norm.weight", "5.head.0"
 WRONG: dict[str, tuple[Callable[[str, Tensor], list[tuple[str, Tensor]]], type[DriftLensError], str]] = {
     "left out": (
-        lambda name, value: [] if name == NAME else [(name, value)],
+        lambda name, value: [] if name == NAMED else [(name, value)],
         ShapeError,
         f"{NAME!r} came not",
     ),
-    "twice": (lambda name, value: [(name, value)] * (1 + (name == NAME)), ShapeError, f"{NAME!r} came twice"),
+    "twice": (
+        lambda name, value: [(name, value)] * (1 + (name == NAMED)),
+        ShapeError,
+        f"{NAME!r} came twice",
+    ),
     "wrong shape": (lambda name, value: [(name, value[:1])], ShapeError, r"came as \[1"),
     "would broadcast": (
         lambda name, value: [(name, value.mean())],
@@ -276,7 +280,7 @@ def test_a_method_that_can_not_be_is_refused_when_it_is_filed() -> None:
 
     with pytest.raises(TypeError, match="'table' can't be a setting"):
         filed(settings, "entry")
-    with pytest.raises(ValueError, match="reads 'tensors'; expected one of entry, tensor"):
+    with pytest.raises(ValueError, match="reads 'tensors'; expected one of entry, file, tensor"):
         filed(lambda base, experts: base, "tensors")  # type: ignore[arg-type]
     assert "toy" not in merge_methods
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.errors import SpecError
+from driftlens.merging.method import merge_methods
 from tests.contracts.one_file.test_merge_methods import tower
 from tests.merging.applying import FEW
 from tests.models.clip import under_transformers_names
@@ -20,17 +21,18 @@ from tests.pipeline.world import World
 
 __all__ = ["spec_file", "world"]
 
-NEW = ("tsv_m", "iso_c", "iso_cts", "wudi", "regmean", "regmean_pp", "lot", "fisher", "adamerging")
+DROPPING = {"ties": {"trim_scope": "per_tensor", "drop_rate": 0.5}}
+"""Settings with which more depends on what counts as one tensor."""
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", merge_methods)
 def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
     name: str, world: World, tmp_path: pathlib.Path
 ) -> None:
     saved = {}
     for form in ("open_clip", "hf"):
         file = tmp_path / f"{form}.safetensors"
-        dl.merge(world.spec(form), out=file, method=name, parameters=FEW.get(name, {}))
+        dl.merge(world.spec(form), out=file, method=name, parameters=(FEW | DROPPING).get(name, {}))
         saved[form] = load_file(file)
     expected = under_transformers_names(tower(saved["open_clip"]))
     assert expected.keys() == saved["hf"].keys()

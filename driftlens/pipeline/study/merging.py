@@ -6,7 +6,8 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import UNIFORM, normalised
 from driftlens.engine.site_rows import row_weights, rows_and_output
+from driftlens.engine.site_selection import parameter_groups
 from driftlens.engine.walk import FiniteWatch, on_device
 from driftlens.errors import ShapeError, SpecError
 from driftlens.files import PathLike, scratch_beside
@@ -49,23 +51,31 @@ PIECE = 2**22
 
 
 class _Weights(Mapping[str, Tensor]):
-    """The floating-point tensors of a checkpoint in float32, each read and checked whenever it is asked for."""
+    """The floating-point tensors of a checkpoint in float32, each read and checked whenever it is asked for.
 
-    def __init__(self, source: StateSource) -> None:
+    They go by their keys, or are those parameters that `named` tells the place of.
+    """
+
+    def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
         self._source = source
-        self._keys = {key: None for key, header in source.headers.items() if header.dtype.is_floating_point}
+        floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
+        self._slots = {key: Slot(key) for key in floats} if named is None else named
 
-    def __getitem__(self, key: str) -> Tensor:
-        return self.at(Slot(key))
+    def __getitem__(self, name: str) -> Tensor:
+        return self.at(self._slots[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._slots)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._slots)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys  # the inherited one would read the tensor
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots  # the inherited one would read the tensor
+
+    def under(self, named: Mapping[str, Slot]) -> _Weights:
+        """The same weights, by these names."""
+        return _Weights(self._source, named)
 
     def at(self, slot: Slot) -> Tensor:
         """What lies there, in the layer's layout.
@@ -228,17 +238,39 @@ def _parts(
     place_of: Callable[[Slot], Tensor],
 ) -> Iterator[tuple[Slot, Tensor]]:
     """Everything that the method makes: where it belongs, and its value; what is done can be read at its place."""
-    if entry.reads in ("entry", "tensor"):
+    if entry.reads in ("entry", "file"):
         most = PIECE if entry.reads == "entry" else sys.maxsize
         for key in models.base:
             for slot in _pieces(key, models.start.headers[key].shape, most):
                 yield from models.merged(entry.function, settings, {key: slot})
     elif entry.reads_sites:
         yield from _sites(entry, settings, models, chain, study, place_of)
-    else:
-        more = () if study is None or entry.reads != "samples" else (study,)
-        for key, value in entry.function(models.base, models.experts, *more, **settings):
+    elif entry.reads == "samples":
+        for key, value in entry.function(models.base, models.experts, study, **settings):
             yield Slot(key), value
+    else:
+        named = _named(chain, models.base)
+        if entry.reads == "tensor":
+            for name, slot in named.items():
+                yield from models.merged(entry.function, settings, {name: slot})
+            return
+        experts = {task: expert.under(named) for task, expert in models.experts.items()}
+        for name, value in entry.function(models.base.under(named), experts, **settings):
+            yield named.get(name, Slot(name)), value
+
+
+def _named(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
+    """Every parameter once, by a name that all file formats of a model share; what no layer has goes by its key."""
+    found, seen = dict[str, Slot](), set[Slot]()
+    for layer in chain.layers:
+        groups, numbers = parameter_groups(layer), Counter[str]()
+        for name, slot in chain.owned(layer).items():
+            if slot not in seen:
+                seen.add(slot)
+                found[f"{layer.index}.{groups[name]}.{numbers[groups[name]]}"] = slot
+                numbers[groups[name]] += 1
+    known = set(chain.parameter_keys())
+    return found | {key: Slot(key) for key in keys if key not in known}
 
 
 def _pieces(key: str, shape: tuple[int, ...], most: int) -> list[Slot]:

@@ -1,6 +1,7 @@
 """mergekit's recipes, for the methods that both have: read, and merged tensor by tensor like any others.
 
-Arithmetic is in float32. Random masks are drawn by the same law, not by mergekit's own draws, which can't be repeated.
+Arithmetic is in float32 unless the recipe's `dtype` says another. Random masks are drawn by the same law, not by
+mergekit's own draws, which can't be repeated.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +22,11 @@ from driftlens.files import PathLike
 from driftlens.merging.della import keep_chances
 from driftlens.merging.method import MergeMethod, StateDict, merge_methods
 from driftlens.merging.sparse import keep_mask, ranked
+from driftlens.models.saving import require_target
+from driftlens.models.sources import StateSource, TensorHeader
 from driftlens.pipeline.study.companions import companions
-from driftlens.pipeline.study.merging import save_merge
-from driftlens.pipeline.study.opening import open_models, open_pool
+from driftlens.pipeline.study.merging import merged_source, save_merge
+from driftlens.pipeline.study.opening import OpenModels, open_models, open_pool
 from driftlens.spec import load_spec
 from driftlens.spec.yaml_text import read_mapping
 
@@ -56,17 +60,22 @@ METHODS: Mapping[str, tuple[str, Settings]] = {
 _OF_MODELS = ("weight", "density", "gamma", "epsilon")
 _ELECTED = ("ties", "breadcrumbs_ties", "dare_ties", "della")
 _ALIKE = ("linear", "slerp", "karcher")
+_DTYPES = ("float16", "bfloat16", "float32")
 _KEYS = ("merge_method", "models", "slices", "base_model", "parameters", "dtype", "out_dtype")
 
 
 class Recipe(NamedTuple):
-    """mergekit's method, the base unless all are alike, experts by task, by layers what is set for each, and dtype."""
+    """mergekit's method, the base unless all are alike, experts by task, and by layers what is set for each.
+
+    `dtype` is what tensors are cast to before they are merged, `out_dtype` what is written; None is as they are stored.
+    """
 
     method: str
     base: str | None
     experts: Mapping[str, str]
     settings: Sequence[tuple[int, int | None, Mapping[str, Sequence[Settings]]]]
-    dtype: str | None
+    dtype: torch.dtype | None
+    out_dtype: torch.dtype | None
 
     def merge(self, base: StateDict, experts: Mapping[str, StateDict], layers: int) -> dict[str, Tensor]:
         """What mergekit makes of tensors."""
@@ -171,8 +180,34 @@ def read_recipe(file: PathLike) -> Recipe:
         None if method in _ALIKE else base,
         experts,
         settings,
-        raw.get("out_dtype") or raw.get("dtype"),
+        *_dtypes(raw),
     )
+
+
+def _dtypes(raw: Settings) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What is computed in, and what is written: where the recipe says nothing of the latter, the former."""
+    found: list[torch.dtype | None] = []
+    for key in ("dtype", "out_dtype"):
+        name = str(raw.get(key) or "").removeprefix("torch.")
+        if name and name not in _DTYPES:
+            raise _refused(f"{key} is {raw[key]!r}", f"There are {', '.join(_DTYPES)}.")
+        found.append(getattr(torch, name) if name else None)
+    return found[0], found[1] or found[0]
+
+
+class _Stored:
+    """A source with its floating-point tensors in another dtype."""
+
+    def __init__(self, source: StateSource, dtype: torch.dtype) -> None:
+        self.name, self._source = source.name, source
+        self.headers = {
+            key: TensorHeader(header.shape, dtype if header.dtype.is_floating_point else header.dtype)
+            for key, header in source.headers.items()
+        }
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """The tensor, or rows of it, cast."""
+        return self._source.read(key, rows).to(self.headers[key].dtype)
 
 
 def _slice(part: Any, ranges: Sequence[Any], start: int) -> tuple[int, Settings]:
@@ -217,7 +252,7 @@ def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
     """Merge decoder-only language models as a recipe says, in the format of the base or first model; returns notices.
 
     Raises:
-        SpecError: as for `read_recipe`, or it writes another dtype than the models have.
+        SpecError: as for `read_recipe`, or its slices end elsewhere than the models.
         DriftLensError: as for `open_models` and `save_merge`.
     """
     recipe = read_recipe(file)
@@ -229,9 +264,6 @@ def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
     models = open_models(spec, access)
     open_pool(spec, models, device="cpu")  # compares keys and shapes
     headers = next(iter(models.sources.values())).headers
-    dtypes = {str(header.dtype).removeprefix("torch.") for header in headers.values()}
-    if recipe.dtype is not None and dtypes != {recipe.dtype}:
-        raise _refused(f"dtype is {recipe.dtype}, and the models are {', '.join(dtypes)}", "Leave dtype out.")
     layers = 1 + max((int(at[1]) for key in headers if (at := re.search(r"\.(\d+)\.", key))), default=0)
     if recipe.settings[-1][1] not in (None, layers):
         raise _refused(
@@ -239,14 +271,36 @@ def merge_recipe(file: PathLike, path: PathLike, access: Access) -> list[str]:
         )
 
     def function(base: StateDict, experts: Mapping[str, StateDict], *, recipe_text: str) -> dict[str, Tensor]:
-        return recipe.merge(base, experts, layers)
+        def cast(tensors: StateDict) -> dict[str, Tensor]:
+            return {key: value.to(recipe.dtype or value.dtype) for key, value in tensors.items()}
+
+        return recipe.merge(cast(base), {task: cast(own) for task, own in experts.items()}, layers)
 
     known, title = merge_methods[METHODS[recipe.method][0]].source, f"{recipe.method} by mergekit's recipe"
     name, needs = f"mergekit:{recipe.method}", recipe.base is not None
-    method = MergeMethod(name, title, known, frozenset(), function, reads="tensor", needs_base=needs)
+    method = MergeMethod(name, title, known, frozenset(), function, reads="file", needs_base=needs)
     text = json.dumps([recipe.experts, recipe.settings], sort_keys=True)
-    save_merge(models, method, {"recipe_text": text}, path)
+    settings, merged = {"recipe_text": text}, None
+    if recipe.out_dtype is not None:
+        # Merged in float32, which rounds nothing, and rounded once, when it is written.
+        wide = {name: _Stored(at, torch.float32) for name, at in models.sources.items()}
+        require_target(models.architecture, path)
+        merged = merged_source(replace(models, sources=wide), method, settings, beside=path)
+        models = _written_in(models, recipe.out_dtype)
+    save_merge(models, method, settings, path, source=merged)
     return [doubt.text for doubt in companions(models)]
+
+
+def _written_in(models: OpenModels, dtype: torch.dtype) -> OpenModels:
+    """The models with a form of their own in which what is saved has this dtype."""
+    folder = models.architecture.folder
+    assert folder is not None  # that of decoders
+    name, configs = str(dtype).removeprefix("torch."), dict(folder.configs)
+    config: Any = configs["config.json"]
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    configs["config.json"] = config | dict.fromkeys(keys, name)
+    architecture = replace(models.architecture, folder=replace(folder, configs=configs))
+    return replace(models, architecture=architecture, form=_Stored(models.own_form, dtype))
 
 
 def _value(setting: Any, key: str, along: float) -> Any:

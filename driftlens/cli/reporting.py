@@ -96,13 +96,21 @@ def export(
         str | None, typer.Option(help="Variant to compare with; the merged model if left out.")
     ] = None,
     calibrated: Annotated[
-        str | None, typer.Option(help="Variant called calibrated; the run's last one if left out.")
+        str | None,
+        typer.Option(help="Calibrations to show, joined by commas; the last one (tables: all) if left out."),
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Only these tasks, joined by commas.")] = None,
     variants: Annotated[
         str | None,
         typer.Option(help="Variants to compare, joined by commas; merged and calibrated if left out."),
     ] = None,
+    names: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=SHOWN,...",
+            help="What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec.",
+        ),
+    ] = "",
     width: Annotated[
         float | None, typer.Option(min=1, max=20, help="Width in inches, instead of the style's.")
     ] = None,
@@ -127,6 +135,7 @@ def export(
         **{"task": task, "baseline": baseline, "calibrated": calibrated, "method": method, "paper": paper},
         tasks=parts(tasks) if tasks else None,
         variants=parts(variants) if variants else None,
+        names=_named_pairs(names),
     )
     written = write(
         [open_run(run) for run in runs],
@@ -138,6 +147,18 @@ def export(
     _tell(written, out, as_json)
     if strict and any(entry.missing for entry in written):
         raise typer.Exit(DataError.exit_code)
+
+
+def _named_pairs(names: str) -> dict[str, str]:
+    found = {}
+    for pair in parts(names):
+        name, equals, shown = (part.strip() for part in pair.partition("="))
+        if not (name and equals and shown):
+            raise SpecError(
+                f"--names has {pair!r}, expected NAME=SHOWN", hint="Write --names mnist=MNIST,merged=Ours."
+            )
+        found[name] = shown
+    return found
 
 
 def _named(figures: Sequence[str], tables: Sequence[str]) -> list[str]:

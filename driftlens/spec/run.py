@@ -42,6 +42,7 @@ class RunSpec(Part):
         experts: weights per task, sorted by the task's name.
         heads: how a task's features become class scores; tasks without one have no accuracy.
         baselines: further variants to measure beside the merged model.
+        names: what exhibits call tasks and variants; what is measured doesn't depend on it, so the digest doesn't.
     """
 
     version: Literal[1]
@@ -58,6 +59,7 @@ class RunSpec(Part):
     metrics: Metrics = Metrics()
     calibration: Calibration | None = None
     compute: Compute = Compute()
+    names: dict[Text, Text] = Field(default_factory=dict)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -101,7 +103,8 @@ class RunSpec(Part):
 
     def digest(self) -> str:
         """SHA-256 of the spec, the same in every process and whatever the order of keys in the file."""
-        canonical = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        told = self.model_dump(mode="json", exclude={"names"})
+        canonical = json.dumps(told, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 

@@ -216,7 +216,9 @@ def splits(run: DriftRun, options: ChartOptions) -> Drawn:
     if remainder.notna().any():
         row = rows.loc[remainder.abs().idxmax()]
         share = percent(float(row["remainder_share"]))
-        notes.append(f"Largest remainder: {share} ({row['task']}, {row['variant']}).")
+        notes.append(
+            f"Largest remainder: {share} ({words.called(row['task'])}, {words.title(row['variant'])})."
+        )
     rows, alt = rows.rename(columns={"remainder_share": REST}), "Two splits of the final drift by layer. "
     alt += f"Carried: {carried} Swapped: {swapped}"
     return of_layers(run, grid.figure, rows, *columns, REST, alt=alt, notes=notes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pandas as pd
@@ -15,6 +17,29 @@ from driftlens.records.run import DriftRun
 
 LONGEST, LONGEST_OF_TWO = 26, 14
 """Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
+
+_NAMES: ContextVar[Mapping[str, str]] = ContextVar("display names of tasks and variants")
+
+
+@contextlib.contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Within it, tasks and variants with an entry in `names` are called by it."""
+    token = _NAMES.set(names)
+    try:
+        yield
+    finally:
+        _NAMES.reset(token)
+
+
+def called(name: str) -> str:
+    """What a reader sees of a task: its display name, where it has one."""
+    return _NAMES.get({}).get(name, name)
+
+
+def title(variant: str) -> str:
+    """What a reader sees of a variant; a display name goes by its whole name or by that of its calibration."""
+    name, comma, control = variants.title(variant).partition(", ")
+    return _NAMES.get({}).get(variant) or f"{called(name)}{comma}{control}"
 
 
 @functools.lru_cache(maxsize=4096)  # the same few names stand behind every point
@@ -27,13 +52,14 @@ def literal(text: str) -> str:
 
 
 def label(text: str, longest: int = LONGEST) -> str:
-    """`literal`, cut where it is too long for a tick, a legend or a panel title."""
+    """What `text` is called, as `literal`, cut where it is too long for a tick, a legend or a panel title."""
+    text = called(text)
     return literal(text if len(text) <= longest else f"{text[: longest - 1]}…")
 
 
 def shown(variant: str) -> str:
     """What a figure calls a variant, safe to put into it."""
-    return label(variants.title(variant))
+    return label(title(variant))
 
 
 def task_titles(tasks: Iterable[str], names: Sequence[str]) -> list[str]:
@@ -50,7 +76,7 @@ def joined(parts: Sequence[str]) -> str:
 
 def by_variant(texts: Iterable[tuple[object, str]]) -> str:
     """A text for each variant behind what a reader calls it: "merged 0.6120; featcal 0.8010"."""
-    return joined([f"{variants.title(str(variant))} {text}" for variant, text in texts])
+    return joined([f"{title(str(variant))} {text}" for variant, text in texts])
 
 
 def span(rows: pd.DataFrame, column: str, write: Callable[[pd.Series[Any]], str]) -> str:

@@ -13,6 +13,7 @@ from driftlens.errors import DataError
 from driftlens.records.run import DriftRun
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from driftlens_reports.charts.per_task import AVERAGE
+from driftlens_reports.charts.words import called
 from driftlens_reports.paper.exhibit import CALIBRATE, Exhibited, ExhibitOptions, figure, origin, span
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.plate import Plate
@@ -60,10 +61,10 @@ class Picture:
         self.view, self.run, self.chart = view, run, charts[view.chart]
         self.task = options.task_of(run) if view.is_about_one else ""
         self.drawn: Drawn | None = None
-        calibrated = options.calibrated_of(run) or "merged"
+        calibrated = options.calibrated_of(run) or ("merged",)
         chosen = ChartOptions(
             tasks=(self.task,) if self.task else options.tasks_of(run),
-            variants=(calibrated,) if view.is_about_calibrated else options.compared(run),
+            variants=calibrated if view.is_about_calibrated else options.compared(run),
             baseline=options.baseline_of(run),
             **view.options,
         )
@@ -97,7 +98,7 @@ class Picture:
         """What the chart says of itself, after the letter of its panel."""
         if self.drawn is not None:
             yield f"({letter}) {self.chart.caption}" if letter else self.chart.caption
-            yield f"Task: {self.task}." if self.task else ""
+            yield f"Task: {called(self.task)}." if self.task else ""
             yield from self.drawn.notes
 
 
@@ -143,7 +144,7 @@ def _chart_figure(
                 letter = "" if is_alone else next(letters)
                 picture.place(plate, part, letter)
                 sentences += picture.caption(letter)
-        if options.calibrated_of(run) is None:
+        if not options.calibrated_of(run):
             plate.lack("the calibrated model", f"`{CALIBRATE}` adds it")
         return plate.exhibited([*sentences, _jacobian_samples(run.layers())])
 

@@ -203,7 +203,7 @@ def _draw_lines(
             axes.axhline(level, color=colour, linewidth=1.3 * thin, linestyle=(0, (1, 2)))
             plate.record(panel, run, "accuracy (average over tasks)", level, variant="merged")
         if factor in FACTORS:
-            _mark_default(axes, run, factor, points, options.calibrated_of(run), colour)
+            _mark_default(axes, run, factor, points, options.calibrated_of(run)[-1:], colour)
     return entries, found
 
 
@@ -219,10 +219,10 @@ def _merged_level(run: DriftRun, tasks: Sequence[str]) -> float:
 
 
 def _mark_default(
-    axes: Axes, run: DriftRun, factor: str, points: pd.DataFrame, calibrated: str | None, colour: str
+    axes: Axes, run: DriftRun, factor: str, points: pd.DataFrame, calibrated: Sequence[str], colour: str
 ) -> None:
     """Ring the point of the run's own setting, or draw a line there where the sweep has no such point."""
-    info = run.manifest.calibrations.get((calibrated or "").removeprefix("calibrated:"))
+    info = run.manifest.calibrations.get("".join(calibrated).removeprefix("calibrated:"))
     own = None if info is None else info.settings.get(factor)
     if not isinstance(own, (int, float)):
         return

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from driftlens.errors import DataError
+from driftlens.errors import DataError, did_you_mean
 from driftlens.records.reading import printable
 from driftlens.records.run import DriftRun
 from driftlens.registry import Registry
-from driftlens.variants import part_of
-from driftlens_reports.charts.words import overlap_notes
+from driftlens.variants import calibrated, part_of
+from driftlens.variants import title as plain_title
+from driftlens_reports.charts.words import named, overlap_notes
 from driftlens_reports.facts import stamps
 from driftlens_reports.paper.grid import Column, Grid, shows_gains, tidy, to_latex
-from driftlens_reports.paper.published import published_tables, source
+from driftlens_reports.paper.published import published_tables, source, spec_section
 from driftlens_reports.paper.style import sheet, venue_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ CALIBRATE = "driftlens calibrate RUN --name featcal"
 ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
 """The last sentence of figures that print numbers."""
 
-_BOLD = "Bold: the best of its source in a column, references left out; shaded: calibrated."
+_BOLD = (
+    "Bold: the best of its run in a column, base and experts left out, where the 95 % interval of its difference to "
+    "the next best excludes 0."
+)
 _GAINS = "Grey: points gained over the block's merged model, of measured rows from unrounded values"
 _GAINS_PRINTED = ", of the paper's rows from its printed ones"
 
@@ -46,25 +50,28 @@ class ExhibitOptions:
         task: the task of exhibits about one task; None is the one with the largest final drift of the merged model.
         variants: the compared variants, in this order, in exhibits that compare some; None is merged, `baseline` and
             `calibrated`.
-        calibrated: the variant called "calibrated"; None is the last one of the run.
+        calibrated: the variants called "calibrated", or the names of their calibrations, several of a text joined by
+            commas; None is the last one of the run in figures, and all of them in tables.
         baseline: the variant compared with; None is `merged`.
         layer: layer index, "final" or module path, for exhibits of one layer.
         width: of the venue's text or column, in inches.
         digits: decimals of percentages in tables.
         method: projection of matched features: pca, umap or tsne.
         paper: whether exhibits also hold the paper's printed numbers, told apart from measured ones.
+        names: what tasks and variants are called, over what the runs' specs say under `names`.
     """
 
     tasks: Sequence[str] | None = None
     task: str | None = None
     variants: Sequence[str] | None = None
-    calibrated: str | None = None
+    calibrated: str | Sequence[str] | None = None
     baseline: str | None = None
     layer: int | str = "final"
     width: float = 5.5
     digits: int = 1
     method: str = "pca"
     paper: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_narrow(self) -> bool:
@@ -96,15 +103,44 @@ class ExhibitOptions:
         rows = rows[rows["task"].isin(tasks) & (rows["variant"] == "merged") & rows["drift_l2_mean"].notna()]
         return str(rows.loc[rows["drift_l2_mean"].idxmax(), "task"]) if len(rows) else tasks[0]
 
-    def calibrated_of(self, run: DriftRun) -> str | None:
-        """The variant called "calibrated": the one asked for, or the run's last one; None where there is none.
+    def calibrated_of(self, run: DriftRun) -> tuple[str, ...]:
+        """The variants called "calibrated": those asked for, or the run's last one; empty where there is none.
 
         Raises:
-            DataError: the run lacks the variant that was asked for.
+            DataError: the run lacks a variant that was asked for.
         """
-        if self.calibrated is not None:
-            return _check("variant", self.calibrated, run.variants)
-        return next((name for name in reversed(run.variants) if part_of(name) == "calibrated"), None)
+        if self.calibrated is None:
+            return tuple(name for name in run.variants if part_of(name) == "calibrated")[-1:]
+        asked = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
+        whole = (calibrated(name) if calibrated(name) in run.variants else name for name in asked)
+        return tuple(_check("variant", name, run.variants) for name in dict.fromkeys(whole))
+
+    def wants(self, run: DriftRun, variant: str) -> bool:
+        """Whether tables show this calibrated variant: all of them, unless some were asked for."""
+        return self.calibrated is None or variant in self.calibrated_of(run)
+
+    def names_of(self, runs: Sequence[DriftRun]) -> Mapping[str, str]:
+        """What tasks and variants are called: as asked for, else as the runs' specs say.
+
+        Raises:
+            DataError: a name was asked for of what no run has, or two tasks would be called the same.
+            RunError: a spec can't be read.
+        """
+        known = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
+        known |= {plain_title(name) for run in runs for name in run.variants}
+        for name in self.names:
+            if name not in known:
+                told = f"no run has a task or variant {name!r} to name; there are {', '.join(sorted(known))}"
+                raise DataError(told, hint=did_you_mean(name, sorted(known)))
+        names = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()} | {
+            **self.names
+        }
+        for run in runs:
+            if len({names.get(task, task) for task in run.tasks}) < len(run.tasks):
+                raise DataError(
+                    f"two tasks of run {run.name} are called the same", hint="Give each its own name."
+                )
+        return names
 
     def baseline_of(self, run: DriftRun) -> str:
         """The variant that gains are counted from: the one asked for, or `merged`.
@@ -118,7 +154,7 @@ class ExhibitOptions:
         """The variants of a comparison: those asked for, or in reading order merged, baseline, calibrated."""
         if self.variants is not None:
             return tuple(_check("variant", variant, run.variants) for variant in self.variants)
-        wanted = dict.fromkeys(("merged", self.baseline_of(run), self.calibrated_of(run)))
+        wanted = dict.fromkeys(("merged", self.baseline_of(run), *self.calibrated_of(run)))
         return tuple(variant for variant in wanted if variant in run.variants)
 
 
@@ -188,7 +224,7 @@ def figure(name: str, *, title: str, paper: str = "") -> Callable[[Draw], Draw]:
         def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             if not runs:
                 raise DataError(f"{name} needs a run, got none", hint="Give the folder of a run.")
-            with sheet(venue_of(options.width)):
+            with sheet(venue_of(options.width)), named(options.names_of(runs)):
                 return draw(runs, options)
 
         exhibits.register(name)(Exhibit(name, "figure", title, paper, drawn))
@@ -202,6 +238,11 @@ def origin(runs: Sequence[DriftRun]) -> Iterator[str]:
     if runs:
         names = ", ".join(f"{run.name} ({run.id})" for run in runs)
         yield f"{'Run' if len(runs) == 1 else 'Runs'}: {names}."
+    yield from warnings(runs)
+
+
+def warnings(runs: Sequence[DriftRun]) -> Iterator[str]:
+    """What a reader must know about each run before any number."""
     for run in runs:
         yield from stamps(run)
         yield from overlap_notes(run)
@@ -265,11 +306,12 @@ def table(name: str, *, title: str, label: str = "") -> Callable[[Rows], Rows]:
 
     def file(rows: Rows) -> Rows:
         def draw(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-            if printed is None:
-                return _exhibited(name, rows(runs, options))
-            theirs = printed if options.paper else dataclasses.replace(printed, rows=())
-            note = f"Paper: {number} of {source()}, as printed there." if options.paper else ""
-            return _exhibited(name, rows(runs, options, theirs), note)
+            with named(options.names_of(runs)):
+                if printed is None:
+                    return _exhibited(name, rows(runs, options))
+                theirs = printed if options.paper else dataclasses.replace(printed, rows=())
+                note = f"Paper: {number} of {source()}, as printed there." if options.paper else ""
+                return _exhibited(name, rows(runs, options, theirs), note)
 
         exhibits.register(name)(Exhibit(name, "table", title, number, draw))
         return rows
@@ -284,12 +326,13 @@ def needed(there: Sequence[object], how: str, what: str = "Measured rows") -> tu
 
 def plain_columns(*titles: str) -> tuple[Column, ...]:
     """Columns without better or worse, of words or numbers with up to three significant digits."""
-    return tuple(Column(title, None, best=None) for title in titles)
+    return tuple(Column(title, None) for title in titles)
 
 
 def _exhibited(name: str, shown: Table, paper_note: str = "") -> Exhibited:
     grids = [grid for grid in shown.grids if grid.lines]
-    below = together([*origin(shown.runs), *shown.notes, paper_note, *_legend(grids)])
+    # What a table can't do without comes first: those that are longer than the table keep only that below it.
+    below = together([*warnings(shown.runs), *_legend(grids), paper_note, *shown.notes, *origin(shown.runs)])
     return Exhibited(
         tidy(grids),
         " ".join(together([shown.caption, *below], shown.missing)),
@@ -302,8 +345,15 @@ def _legend(grids: Sequence[Grid]) -> Iterator[str]:
     """What bold, shade, grey and daggers mean, where there are any."""
     lines = [line for grid in grids for line in grid.lines]
     columns = [(grid, column) for grid in grids for column in grid.columns]
-    if any(column.best for _, column in columns) and any(line.role != "reference" for line in lines):
+    if any(
+        line.cells[column.title].is_best
+        for grid, column in columns
+        for line in grid.lines
+        if column.title in line.cells
+    ):
         yield _BOLD
+    if any(line.role == "own" for line in lines):
+        yield "Shaded: calibrated."
     if any(shows_gains(grid, column) for grid, column in columns):
         has_printed = any(line.source == "paper" for line in lines)
         yield f"{_GAINS}{_GAINS_PRINTED if has_printed else ''}."

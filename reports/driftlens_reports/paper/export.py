@@ -236,6 +236,8 @@ def command(exhibit: Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions)
         value = getattr(options, name)
         if value != getattr(ExhibitOptions(), name):
             flags += [f"--{name}", value if isinstance(value, str) else ",".join(value)]
+    if options.names:
+        flags += ["--names", ",".join(f"{name}={shown}" for name, shown in options.names.items())]
     if options.width not in WIDTHS.values():
         flags += ["--width", f"{options.width:g}"]
     return shlex.join(["driftlens", "export", *folders, *flags, *(["--with-paper"] if options.paper else [])])

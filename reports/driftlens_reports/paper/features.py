@@ -20,9 +20,9 @@ from matplotlib.lines import Line2D
 from driftlens.errors import DataError, NumericsError
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
-from driftlens.variants import title
 from driftlens_reports.charts.marks import thinned
 from driftlens_reports.charts.theme import look
+from driftlens_reports.charts.words import called, title
 from driftlens_reports.paper.charted import ACCURACY, DRIFT, Picture, View
 from driftlens_reports.paper.exhibit import (
     CALIBRATE,
@@ -58,47 +58,48 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         top, bottom = plate.figure.subfigures(2, 1, height_ratios=[1.2, 1])
         left, right = top.subfigures(1, 2, width_ratios=[1.5, 1])
         parts = [right, bottom]
-    axes = left.subplots(1, 2)
-    layout = _layout_of(run, task, ["merged", *filter(None, [calibrated])], "final", options.method)
-    axes[0].set_title(f"(a) final features, {short(task)}")
-    for own, variant in zip(axes, ("merged", calibrated), strict=True):
+    shown = ["merged", *(calibrated or [None])]
+    axes = left.subplots(1, len(shown))
+    layout = _layout_of(run, task, ["merged", *calibrated], "final", options.method)
+    axes[0].set_title(f"(a) final features, {short(called(task))}")
+    for own, variant in zip(axes, shown, strict=True):
         own.set_anchor("N")
         _draw_pairs(plate, own, run, layout, variant, "a", "final")
     panels = drift.place(plate, parts[0], "b")
-    change = _add_change(plate, panels[0].axes, run, task, calibrated) if panels else ""
+    changes = _add_changes(plate, panels[0].axes, run, task, calibrated) if panels else []
     accuracy.place(plate, parts[1], "c")
     caption = ["Feature drift after merging and after calibration.", *origin([run])]
     if isinstance(layout, Layout):
         caption += [
-            f"(a) Final features of task {task}, scaled to norm 1 and matched by sample, in one joint "
+            f"(a) Final features of task {called(task)}, scaled to norm 1 and matched by sample, in one joint "
             f"layout ({layout.method}, fitted once to all variants); below, the mean cosine to the expert's feature.",
             f"Trustworthiness of the plane: {layout.trust}." if layout.trust else "",
             *layout.notes,
         ]
-    return plate.exhibited([*caption, *drift.caption("b"), change, *accuracy.caption("c"), ROUNDED])
+    return plate.exhibited([*caption, *drift.caption("b"), *changes, *accuracy.caption("c"), ROUNDED])
 
 
-def _add_change(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: str | None) -> str:
-    """Write the final layer's change into panel (b); returns it in words, empty where there is none."""
-    before, after = (
-        run.value("drift_l2_mean", task=task, variant=name) if name in run.variants else math.nan
-        for name in ("merged", calibrated or "")
-    )
-    if math.isnan(before) or math.isnan(after) or before == 0:
-        return ""
-    shift, share = after - before, 100 * (after - before) / before
-    key = {"task": task, "variant": calibrated, "layer": run.layer_index("final")}
-    plate.record("b", run, "change of final drift_l2_mean", shift, **key)
-    plate.record("b", run, "change of final drift_l2_mean, percent", share, **key)
-    axes.set_ylim(top=1.35 * axes.get_ylim()[1])  # room for the box
-    box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
-    words = f"final layer:\n{_signed(share, 0)} % ({_signed(shift, 2)})"
-    text = axes.text(0.04, 0.95, words, va="top", transform=axes.transAxes)
-    text.set_bbox({**box, "linewidth": rcParams["axes.linewidth"]})
-    return (
-        f"At the final layer {number(before)} become {number(after)}, "
-        f"{_signed(share, 1)} % ({_signed(shift, 2)})."
-    )
+def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]) -> list[str]:
+    """Write the final layer's changes from the merged model into panel (b); returns them in words."""
+    shown, told = [], []
+    for variant in calibrated if "merged" in run.variants else ():
+        before, after = (run.value("drift_l2_mean", task=task, variant=name) for name in ("merged", variant))
+        if math.isnan(before) or math.isnan(after) or before == 0:
+            continue
+        shift, share = after - before, 100 * (after - before) / before
+        key = {"task": task, "variant": variant, "layer": run.layer_index("final")}
+        plate.record("b", run, "change of final drift_l2_mean", shift, **key)
+        plate.record("b", run, "change of final drift_l2_mean, percent", share, **key)
+        whose = f"{short(title(variant))}: " if len(calibrated) > 1 else ""
+        shown.append(f"{whose}{_signed(share, 0)} % ({_signed(shift, 2)})")
+        ends = f"{number(before)} become {number(after)}"
+        told.append(f"{whose}At the final layer {ends}, {_signed(share, 1)} % ({_signed(shift, 2)}).")
+    if shown:
+        axes.set_ylim(top=(1.25 + 0.1 * len(shown)) * axes.get_ylim()[1])  # room for the box
+        box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
+        text = axes.text(0.04, 0.95, "\n".join(["final layer:", *shown]), va="top", transform=axes.transAxes)
+        text.set_bbox({**box, "linewidth": rcParams["axes.linewidth"]})
+    return told
 
 
 def _signed(value: float, digits: int) -> str:
@@ -111,22 +112,23 @@ def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
     """Tasks side by side, each in a layout of its own; expert against merged features above, calibrated below."""
     run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
     calibrated = options.calibrated_of(run)
-    variants = ["merged", *filter(None, [calibrated])]
+    variants, shown = ["merged", *calibrated], ["merged", *(calibrated or [None])]
     most = 3 if options.is_narrow else 4 if len(tasks) <= 12 else 5
     across = min(most, max(len(tasks), 2))
-    # A cell is a square with its title or its cosine; a single task's two panels stand side by side.
-    rows = 1 if len(tasks) == 1 else 2 * max(1, math.ceil(len(tasks) / across))
+    # A cell is a square with its title or its cosine; a single task's panels stand side by side.
+    across, each = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
+    rows = each * max(1, math.ceil(len(tasks) / across))
     plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width))
     cells = plate.figure.subplots(rows, across, squeeze=False)
-    cells = cells.T if rows == 1 else cells
     layouts = []
     for at, task in enumerate(tasks):
         layout = _layout_of(run, task, variants, layer, options.method)
         layouts += [layout] if isinstance(layout, Layout) else []
-        above, below = cells[2 * (at // across) : 2 * (at // across) + 2, at % across]
-        for axes, variant in ((above, "merged"), (below, calibrated)):
+        first = each * (at // across)
+        own = cells[0] if each == 1 else cells[first : first + each, at % across]
+        for axes, variant in zip(own, shown, strict=True):
             _draw_pairs(plate, axes, run, layout, variant, task, layer)
-        above.set_title(short(task), loc="center")
+        own[0].set_title(short(called(task)), loc="center")
     for axes in cells.ravel():
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
@@ -149,7 +151,7 @@ def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
         )
         yield "Below each panel, the mean cosine to the expert's feature, rounded."
     yield behind
-    trust = "; ".join(f"{layout.task}: {layout.trust}" for layout in layouts if layout.trust)
+    trust = "; ".join(f"{called(layout.task)}: {layout.trust}" for layout in layouts if layout.trust)
     yield f"Trustworthiness of the planes: {trust}." if trust else ""
     for layout in layouts:
         yield from layout.notes
@@ -195,7 +197,7 @@ def _layout_of(
         task,
         rows[rows["sample_id"].isin(kept)],
         _METHODS[found.method],
-        tuple(f"{task}: {note.removesuffix('.')}." for note in notes),
+        tuple(f"{called(task)}: {note.removesuffix('.')}." for note in notes),
         ", ".join(f"{title(variant)} {value:.2f}" for variant, value in trusted),
     )
 

@@ -12,6 +12,7 @@ import math
 import pathlib
 import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +31,6 @@ AVERAGE = "Avg."
 
 Role = Literal["reference", "plain", "other", "own"]
 Source = Literal["measured", "paper"]
-Best = Literal["highest", "lowest"]
 
 _COLUMNS = (
     *("part", "block", "row", "source", "run", "variant", "column", "value", "text"),
@@ -62,6 +62,13 @@ _GAPS = ((8, 5.0), (12, 3.5), (math.inf, 2.0))
 _PARAGRAPH = r">{{\raggedright\arraybackslash}}p{{{:g}em}}"
 _BREAKABLE = re.compile(r"([/.:=,]|\\_)(?=\w)")
 """Where a word that is longer than its column may go on in the next line."""
+_COLUMN, _TEXT = 235.0, 397.0
+"""Points: an ICML column, beyond which a table takes both, and NeurIPS's text, which is narrower than ICML's two."""
+_DIGIT, _FOOT_LETTER, _GAIN = 4.6, 4.0, 22.0
+"""Points: widths of an average letter of a table and of a note, both on the wide side, and of a gain."""
+_LITERAL = {"-": "{-}", "'": r"\textquotesingle{}"}
+"""What fonts would join to a dash or bend in code that a reader copies."""
+_COMMAND = re.compile(r"\\[a-zA-Z]+|[{}$\\]")
 _DAGGER = r"\textsuperscript{\dag}"
 
 
@@ -70,7 +77,8 @@ class Cell:
     """One entry of a table, unrounded: a number, NaN where nothing was measured; or words.
 
     `spread` is its standard deviation, `n` the test samples behind it, `low` and `high` the ends of its interval, and
-    `note` what a reader must know about this cell.
+    `note` what a reader must know about this cell. `is_best`: the highest of the comparable cells of its column, and
+    told apart from the next.
     """
 
     value: float | str
@@ -79,6 +87,7 @@ class Cell:
     low: float = math.nan
     high: float = math.nan
     note: str = ""
+    is_best: bool = False
 
     @property
     def number(self) -> float:
@@ -90,8 +99,8 @@ class Cell:
 class Line:
     """One line of a table, with cells by column title; a column that is left out is empty.
 
-    `reference` lines are never the best, gains count from `plain` ones, `own` ones are shaded. `run`, an id, and
-    `variant` are empty for the paper's lines; `note` is what a reader must know about the whole line.
+    Gains count from `plain` lines, `own` ones are shaded. `run`, an id, and `variant` are empty for the paper's lines;
+    `note` is what a reader must know about the whole line.
     """
 
     label: str
@@ -109,11 +118,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """Lines that belong together, set apart by a rule. Among lines of one `group` the best are bold."""
+    """Lines that belong together, set apart by a rule."""
 
     lines: tuple[Line, ...]
     title: str = ""
-    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,16 +131,16 @@ class Column:
     Attributes:
         title: also the key of its cells.
         digits: decimals; None for words, and for numbers that are shown with up to three significant digits.
-        best: which numbers are best; None where there is no better or worse.
         has_gain: whether its gains over the block's plain line are shown.
         wrap: width in em beyond which words go on in the next line; 0: as wide as its longest entry.
+        head: what stands above it, if not the title.
     """
 
     title: str
     digits: int | None = 1
-    best: Best | None = "highest"
     has_gain: bool = False
     wrap: float = 0.0
+    head: str = ""
 
 
 @dataclass(frozen=True)
@@ -175,21 +183,6 @@ def shows_gains(grid: Grid, column: Column) -> bool:
     )
 
 
-def best_value(grid: Grid, column: Column, block: Block, source: Source) -> float:
-    """The best number of a column among a source's lines of the block's group, references left out; NaN without."""
-    numbers = [
-        line.number(column.title)
-        for other in grid.blocks
-        if other.group == block.group
-        for line in other.lines
-        if line.source == source and line.role != "reference"
-    ]
-    there = [number for number in numbers if not math.isnan(number)]
-    if column.best is None or not there:
-        return math.nan
-    return max(there) if column.best == "highest" else min(there)
-
-
 def tidy(grids: Iterable[Grid]) -> pd.DataFrame:
     """Every number and word of the tables, a row each, unrounded."""
     rows = [
@@ -230,7 +223,9 @@ def prose(text: str) -> str:
     parts = text.split("`")
     if len(parts) % 2 == 0:  # a backtick without its twin is a letter like any other
         return escape(text)
-    return "".join(rf"\texttt{{{escape(part)}}}" if at % 2 else escape(part) for at, part in enumerate(parts))
+    code = ["".join(_LITERAL.get(letter, letter) for letter in escape(part)) for part in parts]
+    code = [part.replace(r"\_", r"{\char95}") for part in code]  # else a rule, not a letter
+    return "".join(rf"\texttt{{{code[at]}}}" if at % 2 else escape(part) for at, part in enumerate(parts))
 
 
 def to_latex(
@@ -248,13 +243,20 @@ def to_latex(
         grids: from top to bottom.
         name: id of the exhibit, the end of its label.
         caption: a sentence or two above the table, plain text as all others.
-        notes: sentences below it.
+        notes: sentences below it, the most needed first. Those that would make them longer than the table, at the width
+            that it has, stand behind it as comments.
         missing: parts that the runs can't fill, as framed notes.
         part: 1 for the first table of a file, which brings the commands that all of them use; those after it say
             that they continue it.
     """
     # Without a line of the paper's nobody can mistake a source; with one, every line says its own.
     has_sources = any(line.source == "paper" for grid in grids for line in grid.lines)
+    width = max((_width(grid, has_sources) for grid in grids), default=0.0)
+    room = sum(2 + len(grid.lines) + sum(bool(block.title) for block in grid.blocks) for grid in grids)
+    letters = int((_TEXT if width > _COLUMN else _COLUMN) / _FOOT_LETTER)
+    below: list[str] = []
+    for note in notes:
+        below += [note] if len(textwrap.wrap(" ".join([*below, note]), letters)) <= room else []
     text = _template().render(
         label=_UNLABELLED.sub("-", name) + (f"-{part}" if part > 1 else ""),
         is_first=part == 1,
@@ -262,7 +264,9 @@ def to_latex(
         missing=missing,
         grids=grids,
         has_sources=has_sources,
-        notes=notes,
+        notes=below,
+        left_out=[note for note in notes if note not in below],
+        environment="table*" if width > _COLUMN else "table",
     )
     hint = "% Some names need fonts that only XeLaTeX and LuaLaTeX can load.\n"
     return hint + text if _UNFAMILIAR.search(text) else text
@@ -294,6 +298,20 @@ def _gap(grid: Grid) -> float:
     return next(points for most, points in _GAPS if len(grid.columns) <= most)
 
 
+def _width(grid: Grid, has_sources: bool) -> float:
+    """About how wide the grid is, in points, before it is fitted to the page."""
+    words = (
+        [max(len(line.label) + 2 for line in grid.lines), *([8] if has_sources else [])] if grid.lines else []
+    )
+    width = sum(words) * _DIGIT if not grid.wrap else 9 * grid.wrap
+    for column in grid.columns:
+        cells = [_value(line, column) for line in grid.lines]
+        longest = max(len(_COMMAND.sub("", text)) for text in (*cells, column.head or column.title))
+        width += 9 * column.wrap if column.wrap else longest * _DIGIT
+        width += _GAIN if shows_gains(grid, column) else 0.0
+    return width + 2 * _gap(grid) * (len(grid.columns) + len(words))
+
+
 def _alignment(grid: Grid, has_sources: bool) -> str:
     wraps = [(grid.wrap, "l"), *([(0.0, "l")] if has_sources else [])]
     wraps += [(column.wrap, _side(grid, column)) for column in grid.columns]
@@ -312,7 +330,7 @@ def _gained(block: Block, line: Line, column: Column) -> str:
     return "" if math.isnan(gained) else _minus(f"{gained:+.{digits}f}")
 
 
-def _value(grid: Grid, block: Block, line: Line, column: Column) -> str:
+def _value(line: Line, column: Column) -> str:
     cell = line.cells.get(column.title)
     if cell is None or (not isinstance(cell.value, str) and math.isnan(cell.value)):
         return "--"
@@ -321,7 +339,7 @@ def _value(grid: Grid, block: Block, line: Line, column: Column) -> str:
     text = _number(cell.value, column)
     if not math.isnan(cell.spread):
         text += rf" $\pm$ {_number(cell.spread, column)}"
-    if line.role != "reference" and cell.value == best_value(grid, column, block, line.source):
+    if cell.is_best:
         text = rf"\textbf{{{text}}}"
     return f"{text}{_DAGGER}" if cell.note else text
 

@@ -224,7 +224,12 @@ def merger(run: DriftRun) -> str:
 
 
 def merge_spec(run: DriftRun) -> Mapping[str, Any]:
-    """The section `merge` of the run's resolved spec; empty where there is none.
+    """The section `merge` of the run's resolved spec; empty where there is none. Errors as for `spec_section`."""
+    return spec_section(run, "merge")
+
+
+def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
+    """A section of the run's resolved spec; empty where there is none.
 
     Raises:
         RunError: the spec is no YAML.
@@ -240,7 +245,7 @@ def merge_spec(run: DriftRun) -> Mapping[str, Any]:
         raise RunError(
             f"{path} can't be read: {error}", hint="`driftlens verify` lists damaged files."
         ) from error
-    return (spec.get("merge") or {}) if isinstance(spec, dict) else {}
+    return (spec.get(name) or {}) if isinstance(spec, dict) else {}
 
 
 def canonical(task: str) -> str:

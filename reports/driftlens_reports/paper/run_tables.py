@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -14,7 +13,8 @@ import pandas as pd
 from driftlens.records.checks import CheckResult, self_checks
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.run import DriftRun
-from driftlens.variants import calibrated, title
+from driftlens.variants import calibrated
+from driftlens_reports.charts.words import called, title
 from driftlens_reports.paper import exhibit, published
 from driftlens_reports.paper.drawn import sweep_points
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, Table, needed, plain_columns, span, table
@@ -26,7 +26,7 @@ _CALIBRATE = "`driftlens calibrate RUN --name NAME` adds one."
 _SWEEP = "`driftlens sweep RUN --param n=8,16,32,64,128,256,512` measures them."
 
 _TIME, _ENERGY, _MEMORY, _SPEEDUP = "Time (s)", "GPU energy (Wh)", "CPU RSS (GiB)", "Speedup"
-_COSTS = tuple(Column(title, 1, best="lowest") for title in (_TIME, _ENERGY, _MEMORY))
+_COSTS = tuple(Column(title, 1) for title in (_TIME, _ENERGY, _MEMORY))
 _OURS = (
     "Measured: wall-clock time of the calibration alone, without merging, evaluation and the analysis after it; peak "
     "resident memory of the process up to its end; energy where the machine reports it."
@@ -73,14 +73,14 @@ def _drift_grid(run: DriftRun, rows: pd.DataFrame, options: ExhibitOptions, *, s
             for layer, drift, n in zip(own["layer"], own["drift_rel"], own["n"], strict=True)
         }
         if cells:
-            line = Line(task, cells, "reference", "measured", run.id, variant)
+            line = Line(called(task), cells, "reference", "measured", run.id, variant)
             lines.setdefault(variant, []).append(line)
     blocks = [
         Block(tuple(own), f"{title(variant)}{f', {run.name}' if several else ''}")
         for variant, own in lines.items()
     ]
     shown = [head for at, head in heads.items() if (rows["layer"] == at).any()]
-    return Grid(tuple(Column(head, options.digits, best=None) for head in shown), tuple(blocks), first="Task")
+    return Grid(tuple(Column(head, options.digits) for head in shown), tuple(blocks), first="Task")
 
 
 @table("closure", title="Self-checks")
@@ -131,7 +131,9 @@ def hyper(runs: Sequence[DriftRun], options: ExhibitOptions) -> Table:
                 "n": Cell(span([*info.samples.values()]) if info.samples else "--"),
                 "Layers": Cell(span(info.layers) if info.layers else "--"),
             }
-            ours.append(Line(f"{run.name}, {name}", cells, "reference", "measured", run.id, calibrated(name)))
+            ours.append(
+                Line(f"{run.name}, {called(name)}", cells, "reference", "measured", run.id, calibrated(name))
+            )
     for entry in published.settings() if options.paper else ():
         cells = {"Method": Cell("FeatCal"), **_coefficients(entry), "n": Cell(str(entry["n"]))}
         theirs.append(Line(entry["model"], cells, "reference", "paper"))
@@ -157,7 +159,7 @@ def runtime(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publishe
             cells = _costs(info.seconds, row.get("energy_wh"), row.get("peak_rss_bytes"))
             first = lines[0].number(_TIME) if lines else cells[_TIME].number
             cells[_SPEEDUP] = Cell(first / cells[_TIME].number if cells[_TIME].number > 0 else math.nan)
-            label = f"{merger(run)} w/ {name}{f', {run.name}' if len(runs) > 1 else ''}"
+            label = f"{merger(run)} w/ {called(name)}{f', {run.name}' if len(runs) > 1 else ''}"
             lines.append(Line(label, cells, "own", "measured", run.id, calibrated(name)))
     sources = [f"measured rows over {lines[0].label}"] if lines else []
     sources += ["the paper's over Surgery"] if printed.rows else []
@@ -179,7 +181,7 @@ def resources(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publis
     return Table(
         [
             Grid(_COSTS, (Block(averages), *printed_blocks(printed).values())),
-            Grid(tuple(dataclasses.replace(column, best=None) for column in _COSTS), phases, first="Phase"),
+            Grid(_COSTS, phases, first="Phase"),
         ],
         "Cost of calibrating, averaged over calibration samples per task and seeds; below it, time and memory of "
         "the runs by phase.",
@@ -229,7 +231,7 @@ def _calibrations(run: DriftRun, options: ExhibitOptions) -> Mapping[str, Calibr
     return {
         name: info
         for name, info in run.manifest.calibrations.items()
-        if calibrated(name) in run.variants and options.calibrated in (None, calibrated(name))
+        if calibrated(name) in run.variants and options.wants(run, calibrated(name))
     }
 
 

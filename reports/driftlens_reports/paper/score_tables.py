@@ -10,9 +10,12 @@ from typing import Any
 import pandas as pd
 
 from driftlens.metrics import ACCURACY, Metric, metric_called
+from driftlens.records.compare import changed_score
+from driftlens.records.intervals import Interval, mean_over_tasks
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
-from driftlens.variants import control_of, expert_of, is_control, part_of, title
+from driftlens.variants import control_of, expert_of, is_control, part_of
+from driftlens_reports.charts.words import called, title
 from driftlens_reports.paper import published
 from driftlens_reports.paper.exhibit import ExhibitOptions, Table, needed, span, table
 from driftlens_reports.paper.grid import AVERAGE, Block, Cell, Column, Grid, Line, Role, with_average
@@ -95,8 +98,8 @@ def experts(runs: Sequence[DriftRun], options: ExhibitOptions, printed: Publishe
     for column in printed.columns if rows else ():
         cells = {head: published.printed_cell(printed, row, column) for head, row in rows.items()}
         theirs.append(Line(column, _with_cost(cells), "reference", "paper"))
-    heads = [Column(head, options.digits, best=None) for head in (*_PARTS, "Cost")]
-    columns = (*heads, Column("n", 0, best=None))
+    heads = [Column(head, options.digits) for head in (*_PARTS, "Cost")]
+    columns = (*heads, Column("n", 0))
     grid = Grid(columns, (*blocks, Block(tuple(theirs))), first="Task")
     caption = "Accuracy (%) of each task's own expert. Cost: points that the merged model loses against it."
     return _table_of([grid], caption, used, _EVALUATE)
@@ -131,7 +134,7 @@ def _table_by_model(
     def draw(runs: Sequence[DriftRun], options: ExhibitOptions, printed: PublishedTable) -> Table:
         used = _scored(runs, kind or "language")
         blocks = [
-            dataclasses.replace(block, title=model if at == 0 else "", group=model)
+            dataclasses.replace(block, title=model if at == 0 else "")
             for model in dict.fromkeys(row.model for row in printed.rows)
             for at, block in enumerate(printed_blocks(printed, model=model).values())
         ]
@@ -193,7 +196,7 @@ def _domain_grid(run: DriftRun, options: ExhibitOptions, *, is_single: bool) -> 
     def line(name: str, label: str, role: Role, found: Mapping[str, Cell]) -> Line:
         return with_average(Line(label, found, role, "measured", run.id, name), columns)
 
-    singles = {"base": "Base", **{expert_of(task): f"{task} expert" for task in run.tasks}}
+    singles = {"base": "Base", **{expert_of(task): f"{called(task)} expert" for task in run.tasks}}
     alone = [line(name, label, "reference", cells[name]) for name, label in singles.items() if name in cells]
     best: dict[str, Cell] = {}
     for found in (cells[name] for name in singles if name in cells):
@@ -235,7 +238,7 @@ def shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
     """
     others = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
     for variant in run.variants:
-        if part_of(variant) == "calibrated" and options.calibrated in (None, variant):
+        if part_of(variant) == "calibrated" and options.wants(run, variant):
             control = control_of(variant.partition(":")[2])
             others += [name for name in (control, variant) if name in run.variants]
     return tuple(others)
@@ -279,7 +282,11 @@ def _joint_grid(runs: Sequence[DriftRun], printed: PublishedTable, options: Exhi
         members.append((run, {tasks[name]: name for name in columns if tasks[name] in options.tasks_of(run)}))
     theirs = printed_blocks(printed, columns=columns)
     blocks = _beside(_references(members, options), list(_blocks(members, options)), theirs)
-    return Grid(_score_columns(columns, options), blocks)
+    heads = {
+        name: called(task) for run, titles in members for task, name in titles.items() if called(task) != task
+    }
+    shown = (dataclasses.replace(at, head=heads.get(at.title, "")) for at in _score_columns(columns, options))
+    return Grid(tuple(shown), blocks)
 
 
 def _beside(
@@ -322,7 +329,9 @@ def _column_titles(run: DriftRun, options: ExhibitOptions) -> Mapping[str, str]:
     """
     metrics, judged = _metrics_of(run), main_metrics(run)
     return {
-        task: f"{task} ({metrics[task].title})" if metrics.get(task, ACCURACY) != ACCURACY else task
+        task: f"{called(task)} ({metrics[task].title})"
+        if metrics.get(task, ACCURACY) != ACCURACY
+        else called(task)
         for task in options.tasks_of(run)
         if task in metrics or task not in judged
     }
@@ -345,7 +354,32 @@ def _lines(run: DriftRun, titles: Mapping[str, str], options: ExhibitOptions) ->
         cells = {column: _cell(scores[task]) for task, column in titles.items() if task in scores}
         line = Line(label, cells, role, "measured", run.id, variant)
         lines += [with_average(line, [*titles.values()])] if cells else []
-    return tuple(lines)
+    return tuple(_with_best(run, lines, titles))
+
+
+def _with_best(run: DriftRun, lines: Sequence[Line], titles: Mapping[str, str]) -> Iterator[Line]:
+    """The lines with the best cell of each column marked, base and experts left out.
+
+    It is the best if the 95 % interval of its difference to the next best (paired where answers are stored) lies above
+    0; of the average, that of the mean difference over the tasks.
+    """
+    metrics, best = _metrics_of(run), set()
+    rivals = [line for line in lines if line.role != "reference"]
+    for column, tasks in {**{name: [task] for task, name in titles.items()}, AVERAGE: [*titles]}.items():
+        there = sorted(
+            (line for line in rivals if column in line.cells), key=lambda line: -line.number(column)
+        )
+        if len(there) > 1:
+            pair = there[1].variant, there[0].variant
+            found = [changed_score(run, run, task, pair, metrics[task]) for task in tasks]
+            change = mean_over_tasks([Interval(one.change, one.low, one.high) for one in found])
+            best |= {(there[0].variant, column)} if change.low > 0 else set()
+    for line in lines:
+        cells = {
+            at: dataclasses.replace(cell, is_best=(line.variant, at) in best)
+            for at, cell in line.cells.items()
+        }
+        yield dataclasses.replace(line, cells=cells)
 
 
 def _metrics_of(run: DriftRun) -> Mapping[str, Metric]:

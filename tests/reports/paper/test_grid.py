@@ -13,7 +13,6 @@ from driftlens_reports.paper.grid import (
     Column,
     Grid,
     Line,
-    best_value,
     gain,
     shows_gains,
     tidy,
@@ -49,28 +48,6 @@ def test_gains_never_cross_runs_or_sources() -> None:
 def test_the_plain_line_and_references_gain_nothing() -> None:
     block = Block((BASE, PLAIN, OWN))
     assert math.isnan(gain(block, PLAIN, "score")) and math.isnan(gain(block, BASE, "score"))
-
-
-def test_the_best_is_of_its_own_source_and_never_a_reference() -> None:
-    assert best_value(GRID, SCORE, GRID.blocks[1], "measured") == 85.46
-    assert best_value(GRID, SCORE, GRID.blocks[1], "paper") == 90.0
-
-
-def test_where_less_is_better_the_lowest_is_best() -> None:
-    assert best_value(GRID, Column("score", best="lowest"), GRID.blocks[1], "measured") == 70.04
-
-
-def test_groups_have_bests_of_their_own() -> None:
-    small, large = (
-        Block((line("a", 10.0, "own"),), group="small"),
-        Block((line("b", 20.0, "own"),), group="large"),
-    )
-    grid = Grid((SCORE,), (small, large))
-    assert best_value(grid, SCORE, small, "measured") == 10.0
-
-
-def test_a_column_without_better_and_worse_has_no_best() -> None:
-    assert math.isnan(best_value(GRID, Column("score", best=None), GRID.blocks[1], "measured"))
 
 
 def test_a_line_has_an_average_only_over_everything_shown() -> None:

@@ -67,7 +67,7 @@ def test_ordinary_letters_stay_as_they_are() -> None:
 
 
 def test_code_in_a_sentence_is_set_as_code_and_still_escaped() -> None:
-    assert prose("run `a_b --x` now") == r"run \texttt{a\_b --x} now"
+    assert prose("run `a_b --x` now") == r"run \texttt{a{\char95}b {-}{-}x} now"
     assert prose("one ` alone") == r"one \textasciigrave{} alone"
 
 
@@ -77,7 +77,7 @@ def test_numbers_are_rounded_only_when_set() -> None:
 
 
 def test_powers_of_ten_are_set_as_such() -> None:
-    any_size = Column("score", None, best=None)
+    any_size = Column("score", None)
     assert r"$10^{-5}$ \\" in one_cell("a", 1e-5, any_size)
     assert r"9.74 $\times$ $10^{-6}$ \\" in one_cell("a", 9.74e-6, any_size)
     assert r" 0.05 \\" in one_cell("a", 0.05, any_size)

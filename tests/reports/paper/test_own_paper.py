@@ -1,0 +1,215 @@
+"""What a writer needs for a paper of their own: names, several calibrations, honest bold, notes and type that fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+from driftlens.errors import DataError
+from driftlens.records.manifest import CalibrationInfo
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.writer import RunWriter
+from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, exhibits
+from driftlens_reports.paper.export import draw
+from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, to_latex
+from tests.quick import few
+from tests.records.full_run import VARIANTS, Size
+from tests.reports.paper.drawn import draw as drawn
+from tests.reports.paper.drawn import words
+from tests.reports.paper.figure_runs import figure_run
+from tests.reports.paper.test_export import code_of
+
+NAMES = {"mnist": "Digits_0 & 50 %", "merged": "Ours", "featcal": "Cal^1", "residual": "Rest"}
+TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]
+NAMED = ["heatmap", "contributions", "intro", "scatter-grid", "decomposition"]
+SEVERAL = [("accuracy", "drift", "runtime", "heatmap"), ("intro", "scatter-grid", "contributions")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
+    """A run with two calibrations."""
+    path = tmp_path_factory.mktemp("own") / "run"
+    variants = [*VARIANTS, "baseline:residual-anchor", "calibrated:residual"]
+    figure_run(path, variants=variants, size=Size(blocks=2, samples=8, tests=400))
+    with RunWriter.resume(path) as writer:
+        samples = dict.fromkeys(open_run(path).tasks, 64)
+        infos = {
+            name: CalibrationInfo(name, {"lam": 0.05}, f"baseline:{name}-anchor", 2.0, samples)
+            for name in ("featcal", "residual")
+        }
+        writer.describe(calibrations=infos)
+    return open_run(path)
+
+
+@pytest.mark.parametrize("name", few(NAMED, NAMED[:1]))
+def test_figures_say_the_names_that_a_writer_gives(name: str, run: DriftRun) -> None:
+    options = ExhibitOptions(names=NAMES, task="mnist" if name != "scatter-grid" else None)
+    shown = exhibits[name].draw([run], options)
+    said = f"{words(shown.figure)} {shown.caption}"
+    assert "Ours" in said and "Rest" in said and "Digits_0 & 50 %" in said
+    assert not {"mnist", "residual"} & set(said.replace(",", " ").replace(":", " ").split())
+    assert "merged" in set(shown.data["variant"]), "data keep the names of the run"
+
+
+def test_tables_say_them_escaped(run: DriftRun) -> None:
+    accuracy, drift, runtime = (
+        exhibits[name].draw([run], ExhibitOptions(names=NAMES)).latex or ""
+        for name in ("accuracy", "drift", "runtime")
+    )
+    for text in (accuracy, drift):
+        assert r"Digits\_0 \& 50 \%" in text and "mnist" not in text
+        assert r"Cal\textasciicircum{}1" in text and "featcal" not in text
+    assert "w/ Rest" in runtime and "residual" not in runtime
+
+
+def test_a_spec_may_name_them_and_the_command_line_wins(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(run.path, path)
+    spec = "name: run\nnames: {mnist: Digits, cars: Autos}\n"
+    (path / "spec.yaml").write_text(spec, encoding="utf-8")
+    out = tmp_path / "out"
+    asked = ("export", path, "--table", "drift", "--out", out)
+    assert code_of(*asked, "--names", "mnist=MNIST, featcal=FeatCal") == 0
+    text = (out / "drift.tex").read_text()
+    assert "MNIST" in text and "Autos" in text and "FeatCal" in text and "Digits" not in text
+    told = json.loads((out / "drift.json").read_text())
+    assert "--names mnist=MNIST,featcal=FeatCal" in told["command"]
+    assert code_of(*asked, "--names", "mnits=MNIST") == DataError.exit_code
+    assert code_of(*asked, "--names", "mnist=Autos") == DataError.exit_code, "two tasks by one name"
+    assert code_of(*asked, "--names", "mnist") == 2
+
+
+@pytest.mark.parametrize(
+    "names",
+    few(SEVERAL, SEVERAL[:1]),
+)
+def test_several_calibrations_stand_in_one_exhibit(run: DriftRun, names: tuple[str, ...]) -> None:
+    both = {"calibrated:featcal", "calibrated:residual"}
+    for name, asked in itertools.product(names, ("residual,featcal", ("calibrated:featcal", "residual"))):
+        assert both <= set(drawn(name, run, calibrated=asked).data["variant"]), name
+    one = drawn("accuracy", run, calibrated="featcal").data
+    assert both & set(one["variant"]) == {"calibrated:featcal"}
+    assert both & set(drawn("heatmap", run).data["variant"]) == {"calibrated:residual"}, "the last one"
+
+
+def with_answers(run: DriftRun, right: dict[str, int]) -> DriftRun:
+    """The run with these many right answers of 100 to each task's test samples, wrong ones first."""
+    copy, rows = open_run(run.path), run.accuracy()
+    rows = rows[rows["variant"].isin([*right, "base", "expert"])].assign(n=100)
+    rows["value"] = [right.get(variant, 100) / 100 for variant in rows["variant"]]
+    copy._frames["accuracy"] = rows
+    return copy
+
+
+def bold_of(run: DriftRun) -> list[str]:
+    text = exhibits["accuracy"].draw([run], ExhibitOptions()).latex or ""
+    return [line.partition("&")[0].strip() for line in text.splitlines() if r"\textbf" in line]
+
+
+def test_only_what_is_told_apart_from_the_next_best_is_bold(run: DriftRun) -> None:
+    few = {"merged": 40, "calibrated:featcal": 60}
+    assert bold_of(with_answers(run, {**few, "calibrated:residual": 90})) == [r"\driftown \quad w/ residual"]
+    assert not bold_of(with_answers(run, {**few, "calibrated:residual": 62})), "62 and 60 of 100"
+    assert not bold_of(with_answers(run, {"merged": 99})), "nothing to compare with but base and expert"
+
+
+def test_published_numbers_are_never_bold(run: DriftRun) -> None:
+    text = exhibits["accuracy"].draw([run], ExhibitOptions(paper=True)).latex or ""
+    assert not [line for line in text.splitlines() if r"\textbf" in line and "& paper &" in line]
+
+
+def test_a_wide_table_spans_both_columns_and_a_narrow_one_does_not() -> None:
+    def latex(columns: int) -> str:
+        titles = [f"column {at}" for at in range(columns)]
+        line = Line("a line", {title: Cell(12.3) for title in titles})
+        return to_latex([Grid(tuple(map(Column, titles)), (Block((line,)),))], "t", "C")
+
+    assert r"\begin{table}" in latex(2) and r"\end{table}" in latex(2)
+    assert r"\begin{table*}" in latex(9) and r"\end{table*}" in latex(9)
+
+
+def test_notes_that_would_be_longer_than_the_table_stand_in_comments() -> None:
+    grid = Grid((Column("score"),), (Block((Line("a", {"score": Cell(1.0)}),)),))
+    notes = ["First. " * 20, "Second. " * 60, "Third."]
+    text = to_latex([grid], "t", "C", notes=notes)
+    below = text.partition(r"\driftfoot{First")[2]
+    assert "Third." in below.partition(r"\end{table}")[0] and f"\n% {notes[1]}\n" in below
+
+
+SIZES = r"""\documentclass[10pt]{article}\usepackage{booktabs,graphicx}\usepackage[table]{xcolor}%s
+\newcommand{\driftfit}[1]{\setbox0\hbox{#1}\typeout{DRIFT fit \the\dimexpr\ht0+\dp0\relax}\box0}
+\newcommand{\driftfoot}[1]{\setbox0\vbox{\footnotesize\raggedright #1\par}%%
+\typeout{DRIFT foot \the\dimexpr\ht0+\dp0\relax}\box0}
+\begin{document}%s\end{document}"""
+
+
+def typeset(folder: pathlib.Path, packages: str, body: str) -> str:
+    """What pdfLaTeX says of it."""
+    if shutil.which("pdflatex") is None:
+        pytest.skip("pdflatex is not installed")
+    (folder / "all.tex").write_text(SIZES % (packages, body), encoding="utf-8")
+    command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_no_note_is_longer_than_its_table(run: DriftRun, tmp_path: pathlib.Path) -> None:
+    """Measured as LaTeX sets it: in an ICML column, and in both for tables that take both."""
+    shown = [
+        drawn(name, run, paper=paper).latex or "" for name, paper in itertools.product(TABLES, (False, True))
+    ]
+    geometry = r"\usepackage[textwidth=6.75in,columnsep=0.25in]{geometry}\twocolumn"
+    said = typeset(tmp_path, geometry, r"\clearpage ".join(shown))
+    heights: list[dict[str, float]] = []
+    for kind, height in (line.split()[1:] for line in said.splitlines() if line.startswith("DRIFT ")):
+        if kind == "fit" and (not heights or "foot" in heights[-1]):
+            heights.append({"fit": 0.0})
+        heights[-1][kind] = heights[-1].get(kind, 0.0) + float(height.removesuffix("pt"))
+    assert len(heights) >= 15
+    assert not [found for found in heights if found.get("foot", 0.0) > found["fit"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["OT1", "T1"])
+def test_commands_can_be_pasted_from_the_pdf(tmp_path: pathlib.Path, encoding: str) -> None:
+    if shutil.which("pdftotext") is None:
+        pytest.skip("pdftotext is not installed")
+    command = "driftlens sweep RUN --param 'lam=0.005,0.05,0.5,5' --name first-fine_tune"
+    grid = Grid((Column("score"),), (Block((Line("a", {"score": Cell(1.0)}),)),))
+    latex = to_latex([grid], "t", "C", missing=[Gap("Part", f"`{command}` measures it.")])
+    typeset(tmp_path, rf"\usepackage[{encoding}]{{fontenc}}", latex)
+    subprocess.run(["pdftotext", "all.pdf"], cwd=tmp_path, check=True)
+    assert command in " ".join((tmp_path / "all.txt").read_text().split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [3.25, 5.5])
+def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: pathlib.Path, width: float) -> None:
+    if shutil.which("pdftotext") is None:
+        pytest.skip("pdftotext is not installed")
+    bare = open_run(run.path)
+    bare._frames["sweeps"] = run.sweeps().iloc[:0]
+    draw("sweeps", [bare], ExhibitOptions(width=width)).save(tmp_path / "all.pdf")
+    subprocess.run(["pdftotext", "-layout", "all.pdf"], cwd=tmp_path, check=True)
+    said = (tmp_path / "all.txt").read_text().split()
+    assert "--param" in said
+    assert {"lam=0.005,0.05,0.5,5", "alpha=0,0.15,0.3,0.6,1", "rho=1,1.5,2,2.5,3"} <= set(said)
+
+
+@pytest.mark.slow
+def test_no_exhibit_names_a_folder_of_this_machine(run: DriftRun) -> None:
+    places = {str(run.path), str(run.path.parent), str(pathlib.Path.home()) + "/"}
+    for name, paper in itertools.product(exhibits, (False, True)):
+        shown = drawn(name, run, paper=paper)
+        artifact = draw(name, [run], ExhibitOptions(paper=paper)) if name in ("accuracy", "intro") else None
+        told = json.dumps(artifact.provenance()) if artifact else ""
+        said = f"{shown.caption} {shown.latex} {shown.data.to_csv()} {told}"
+        said += words(shown.figure) if shown.figure else ""
+        assert not [place for place in places if place in said], name

@@ -11,8 +11,10 @@ import transformers
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
+from driftlens.pipeline.preflight.job import preflight
 from driftlens.records.layout import LONGEST_TEXT
 from driftlens.records.run import DriftRun
+from driftlens.spec import load_spec
 from driftlens_app.samples import texts_of
 from driftlens_app.views.output import answers
 from driftlens_reports.charts.chart import ChartOptions, charts
@@ -48,6 +50,13 @@ def test_a_run_keeps_what_its_samples_ask(run: DriftRun, monkeypatch: pytest.Mon
 def test_tokens_read_as_text_and_a_vocabulary_is_no_list_of_classes(run: DriftRun) -> None:
     assert {task: sorted(names) for task, names in run.manifest.classes.items()} == {"pick": ["no", "yes"]}
     assert run.outputs("free")["label"].isna().all()
+
+
+def test_a_preflight_knows_the_language_models_own_head_and_the_classes_of_answers(run: DriftRun) -> None:
+    found = preflight(load_spec(run.path / "spec.yaml"))
+    said = {finding.subject: finding.text for finding in found.findings if finding.level == "ok"}
+    assert said["head of free"] == said["head of pick"] == "the language model's own"
+    assert said["data of pick"].endswith("2 classes") and said["data of free"].endswith("no classes")
 
 
 def test_answers_stand_beside_each_other_those_that_differ_first(run: DriftRun) -> None:

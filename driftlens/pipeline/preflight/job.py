@@ -314,8 +314,9 @@ def _check_data(
 def _describe_data(data: TaskData, checks: Preflight) -> None:
     subject = f"data of {data.task}"
     counts = f"{len(data.calibration)} calibration, {len(data.diagnosis)} diagnosis, {len(data.test)} test"
-    classes = f", {len(data.class_names)} classes" if data.class_names is not None else ", no labels"
-    checks.ok(subject, f"{counts} samples{classes}")
+    classes = len(data.class_names or data.answers())
+    labels = f"{classes} classes" if classes else "no labels" if data.test.texts is None else "no classes"
+    checks.ok(subject, f"{counts} samples, {labels}")
     for text in data.notices:
         checks.notice(subject, text)
 
@@ -331,7 +332,9 @@ def _check_heads(
     entries = heads_of(spec, models)
     for task in spec.tasks:
         entry, subject = entries.get(task), f"head of {task}"
-        if entry is None:
+        if entry is None and models.architecture.lm is not None:
+            checks.ok(subject, "the language model's own")
+        elif entry is None:
             checks.ok(subject, "none, so there will be no scores and no accuracy")
         elif entry.classes is None and task not in data:
             continue  # what the data would have named is unknown, and its own problem is filed

@@ -1,8 +1,9 @@
 """Ways to repair a merge beside each other: score, KL to the experts and drift, over draws of 64 samples a task.
 
 `python -m benchmarks.repairs --suites llama --draws 0 1` runs what a folder lacks yet, a file per suite and draw, and
-prints tables of all that it has. Settings are those published or declared as defaults; nothing is chosen. Every
-draw is judged on the same test samples, which no calibration reads: changes are paired by test sample.
+prints tables of all that it has. Settings are those published or declared as defaults; `--auto` alone chooses, from
+the calibration samples. Every draw is judged on the same test samples, which no calibration reads: changes are paired
+by test sample.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 SAMPLES, DRAWS, TEXTS = 64, 5, 200
 PRESETS = {"real": "paper-clip", "embedded": "paper-clip", "t5": "flan-t5", "llama": "llama-3b"}
 METRICS = {"real": "accuracy", "embedded": "accuracy", "t5": "exact_match", "llama": "exact_match"}
+FEATCAL, AUTO = "FeatCal's preset", "--auto"
 METHODS: dict[str, dict[str, Any]] = {
     "residual": {"method": "residual"},
     "residual, mu=0.9": {"method": "residual", "parameters": {"mu": 0.9}},
 }
-FEATCAL = "FeatCal's preset"
 Found = dict[str, dict[str, dict[str, list[float]]]]
 """Model -> task -> score, KL and final relative drift: one value per test sample, of drift one alone."""
 
@@ -46,27 +47,37 @@ def run(
             if not file.exists() and (suite == "embedded" or SHARED.is_dir()):
                 file.write_text(json.dumps(drawn(suite, int(file.stem.rpartition("-")[2]), device)))
         found = [json.loads(file.read_text()) for file in sorted(place.glob(f"{suite}-*.json"))]
-        tables.append(table(suite, found) if found else f"{suite}: not on this machine")
+        if not found:
+            tables.append(f"{suite}: not on this machine")
+            continue
+        tables.append(table(suite, [draw["models"] for draw in found]))
+        tables.append(f"{AUTO} chose, by draw: {'; '.join(draw['chosen'] for draw in found)}")
     return "\n\n".join(tables)
 
 
-def drawn(suite: str, draw: int, device: str) -> Found:
-    """All models with the calibration samples of one draw."""
+def drawn(suite: str, draw: int, device: str) -> dict[str, Any]:
+    """All models with the calibration samples of one draw, and what was chosen with them."""
     import driftlens as dl
 
     with tempfile.TemporaryDirectory() as place:
         spec = spec_of(suite, draw, device, pathlib.Path(place))
         made = dl.analyze(spec, out=f"{place}/run", progress="none")
         shown = {"base": "base", "expert": "expert", "merged": "merged"}
-        preset: dict[str, Any] = {"method": "featcal", "preset": PRESETS[suite]}
-        for number, (title, options) in enumerate({FEATCAL: preset, **METHODS}.items()):
+        preset = {"preset": PRESETS[suite]}
+        asked: dict[str, dict[str, Any]] = {FEATCAL: preset, **METHODS, AUTO: {**preset, "auto": True}}
+        for number, (title, options) in enumerate(asked.items()):
             name = f"m{number}"
             made = dl.calibrate(made, name=name, attribution=False, progress="none", **options)
             shown[title] = f"calibrated:{name}"
-        tasks = spec["experts"]
+        selection = made.manifest.calibrations[shown[AUTO].partition(":")[2]].selection
+        titles = {entry["name"]: entry["title"] for entry in selection["compared"]}
         return {
-            title: {task: _measured(made, variant, task, METRICS[suite]) for task in tasks}
-            for title, variant in shown.items()
+            "chosen": titles[selection["choice"]],
+            "selection": dict(selection),
+            "models": {
+                title: {task: _measured(made, variant, task, METRICS[suite]) for task in spec["experts"]}
+                for title, variant in shown.items()
+            },
         }
 
 
@@ -100,7 +111,7 @@ def table(suite: str, draws: Sequence[Found]) -> str:
         by_draw = [np.mean([np.mean(draw[name][task]["score"]) for task in tasks]) for draw in draws]
         cells = [name, f"{100 * np.mean(by_draw):.1f}"]
         cells.append(
-            ", ".join(f"{100 * mean:.1f}" for mean in by_draw) if name in (FEATCAL, *METHODS) else ""
+            ", ".join(f"{100 * mean:.1f}" for mean in by_draw) if name in (FEATCAL, *METHODS, AUTO) else ""
         )
         for column, scale, digits in (("score", 100, 1), ("kl", 1, 3)):
             if column == "kl":

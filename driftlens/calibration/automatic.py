@@ -134,17 +134,16 @@ def folds_of(num_samples: int, task: str) -> list[range]:
 
 
 def search(
-    start: Calibrator, score: Callable[[Calibrator], Scores], *, varies: Sequence[str]
+    start: Calibrator, score: Callable[[Sequence[Calibrator]], Sequence[Scores]], *, varies: Sequence[str]
 ) -> tuple[Calibrator, list[tuple[Calibrator, Scores]]]:
     """The best settings found by changing one of `varies` at a time, and all that were tried, each once.
 
-    `score` tells how well a candidate does on samples that it was not calibrated on.
+    `score` tells how well each of several candidates does on samples that it was not calibrated on.
     """
     best, known = start, dict[str, tuple[Calibrator, Scores]]()
     for name in varies:
         around = [best, *(best.changed(**{name: value}) for value in best.steps_from(name))]
-        for at in around:
-            if repr(at) not in known:
-                known[repr(at)] = at, score(at)
+        new = [at for at in around if repr(at) not in known]
+        known |= {repr(at): (at, scores) for at, scores in zip(new, score(new), strict=True)}
         best = min((known[repr(at)] for at in around), key=lambda tried: tried[1].mean)[0]
     return best, [*known.values()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from driftlens.calibration.automatic import (
     folds_of,
     search,
 )
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.errors import DataError
 
@@ -36,6 +37,11 @@ def judge(score: Callable[[FeatCal], float], noise: float = 0.0) -> Callable[...
     return evaluate
 
 
+def each(evaluate: Callable[..., Scores]) -> Callable[[Sequence[Calibrator]], list[Scores]]:
+    """Of several candidates, one after the other."""
+    return lambda several: [evaluate(at) for at in several]
+
+
 def merged(score: float, noise: float = 0.0) -> Scores:
     """Scores of the merged model as it is."""
     return Scores({task: score + noise * values for task, values in NOISE.items()})
@@ -50,7 +56,7 @@ def choose(
     **more: Scores,
 ) -> tuple[str, FeatCal, Decision]:
     """What stands among the merged model, others, the start and what is found, as `choose_settings` has them."""
-    best, _ = search(start, evaluate, varies=start.searched)
+    best, _ = search(start, each(evaluate), varies=start.searched)
     assert isinstance(best, FeatCal)
     kept = {"start": start} if best is start else {"start": start, "found": best}
     scores = {"merged": as_is} | more | {name: (decides or evaluate)(at) for name, at in kept.items()}
@@ -114,7 +120,7 @@ def test_no_candidate_is_calibrated_twice_in_a_search() -> None:
         asked.append(repr(at))
         return judge(lambda at: abs(at.alpha - 0.5))(at)
 
-    _, tried = search(START, evaluate, varies=START.searched)  # type: ignore[arg-type]
+    _, tried = search(START, each(evaluate), varies=START.searched)
     assert len(asked) == len(set(asked)) == 7 and asked == [repr(at) for at, _ in tried]
 
 
@@ -131,7 +137,7 @@ def test_what_looks_better_on_the_search_alone_is_not_chosen() -> None:
 
 
 def test_settings_that_make_no_difference_are_left_alone() -> None:
-    best, _ = search(START, judge(lambda at: at.lam + at.alpha - at.rho), varies=["alpha"])
+    best, _ = search(START, each(judge(lambda at: at.lam + at.alpha - at.rho)), varies=["alpha"])
     assert best.get_params() == START.get_params() | {"alpha": 0.15}
 
 

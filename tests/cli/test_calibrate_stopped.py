@@ -1,4 +1,7 @@
-"""A further calibration of a finished run, stopped by a real signal: the run is what it was, and says what is left."""
+"""A further calibration of a finished run, stopped by a real signal: the run is what it was, and says what is left.
+
+What one that was killed goes on to is, file by file, what it would have been, whatever calibrates and whoever chose.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
-from tests.pipeline.calibrating import NAME, copied, same_rows
+from tests.pipeline.calibrating import NAME, copied, files_of, same_rows
+from tests.pipeline.roomy import roomy_run
+from tests.pipeline.world import DEPTH, TASKS, World
 
 Cli = Callable[..., Result]
 
@@ -34,16 +42,24 @@ SIGNALS = [
 ]
 
 
+Event = dict[str, Any]
+
+
+def middle_of(phase: str) -> Callable[[Event], bool]:
+    return lambda event: event["phase"] == phase and event["done"] >= 2
+
+
 @contextmanager
-def calibrating(folder: pathlib.Path, phase: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that calibrates, frozen (SIGSTOP) in the middle of a phase; killed at the end of the block."""
-    command = [*COMMAND, "calibrate", str(folder), "--name", NAME, "--progress", "jsonl"]
+def calibrating(
+    folder: pathlib.Path, stops: Callable[[Event], bool], *flags: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that calibrates, frozen (SIGSTOP) where an event says so; killed at the end of the block."""
+    command = [*COMMAND, "calibrate", str(folder), "--name", NAME, *flags, "--progress", "jsonl"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             for line in process.stderr:
-                event = json.loads(line)
-                if event["phase"] == phase and event["done"] >= 2:
+                if stops(json.loads(line)):
                     process.send_signal(signal.SIGSTOP)
                     break
             yield process
@@ -56,7 +72,7 @@ def calibrating(folder: pathlib.Path, phase: str) -> Iterator[subprocess.Popen[s
 def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
     folder: pathlib.Path, light: DriftRun, run_cli: Cli, sent: signal.Signals, phase: str
 ) -> None:
-    with calibrating(folder, phase) as process:
+    with calibrating(folder, middle_of(phase)) as process:
         process.send_signal(sent)
         process.send_signal(signal.SIGCONT)
         process.communicate(timeout=300)
@@ -91,9 +107,63 @@ def test_a_stopped_calibration_leaves_the_run_done_and_every_file_listed(
 def test_a_run_that_is_removed_ends_its_calibration_and_stays_removed(
     folder: pathlib.Path, phase: str
 ) -> None:
-    with calibrating(folder, phase) as process:
+    with calibrating(folder, middle_of(phase)) as process:
         shutil.rmtree(folder)
         process.send_signal(signal.SIGCONT)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 4 and "was removed, moved or replaced" in errors and "hint: " in errors
     assert not folder.exists()
+
+
+def of_a_layer(number: int, *, kept: int | None) -> Callable[[Event], bool]:
+    """Batches of a layer's last task are being read; of the layers before, this process has solved up to `kept`."""
+    label = f"layer {number} of 3, task "
+    return lambda event: (
+        event["phase"] == "calibrate"
+        and event["label"].startswith(label)
+        and event["metrics"].get("layer") == kept
+    )
+
+
+HEAD = DEPTH + 2
+KILLED: dict[str, tuple[tuple[str, ...], tuple[str, ...], list[Callable[[Event], bool]]]] = {
+    "residual": (
+        TASKS,
+        ("--method", "residual"),
+        [of_a_layer(HEAD, kept=None), of_a_layer(3, kept=2), of_a_layer(3, kept=None), middle_of("analyze")],
+    ),
+    "auto": (
+        TASKS[:1],  # whose merged model is so far from its expert that a calibration is clearly better
+        ("--auto",),
+        [lambda event: event["phase"] == "choose" and "layer 3" in event["label"], of_a_layer(3, kept=2)],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KILLED)
+def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+    world: World, tmp_path: pathlib.Path, run_cli: Cli, name: str
+) -> None:
+    """In the experts' gradients, in the middle of layers, in the choice, and while its drift is measured."""
+    tasks, options, moments = KILLED[name]
+    run = roomy_run(World(world.folder, tasks), tmp_path)
+    folder, whole = copied(run, tmp_path / "killed"), copied(run, tmp_path / "whole")
+    flags = (*options, "--layers", "2,3")
+    quiet = ("--name", NAME, *flags, "--progress", "none")
+    assert run_cli("calibrate", whole, *quiet).code == 0
+    assert open_run(whole).manifest.calibrations[NAME].layers == [2, 3], "something should be solved"
+    for stops in moments:
+        with calibrating(folder, stops, *flags, "--resume") as process:
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=300)
+        assert process.returncode == -signal.SIGKILL
+        same_rows(open_run(folder), run)
+    assert run_cli("calibrate", folder, *quiet, "--resume").code == 0
+    found, expected = (load_file(at / f"calibrations/{NAME}/weights.safetensors") for at in (folder, whole))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    same_rows(open_run(folder), open_run(whole))
+    assert files_of(folder).keys() == files_of(whole).keys()
+    checked = run_cli("verify", folder)
+    assert checked.code == 0 and "not listed" not in checked.out

@@ -11,7 +11,7 @@ import pytest
 import driftlens as dl
 from driftlens.pipeline.search.trials import Trials
 from driftlens.records.run import DriftRun
-from tests.pipeline.world import CLASSES, TASKS, World, write_images
+from tests.pipeline.world import CLASSES, World, write_images
 
 COUNT = 16
 """Calibration samples of every task."""
@@ -20,7 +20,7 @@ COUNT = 16
 def roomy_run(world: World, folder: pathlib.Path) -> DriftRun:
     """A finished run of the world's models on images of its own, without Jacobians."""
     data: dict[str, Any] = {"defaults": {"n": COUNT, "n_diagnosis": 5, "batch_size": 8}}
-    for seed, task in enumerate(TASKS):
+    for seed, task in enumerate(world.tasks):
         write_images(folder / f"{task}.npz", CLASSES[task], seed, train=COUNT)
         data[task] = {"kind": "npz", "file": str(folder / f"{task}.npz")}
     spec = world.spec(data=data, metrics={"jacobian": False})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,9 +24,9 @@ from driftlens.pipeline.analyze.evaluation import final_drift
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.preflight.rehearsal import rehearse
 from driftlens.pipeline.search import trials
-from driftlens.pipeline.search.automatic import BEST, choose_settings
+from driftlens.pipeline.search.automatic import BEST, FOLDS, choose_settings
 from driftlens.pipeline.search.judge import LANE, Judge, divergences, drift_scores
-from driftlens.pipeline.search.trials import Trials, Tried
+from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.card import escaped
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study, TaskSamples
@@ -58,14 +57,38 @@ def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[st
     return found, record
 
 
+Watch = Callable[[Any, frozenset[str], dict[str, Any]], dict[str, Any]]
+
+
+def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Let calibrated models score as `watch` says, given calibrator, ids that it was fitted to, and true scores."""
+    alone, run, of = Trials.alone, Trials.run, Trials.of
+    calibrator, seen = None, frozenset[str]()
+
+    def spied_alone(self: Trials[Any], samples: Any, at: Any, *rest: Any) -> Any:
+        nonlocal calibrator, seen
+        calibrator, seen = at, frozenset(sample for part in samples.values() for sample in part.ids)
+        return alone(self, samples, at, *rest)
+
+    def spied_run(self: Trials[Any], parts: Any, lanes: Any) -> Iterator[Any]:
+        nonlocal calibrator, seen
+        for lane, tried in zip(lanes, run(self, parts, lanes), strict=True):
+            calibrator = lane.calibrator
+            seen = frozenset(name for every in parts.values() for at in lane.parts for name in every[at].ids)
+            yield tried
+
+    def spied_of(self: Trials[Any], model: str) -> dict[str, Any]:
+        found = of(self, model)
+        return watch(calibrator, seen, found) if model == LANE and found else found
+
+    for name, spied in (("alone", spied_alone), ("run", spied_run), ("of", spied_of)):
+        monkeypatch.setattr(Trials, name, spied)
+
+
 def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calibrations look as good as their ridge is small: few samples rarely tell settings apart."""
     spoil_merged(monkeypatch)
-
-    def scored(self: Trials[Any], samples: Any, calibrator: Any, *rest: Any) -> Any:
-        return Tried({task: np.full(len(at), calibrator.lam) for task, at in self.held_out.items()})
-
-    monkeypatch.setattr(Trials, "alone", scored)
+    watch_fits(monkeypatch, lambda at, _, found: {task: 0 * of + at.lam for task, of in found.items()})
 
 
 class Untouchable(tuple[str, ...]):
@@ -97,43 +120,75 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     assert again["candidates"] == record["candidates"]
 
 
-def test_all_samples_are_held_out_once_and_no_search_sees_the_fold_that_its_find_is_scored_on(
+def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fits: list[tuple[frozenset[str], frozenset[str]]] = []
+    scored: list[tuple[frozenset[str], frozenset[str]]] = []
     experts: list[str] = []
-    alone, read = Trials.alone, trials.final_features
-    seen = frozenset[str]()
+    read = trials.final_features
 
-    def spied_alone(self: Trials[Any], samples: Any, *rest: Any) -> Any:
-        nonlocal seen
-        seen = frozenset(sample for at in samples.values() for sample in at.ids)
-        return alone(self, samples, *rest)
+    def watch(at: Any, ids: frozenset[str], found: dict[str, Any]) -> dict[str, Any]:
+        scored[-1] = ids, scored[-1][1]
+        return found
 
     def spied_read(pool: Any, model: str, task: str, samples: SampleSet, pooling: Any) -> torch.Tensor:
         if model == LANE:
-            fits.append((seen, frozenset(samples.ids)))
+            scored.append((frozenset(), frozenset(samples.ids)))
         elif model.startswith("expert"):
             experts.extend(samples.ids)
         return read(pool, model, task, samples, pooling)
 
-    monkeypatch.setattr(Trials, "alone", spied_alone)
+    watch_fits(monkeypatch, watch)
     monkeypatch.setattr(trials, "final_features", spied_read)
     # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
     task = TASKS[0]
     at = study.tasks[task].calibration
     assert at is not None
     _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}))
-    assert len(fits) == record["num_calibrations"] and all(not used & held for used, held in fits)
-    assert sum(len(used) for used, _ in fits) == COUNT * record["cost_in_calibrations"]
+    assert all(not used & held and len(held) == COUNT // 4 for used, held in scored)
+    halves, most = ([held for used, held in scored if len(used) == part * COUNT // 4] for part in (2, 3))
+    assert (
+        len(scored) == len(halves) + len(most) and len(halves) / 2 + len(most) == record["num_calibrations"]
+    )
+    assert len(halves) / 4 + len(most) * 0.75 == record["cost_in_calibrations"]
+    for start in range(0, len(most), 4):
+        assert frozenset().union(*most[start : start + 4]) == {*at.ids}
     assert sorted(experts) == sorted(at.ids), "experts are read once"
-    searches = [entry["fold"] for entry in record["candidates"] if entry["fold"] is not None]
-    judged = fits[len(searches) : len(searches) + 4]
-    assert frozenset().union(*(held for _, held in judged)) == {*at.ids}
-    assert all(used | held == {*at.ids} for used, held in judged)
-    for fold, (used, held) in zip(searches, fits, strict=False):
-        assert len(used) == COUNT // 2 and len(held) == COUNT // 4
-        assert not (used | held) & judged[fold][1]
+
+
+def test_no_search_sees_the_fold_that_its_find_is_scored_on(study: Study) -> None:
+    """Other images in a fold change what every search tells but the one that doesn't see it."""
+
+    def spoiled(fold: int) -> list[dict[str, Any]]:
+        tasks = {}
+        for task, of in study.tasks.items():
+            at = of.calibration
+            assert at is not None
+
+            def load(wanted: Sequence[int], load: Any = at.load) -> Any:
+                return load([position - position % 4 * (position % 4 == fold) for position in wanted])
+
+            tasks[task] = dataclasses.replace(of, calibration=dataclasses.replace(at, load=load))
+        _, record = chosen(dataclasses.replace(study, tasks=tasks))
+        return [entry for entry in record["candidates"] if entry["fold"] is not None]
+
+    plain = chosen(study)[1]["candidates"]
+    for fold in (1, 3):
+        for unseen in FOLDS:
+            one, other = ([e for e in entries if e["fold"] == unseen] for entries in (plain, spoiled(fold)))
+            assert one and (one == other) == (unseen == fold)
+
+
+@pytest.mark.parametrize(("start", "choice"), [({"lam": 50.0, "rho": 4.0}, "found"), ({}, "start")])
+def test_a_find_is_chosen_where_every_fold_gains_from_it(
+    study: Study, monkeypatch: pytest.MonkeyPatch, start: dict[str, Any], choice: str
+) -> None:
+    """Scored on one fold each, one search of four went away from where the fold that it doesn't see is better."""
+    spoil_merged(monkeypatch)
+    found, record = chosen(study, FeatCal(**start))
+    assert record["choice"] == choice
+    if start:
+        assert found.lam < 50 and found.rho < 4
 
 
 def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pathlib.Path) -> None:
@@ -227,14 +282,14 @@ def test_a_start_that_can_be_improved_is_left(study: Study, monkeypatch: pytest.
 def test_a_candidate_that_can_not_be_solved_for_is_out_and_the_others_stay(
     study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Trials.alone
+    solve = FeatCal.solve
 
-    def fragile(self: Trials[Any], samples: Any, calibrator: Any, *rest: Any) -> Any:
-        if calibrator.lam < 0.02:
+    def fragile(self: FeatCal, problem: Any) -> Any:
+        if self.lam < 0.02:
             raise SingularGramError("singular", hint="raise lam")
-        return alone(self, samples, calibrator, *rest)
+        return solve(self, problem)
 
-    monkeypatch.setattr(Trials, "alone", fragile)
+    monkeypatch.setattr(FeatCal, "solve", fragile)
     _, record = chosen(study)
     scores = {entry["lam"]: entry["score"] for entry in record["candidates"]}
     assert scores[0.01] is None and scores[0.05] is not None and scores[0.25] is not None
@@ -336,14 +391,11 @@ def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
     roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, keen: None
 ) -> None:
     """The other method looks best where everything else looks bad; the same calibration by hand gives its weights."""
-    alone = Trials.alone
 
-    def favoured(self: Trials[Any], samples: Any, calibrator: Any, *rest: Any) -> Any:
-        found = alone(self, samples, calibrator, *rest)
-        worse = {task: at + 1e3 for task, at in found.by_task.items()}
-        return found if isinstance(calibrator, Keen) else dataclasses.replace(found, by_task=worse)
+    def favoured(at: Any, _: Any, found: dict[str, Any]) -> dict[str, Any]:
+        return found if isinstance(at, Keen) else {task: of + 1e3 for task, of in found.items()}
 
-    monkeypatch.setattr(Trials, "alone", favoured)
+    watch_fits(monkeypatch, favoured)
     spoil_merged(monkeypatch)
     folder = copied(roomy, tmp_path / "run")
     stopped = []

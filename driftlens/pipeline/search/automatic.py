@@ -31,12 +31,13 @@ from driftlens.calibration.automatic import (
 )
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.problems import ClosedForm
+from driftlens.engine.forward_order import Lane
+from driftlens.engine.problems import ClosedForm, Layerwise
 from driftlens.engine.site_selection import updated_sites
-from driftlens.errors import DataError, NumericsError, SingularGramError, SpecError
+from driftlens.errors import DataError, DriftLensError, NumericsError, SingularGramError, SpecError
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.calibrate.plan import method_called, preset_of
-from driftlens.pipeline.search.judge import Judge
+from driftlens.pipeline.search.judge import LANE, Judge
 from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
@@ -123,36 +124,49 @@ class CrossFits:
         self.tried: list[dict[str, Any]] = []
         self.costs: list[float] = []
         self._folds = {task: folds_of(len(at), task) for task, at in self.samples.items()}
-        self._trials = [dataclasses.replace(trials, held_out=self._part({fold})) for fold in FOLDS]
-        self._known: dict[tuple[str, frozenset[int], int], Mapping[str, Any]] = {}
+        self._trials, every = trials, [self._part({fold}) for fold in FOLDS]
+        self._parts = {task: [of[task] for of in every] for task in self.samples}
+        self._judges = [dataclasses.replace(trials, held_out=of) for of in every]
+        self._known: dict[tuple[str, frozenset[int]], Mapping[int, Mapping[str, Any]] | DriftLensError] = {}
 
     def as_it_is(self, model: str) -> Scores:
         """A model's scores on all samples."""
-        return _joined([trials.of(model) for trials in self._trials])
+        return _joined([judge.of(model) for judge in self._judges])
 
-    def scores(self, by_fold: Mapping[int, Calibrator], seen: frozenset[int] = EVERY) -> Scores:
-        """On the samples of some folds, under the calibrator for each, fitted to the others of those `seen`.
+    def scores(self, by_fold: Mapping[int, Calibrator], unseen: frozenset[int] = frozenset()) -> Scores:
+        """On the samples of some folds, under the calibrator for each, fitted to the others but those `unseen`.
 
         Raises:
             DriftLensError: one of them can't be calibrated with.
         """
-        return _joined([self._fitted(at, seen - {fold}, fold) for fold, at in by_fold.items()])
+        fits = {fold: (at, unseen | {fold}) for fold, at in by_fold.items()}
+        self._fit([*fits.values()])
+        found = []
+        for fold, (at, out) in fits.items():
+            if isinstance(known := self._known[repr(at), out], DriftLensError):
+                raise known
+            found.append(known[fold])
+        return _joined(found)
 
     def searched(self, start: Calibrator, varies: Sequence[str], fold: int | None = None) -> Calibrator:
-        """What a search finds that doesn't see a fold: of the other three it scores on one what it calibrates on two.
+        """What a search finds that doesn't see a fold: it scores on each fold beside it what it calibrates on the rest.
 
-        One that sees all of them scores on each what it calibrates on the other three.
+        A calibration without two neighbours serves the searches that don't see the one or the other. One that sees all
+        folds scores on each what it calibrates on the other three.
 
         Raises:
             DriftLensError: the start can't be calibrated with.
         """
-        seen, deciding = EVERY, [*FOLDS]
-        if fold is not None:
-            seen, deciding = EVERY - {fold}, [(fold + 1) % NUM_FOLDS]
+        unseen = frozenset([] if fold is None else [fold])
+        deciding = FOLDS if fold is None else [(fold + step) % NUM_FOLDS for step in (1, -1)]
 
-        def score(at: Calibrator) -> Scores:
+        def score(candidates: Sequence[Calibrator]) -> list[Scores]:
+            self._fit([(at, unseen | {other}) for at in candidates for other in deciding])
+            return [scored(at) for at in candidates]
+
+        def scored(at: Calibrator) -> Scores:
             try:
-                return self.scores(dict.fromkeys(deciding, at), seen)
+                return self.scores(dict.fromkeys(deciding, at), unseen)
             except SingularGramError:
                 if at is start:
                     raise
@@ -170,15 +184,22 @@ class CrossFits:
             for task, at in self.samples.items()
         }
 
-    def _fitted(self, calibrator: Calibrator, folds: frozenset[int], held_out: int) -> Mapping[str, Any]:
-        """Scores on a fold by task; nothing is calibrated twice for them."""
-        key, trials = (repr(calibrator), folds, held_out), self._trials[held_out]
-        if key not in self._known:
-            assert isinstance(calibrator, ClosedForm)
-            sites = updated_sites(trials.study.pool.chain, trials.sites, calibrator.update)
-            self._known[key] = trials.alone(self._part(folds), calibrator, sites).by_task
-            self.costs.append(len(folds) / NUM_FOLDS)
-        return self._known[key]
+    def _fit(self, wanted: Sequence[tuple[Calibrator, frozenset[int]]]) -> None:
+        """Calibrate with settings of one method, each without some folds, and score on these; nothing twice."""
+        new = {(repr(at), out): at for at, out in wanted if (repr(at), out) not in self._known}
+        if not new:
+            return
+        update, chain = next(iter(new.values())).update, self._trials.study.pool.chain
+        trials = dataclasses.replace(self._trials, sites=updated_sites(chain, self._trials.sites, update))
+        fits = [(at, EVERY - out) for (_, out), at in new.items()]
+        lanes = [Lane(at, folds) for at, folds in fits if isinstance(at, Layerwise)]
+        walked = trials.run(self._parts, lanes)
+        if not lanes:
+            stepwise = ((at, folds) for at, folds in fits if isinstance(at, ClosedForm))
+            walked = (trials.alone(self._part(folds), at, trials.sites) for at, folds in stepwise)
+        for key, tried in zip(new, walked, strict=True):
+            self._known[key] = tried.error or {fold: self._judges[fold].of(LANE) for fold in key[1]}
+            self.costs.append(1 - len(key[1]) / NUM_FOLDS)
 
 
 def _joined(by_fold: Sequence[Mapping[str, NDArray[np.float64]]]) -> Scores:
@@ -199,7 +220,7 @@ def outlook(
     if varies:
         names.insert(names.index("start") + 1, "found")
         efforts.append(start.effort)
-        # Every step is tried without each fold and another one and, where what was found wins, without each fold.
+        # Every step is tried without two neighbours of four and, where what was found wins, without each fold.
         tried = 1 + sum(len(start.steps_from(name, has_base=has_base)) for name in varies)
         searches = start.effort * tried * (2 * NUM_FOLDS - 3)
     effort = sum(efforts) * (NUM_FOLDS - 1) + searches + max(efforts)

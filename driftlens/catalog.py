@@ -28,6 +28,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "kind": "trained" if issubclass(kind, Trained) else "closed form",
                 "settings": _settings(kind),
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
+                "suited": dict(kind.suited),
                 "automatic": [*kind.searched],
             }
             for name, kind in calibrators.items()

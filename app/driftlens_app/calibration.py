@@ -44,6 +44,7 @@ class Method:
         source: the paper.
         reads: of a merge method, what it is made from.
         presets: published settings by name.
+        suited: adapter -> the preset for models of its kind, where that isn't the first one.
         automatic: names of the settings that can be chosen on held-out calibration samples.
     """
 
@@ -52,6 +53,7 @@ class Method:
     source: str
     reads: str
     presets: Mapping[str, Mapping[str, Any]]
+    suited: Mapping[str, str]
     automatic: tuple[str, ...]
 
 
@@ -66,6 +68,7 @@ def methods(kind: str = "calibrators") -> Mapping[str, Method]:
             source=entry["source"],
             reads=entry.get("reads", ""),
             presets=entry.get("presets", {}),
+            suited=entry.get("suited", {}),
             automatic=tuple(entry.get("automatic", ())),
         )
         for name, entry in found.items()
@@ -84,7 +87,7 @@ class CalibrationSettings:
         samples: calibration samples per task.
         layers: pattern on module paths; empty is all blocks.
         auto: whether some of its settings are chosen on held-out calibration samples.
-        best: whether the best of all methods is; method, preset and parameters say nothing then.
+        best: whether the best of all methods is, starting from the preset.
         save_weights: whether a folder is written that the original library loads, with a model card.
         replace: whether a calibration of that name may be replaced.
         resume: whether an interrupted calibration of that name goes on where it stopped.
@@ -147,7 +150,7 @@ class CalibrationSettings:
         values = {
             "--name": self.name,
             "--method": None if self.best else self.method,
-            "--preset": None if self.best else self.preset,
+            "--preset": self.preset,
             "--samples": self.samples,
             "--layers": self.layers or None,
             # Beside the run, which lists every file in it.
@@ -156,8 +159,7 @@ class CalibrationSettings:
         flags = {"--auto": self.auto or self.best, "--replace": self.replace, "--resume": self.resume}
         # One argument each, so that no value can be taken for an option.
         options = [f"{option}={value}" for option, value in values.items() if value is not None]
-        given = {} if self.best else self.parameters
-        options += [f"--set={name}={json.dumps(value)}" for name, value in given.items()]
+        options += [f"--set={name}={json.dumps(value)}" for name, value in self.parameters.items()]
         return (*options, *(flag for flag, is_given in flags.items() if is_given))
 
     @classmethod
@@ -204,7 +206,12 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def calibration_form(
-    last: CalibrationSettings | None, *, taken: Container[str], blocked: bool, may_export: bool
+    last: CalibrationSettings | None,
+    *,
+    taken: Container[str],
+    blocked: bool,
+    may_export: bool,
+    adapter: str = "",
 ) -> tuple[CalibrationSettings, str]:
     """What the form says, and which of its buttons was pressed: "estimate", "calibrate" or "".
 
@@ -216,9 +223,15 @@ def calibration_form(
         taken: names that the run's calibrations have.
         blocked: whether its buttons are off: a job writes to the run, or no jobs may be started at all.
         may_export: whether a folder may be written beside the run.
+        adapter: of the run's models, whose published settings stand first.
     """
     known = methods()
-    start, names = last or CalibrationSettings().with_free_name(taken), [*known]
+
+    def usual(called: str) -> str | None:
+        return known[called].suited.get(adapter, next(iter(known[called].presets), None))
+
+    fresh, names = CalibrationSettings(preset=usual(CalibrationSettings.method)), [*known]
+    start = last or fresh.with_free_name(taken)
     if len(names) > 1:
         called = st.selectbox(
             "Calibrator",
@@ -228,8 +241,7 @@ def calibration_form(
             key="method",
         )
         if called != start.method:
-            preset = next(iter(known[called].presets), None)
-            start = CalibrationSettings(called, called, preset).with_free_name(taken)
+            start = CalibrationSettings(called, called, usual(called)).with_free_name(taken)
     method = known[start.method]
     _fill_name(start, taken)
     with st.form("calibrate", enter_to_submit=False):
@@ -238,7 +250,7 @@ def calibration_form(
             key="name",
             help="The new variant is called calibrated:NAME. Letters, digits, - _ .",
         )
-        presets = [_OWN, *method.presets]
+        presets = [_OWN, *sorted(method.presets, key=lambda name: name != usual(start.method))]
         preset = st.selectbox(
             "Published settings",
             presets,
@@ -286,7 +298,8 @@ def calibration_form(
                 disabled=blocked,
                 key=_BEST,
                 help="Compares the merged model, the base and all methods on held-out calibration samples, and says "
-                "which is best and whether to use the merge. Method, published settings and coefficients don't count.",
+                "which is best and whether to use the merge. Method, published settings and coefficients don't count: "
+                "the search starts from the published settings for models of this kind.",
             )
             calibrate = st.form_submit_button(
                 f"{method.title} calibrate",
@@ -300,9 +313,9 @@ def calibration_form(
     published = method.presets.get(preset, {})
     settings = CalibrationSettings(
         name=name.strip(),
-        method=start.method,
-        preset=None if preset == _OWN else preset,
-        parameters={key: value for key, value in parameters.items() if value != published.get(key)},
+        method=fresh.method if best else start.method,
+        preset=known[fresh.method].suited.get(adapter) if best else None if preset == _OWN else preset,
+        parameters={} if best else {key: at for key, at in parameters.items() if at != published.get(key)},
         samples=samples,
         layers=layers.strip(),
         auto=auto,

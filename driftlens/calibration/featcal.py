@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class FeatCal(ClosedFormBase):
     title = "FeatCal"
     source = "arXiv:2605.13030"
     presets = PRESETS
+    suited: ClassVar[Mapping[str, str]] = {"hf_t5": "flan-t5", "hf_decoder": "llama-3b"}
     searched = ("lam", "alpha", "rho")
     ablations = ({"rho": 1}, {"alpha": 0}, {"anchor": "none"}, {"update": ["linear"]})
 

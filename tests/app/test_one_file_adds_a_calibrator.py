@@ -177,6 +177,27 @@ def test_best_asks_for_no_method_and_leaves_the_coefficients_to_the_choice(
     assert not [part for part in parts if part.startswith(("--set", "--method", "--preset"))]
 
 
+def test_published_settings_for_models_of_the_runs_kind_stand_first(
+    worker: None, open_app: Open, root: Path
+) -> None:
+    """And `Best` starts from them, whatever is chosen in the fields."""
+    manifest = root / "full/manifest.json"
+    text = manifest.read_text(encoding="utf-8")
+    assert text.count('"open_clip_vit"') == 1
+    manifest.write_text(text.replace('"open_clip_vit"', '"hf_decoder"'), encoding="utf-8")
+    app = open_app(root, "calibrate")
+    preset = app.selectbox(key="featcal preset")
+    assert preset.value == "llama-3b" and [name.partition(":")[0] for name in preset.options[1:3]] == [
+        "llama-3b",
+        "paper-clip",
+    ]
+    preset.set_value("paper-clip")
+    press(app, "Best")
+    parts = called(root / "full")
+    assert "--preset=llama-3b" in parts and "--auto" in parts
+    assert not [part for part in parts if part.startswith(("--set", "--method"))]
+
+
 def test_a_command_that_does_not_answer_is_told_and_asked_again(
     open_app: Open, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.calibration.residual import ResidualCal
@@ -65,6 +67,32 @@ def test_ridges_are_those_of_refits_without_each_fold(
     others = [refitted(folds, Ridges(one, other, t)) for one in grid for other in grid for t in shares]
     assert found.held_out <= min(others) * (1 + tolerance)
     assert choose_ridges(folds, grid=grid, most=0.0).share == 0
+
+
+SIZES = st.fixed_dictionaries(
+    {"folds": st.integers(2, 4), "k": st.integers(1, 6), "o": st.integers(1, 3), "rows": st.integers(1, 8)}
+)
+
+
+@given(SIZES, st.integers(0, 99), st.sampled_from([1e-3, 1.0, 1e3]), st.sets(st.integers(0, 5)))
+def test_any_folds_are_scored_as_by_refits_and_what_can_not_be_learned_is_left(
+    sizes: dict[str, int], seed: int, scale: float, silent: set[int]
+) -> None:
+    """Fewer rows than inputs, inputs that never vary from 0, any unit of inputs, any order of folds."""
+    generator = torch.Generator().manual_seed(seed)
+    folds = [fold.scaled(1.0) for fold in moments(generator, **sizes | {"o": min(sizes["o"], sizes["k"])})]
+    dead = [at for at in silent if at < sizes["k"]]
+    for fold in folds:
+        fold.gram[dead], fold.gram[:, dead] = 0, 0
+        fold.local[:, dead], fold.upstream[:, dead] = 0, 0
+        for sums, power in ((fold.gram, 2), (fold.local, 1), (fold.upstream, 1)):
+            sums *= scale**power
+    grid = tuple(scale**2 * ridge for ridge in (0.1, 1.0, 30.0))
+    found = choose_ridges(folds, grid=grid)
+    assert found.held_out == pytest.approx(refitted(folds, found), rel=1e-7)
+    assert choose_ridges(folds[::-1], grid=grid).held_out == pytest.approx(found.held_out, rel=1e-9)
+    change = solve_joint(total(folds), found)
+    assert bool(torch.isfinite(change).all()) and not bool(change[:, dead].any())
 
 
 @pytest.mark.parametrize("with_metric", [False, True])

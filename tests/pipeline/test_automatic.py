@@ -112,12 +112,32 @@ def guarded(task: str, at: TaskSamples) -> TaskSamples:
     return dataclasses.replace(at, diagnosis=forbidden, test=forbidden, calibration=labelled)
 
 
+def blinded(study: Study) -> Study:
+    return dataclasses.replace(study, tasks={task: guarded(task, at) for task, at in study.tasks.items()})
+
+
 def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
-    found, record = chosen(study)
-    tasks = {task: guarded(task, at) for task, at in study.tasks.items()}
-    blind, again = chosen(dataclasses.replace(study, tasks=tasks))
-    assert blind.get_params() == found.get_params()
-    assert again["candidates"] == record["candidates"]
+    """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
+    sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
+    found, record = choose_settings(study, FeatCal(), sites, Reporter(), others=True)
+    again, same = choose_settings(blind, FeatCal(), sites, Reporter(), others=True)
+    assert {"start", "found", "residual", "residual mu=0.9"} <= {e["name"] for e in record["compared"]}
+    assert again.get_params() == found.get_params()
+    assert same["candidates"] == record["candidates"] and same["compared"] == record["compared"]
+
+
+@pytest.mark.parametrize("kind", ["calibration", "diagnosis", "test"])
+def test_a_calibrator_that_looks_at_a_label_or_another_sample_is_caught(study: Study, kind: str) -> None:
+    blind = blinded(study)
+
+    class Peeking(FeatCal):
+        def solve(self, problem: Any) -> Any:
+            samples = getattr(blind.tasks[TASKS[0]], kind)
+            assert samples.labels[0] if kind == "calibration" else samples.load([0])
+            return super().solve(problem)
+
+    with pytest.raises(AssertionError, match=r"a label was read|that is not for calibration"):
+        chosen(blind, Peeking())
 
 
 def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(

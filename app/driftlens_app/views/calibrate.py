@@ -61,6 +61,7 @@ def show() -> None:
             taken=run.manifest.calibrations,
             blocked=blocked,
             may_export=not settings.is_one_run,
+            adapter=run.manifest.architecture.get("adapter", ""),
         )
         _act(run, wanted, pressed, blocked=blocked)
     with right:

@@ -17,13 +17,13 @@ COUNT = 16
 """Calibration samples of every task."""
 
 
-def roomy_run(world: World, folder: pathlib.Path) -> DriftRun:
-    """A finished run of the world's models on images of its own, without Jacobians."""
+def roomy_run(world: World, folder: pathlib.Path, **changes: Any) -> DriftRun:
+    """A finished run of the world's models on images of its own, without Jacobians; `changes` as for `World.spec`."""
     data: dict[str, Any] = {"defaults": {"n": COUNT, "n_diagnosis": 5, "batch_size": 8}}
     for seed, task in enumerate(world.tasks):
         write_images(folder / f"{task}.npz", CLASSES[task], seed, train=COUNT)
         data[task] = {"kind": "npz", "file": str(folder / f"{task}.npz")}
-    spec = world.spec(data=data, metrics={"jacobian": False})
+    spec = world.spec(data=data, metrics={"jacobian": False}, **changes)
     return dl.analyze(spec, out=folder / "run", progress="none")
 
 

@@ -13,6 +13,7 @@ import torch
 from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, over_preset
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
+from driftlens.engine.problems import Stepwise
 from driftlens.engine.site_selection import select_sites, updated_sites
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer
@@ -209,13 +210,19 @@ def plan_calibration(
     Raises:
         SpecError: a setting that can't be, or a name that a baseline has.
         LayerNotFoundError: a pattern matches no layer or no site.
-        DataError: a task has fewer calibration samples than asked for.
+        DataError: a task has fewer calibration samples than asked for, or than there are folds.
     """
     calibrator = calibrator_of(request, section)
     calibrator.check(has_base=study.has_base)
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }
+    for task, of in samples.items():
+        if isinstance(calibrator, Stepwise) and len(of) < calibrator.num_folds:
+            raise DataError(
+                f"task {task} has {len(of)} calibration samples, which {calibrator.num_folds} folds can't share",
+                hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
+            )
     patterns = request.sites
     if patterns is None and section is not None:
         patterns = section.sites

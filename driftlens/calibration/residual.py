@@ -10,7 +10,7 @@ import torch
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.solves import relative_change
 from driftlens.engine.problems import SiteReport, SiteUpdate, StepProblem, Stepwise
-from driftlens.errors import SpecError
+from driftlens.errors import SingularGramError, SpecError
 from driftlens.linalg.joint_ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
 from driftlens.settings import Bounds, Label
 
@@ -103,7 +103,11 @@ class ResidualCal(Calibrator, Stepwise):
         else:
             ridges = Ridges(self.ridge, self.ridge, self.residual)
         moments = total(problem.folds, getattr(torch, self.solve_dtype))
-        change = solve_joint(moments, ridges, tasks=problem.tasks)
+        try:
+            change = solve_joint(moments, ridges, tasks=problem.tasks)
+        except SingularGramError as error:
+            error.hint = "Raise `ridge`, or let cross-validation choose it (cv=on)."
+            raise
         merged, updates, start = problem.merged, [], 0
         share = float(moments.energy) / len(change)
         for site in problem.sites:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import pytest
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from tests.cli.conftest import Result
 from tests.cli.worker import COMMAND
 from tests.pipeline.calibrating import NAME, VARIANT, copied, files_of, same_rows
-from tests.pipeline.world import TASKS, clip
+from tests.pipeline.world import TASKS, World, clip, write_spec
 
 Cli = Callable[..., Result]
 QUIET = ("--progress", "none")
@@ -101,7 +101,6 @@ def test_json_holds_the_same_numbers(folder: pathlib.Path, run_cli: Cli) -> None
         (("--method", "residual", "--set", "folds=5"), 4, "set folds to at most 4"),
         (("--method", "residual", "--samples", 3), 4, "set folds to at most 3"),
         (("--method", "residual", "--auto"), 4, "has 4 calibration samples"),
-        (("--method", "surgery", "--auto"), 2, "Leave out --auto"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
@@ -112,6 +111,44 @@ def test_wrong_settings_are_refused_in_two_lines_and_leave_no_trace(
     refused = run_cli("calibrate", folder, "--name", NAME, *flags, *QUIET)
     assert (refused.code, refused.out) == (code, "") and words in refused.err and "defect" not in refused.err
     assert files_of(folder) == before
+
+
+@pytest.mark.slow
+def test_one_task_and_a_site_that_never_varies_are_calibrated_and_singular_systems_are_named(
+    world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    """What queries, keys and values of the second block read is 0 in every model."""
+    silent = {}
+    for name in ("base", TASKS[0]):
+        state = world.state(name)
+        for part in ("weight", "bias"):
+            state[f"visual.transformer.resblocks.1.ln_1.{part}"].zero_()
+        save_file(state, tmp_path / f"{name}.safetensors")
+        silent[name] = {"weights": str(tmp_path / f"{name}.safetensors")}
+    changes = {
+        "base": silent["base"],
+        "experts": {TASKS[0]: silent[TASKS[0]]},
+        "metrics": {"jacobian": False},
+    }
+    folder = tmp_path / "run"
+    assert (
+        run_cli("analyze", write_spec(spec_file, world.one_task(**changes)), "--out", folder, *QUIET).code
+        == 0
+    )
+    before = open_run(folder)
+    command = ("calibrate", folder, "--name", NAME, "--method", "residual", *QUIET)
+    refused = run_cli(*command, "--set", "cv=off", "--set", "ridge=1e-300")
+    assert (
+        refused.code == 4
+        and "layer 2, transformer.resblocks.0." in refused.message
+        and "ridge" in refused.hint
+    )
+    assert not (folder / f"calibrations/{NAME}/weights.safetensors").exists()
+    same_rows(open_run(folder), before)
+    assert run_cli(*command).code == 0
+    weights = load_file(folder / f"calibrations/{NAME}/weights.safetensors")
+    assert weights and all(bool(value.isfinite().all()) for value in weights.values())
+    assert run_cli("verify", folder).code == 0
 
 
 def test_a_name_is_wanted_and_a_run_too(folder: pathlib.Path, run_cli: Cli, tmp_path: pathlib.Path) -> None:

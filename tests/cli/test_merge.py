@@ -264,6 +264,51 @@ def test_ctrl_c_stops_a_comparison_and_leaves_nothing(
     assert not list(tmp_path.rglob(".partial-*"))
 
 
+KEY = "visual.transformer.resblocks.1.mlp.c_fc.weight"
+
+
+def spoiled(state: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
+    """An expert's weights with one thing wrong, or unusual."""
+    if fault == "missing tensor":
+        return {key: value for key, value in state.items() if key != KEY}
+    if fault == "unknown tensor":
+        return {**state, "visual.extra": torch.ones(3)}
+    if fault == "NaN":
+        return {**state, KEY: state[KEY] * torch.nan}
+    return {key: value.half() for key, value in state.items()} if fault == "half precision" else state
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked", "code", "words"),
+    [
+        ("missing tensor", "average,ties", 4, KEY.removeprefix("visual.")),
+        ("unknown tensor", "average,ties", 4, "has 'extra'"),
+        ("NaN", "average,ties", 4, "own.safetensors"),
+        ("no fault", "average,ties:scalling=1", 2, "no parameter 'scalling'"),
+        ("no fault", "average,ties:scaling=1e9", 2, "scaling is 1000000000"),
+        ("no fault", "average,ties:scaling=.nan", 2, "scaling is nan"),
+        ("half precision", "average,ties", 0, ""),
+        ("twins", "average,ties,slerp,tsv_m,wudi:steps=2", 0, ""),
+    ],
+)
+def test_bad_input_of_a_comparison_is_one_paragraph_and_nothing_is_written(
+    fault: str, asked: str, code: int, words: str, world: World, tmp_path: pathlib.Path, run_cli: Cli
+) -> None:
+    values, own, out = world.spec(), tmp_path / "own.safetensors", tmp_path / "out"
+    save_file(spoiled(world.state("shapes" if fault == "twins" else "flowers"), fault), own)
+    values["experts"]["flowers"] = {"weights": str(own)}
+    spec = write_spec(tmp_path / "run.yaml", values)
+    done = run_cli("merge", spec, "--compare", asked, "--keep", "--out", out, "--progress", "none")
+    assert done.code == code, done.err
+    if code:
+        assert words in done.message and "Traceback" not in done.err and "\n\n" not in done.err
+        assert sorted(tmp_path.iterdir()) == [own, spec]
+        return
+    rows = json.loads((out / "merges.json").read_text())["merges"]
+    assert all(row["place"] and not row["reason"] for row in rows)
+    assert all(np.isfinite([row["kl"], row["drift_rel"]]).all() for row in rows)
+
+
 def test_what_reads_samples_is_judged_on_others(
     world: World, spec_file: pathlib.Path, tmp_path: pathlib.Path, run_cli: Cli
 ) -> None:

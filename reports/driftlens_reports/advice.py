@@ -16,8 +16,9 @@ from driftlens.records.verdict import shares as shares_of
 def advice(run: DriftRun) -> dict[str, Any]:
     """The merged model's layers as plain values.
 
-    `shares` of the final drift come largest first. `conflicts` are cosines of the merged task vector to the experts',
-    lowest first; `orthogonal` is that of a sum of orthogonal task vectors of one length.
+    `shares` of the final drift come largest first. `conflicts` are mean cosines of the merged task vector to the
+    experts', those first that are lowest beside `orthogonal`: what a sum of task vectors of these lengths has at right
+    angles.
 
     Raises:
         DataError: the run has no merged model.
@@ -34,11 +35,15 @@ def advice(run: DriftRun) -> dict[str, Any]:
     params = params[(params["scope"] == "layer") & params["cos"].notna()]
     for path, own in params.groupby("path", sort=False):
         cos, signs = own["cos"].astype(float), own["sign_agreement"].astype(float)
+        lengths = 1 / own["norm_ratio"].astype(
+            float
+        )  # of the experts' task vectors, in that of the merged one
         conflicts.append(
             {
                 "layer": int(places[path]) if path in places else None,
                 "path": path,
                 "cos": cos.mean(),
+                "orthogonal": lengths.mean() / math.sqrt(lengths.pow(2).sum()),
                 "sign_agreement": signs.mean(),
                 "worst_task": str(own.loc[cos.idxmin(), "task"]),
                 "worst_cos": cos.min(),
@@ -47,9 +52,8 @@ def advice(run: DriftRun) -> dict[str, Any]:
     return {
         "run": run.name,
         "tasks": list(run.tasks),
-        "orthogonal": 1 / math.sqrt(len(run.tasks)),
         "shares": shares,
-        "conflicts": sorted(conflicts, key=lambda row: row["cos"]),
+        "conflicts": sorted(conflicts, key=lambda row: row["cos"] - row["orthogonal"]),
         "scalings": [],
     }
 
@@ -87,17 +91,22 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
         return ["There is one expert, so no task vectors conflict."]
     said = []
     for row in found["conflicts"][:3]:
-        side = "below" if row["cos"] < found["orthogonal"] else "not below"
+        side = "less than" if row["cos"] < row["orthogonal"] else "no less than"
         said.append(
             f"{_name(row)}: the merged task vector's cosine to the experts' is {number(row['cos'])} on average, {side} "
-            f"the {number(found['orthogonal'])} of a sum of orthogonal ones of one length, lowest for "
+            f"the {number(row['orthogonal'])} of a sum of theirs at right angles, and lowest for "
             f"{row['worst_task']} ({number(row['worst_cos'])}); signs that agree: {percent(row['sign_agreement'])}."
         )
-    return ["Task vectors agree least in these layers (of weights, so without intervals):", *said]
+    count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])
+    of = f"{count or 'none'} of {len(found['conflicts'])} layers; they agree least in these"
+    return [
+        f"On average over experts, task vectors conflict in {of} (of weights, so without intervals):",
+        *said,
+    ]
 
 
 def _of_scaling(row: Mapping[str, Any]) -> str:
-    where = f"Layer {row['layer']}: of the scales tried"
+    where = f"Layer {row['layer']}: of the scales tried, {row['tried'][0]:g} to {row['tried'][-1]:g},"
     if row["scale"] == 1:
         return f"{where} none has a lower final drift than 1, on samples that the others were chosen on."
     ends = [

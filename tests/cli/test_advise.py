@@ -26,11 +26,43 @@ def test_advice_is_that_of_the_tables(finished: DriftRun, run_cli: Cli) -> None:
     assert [row["layer"] for row in found["shares"]] == list(shares.index)
     assert [row["share"] for row in found["shares"]] == pytest.approx(list(shares))
     params = finished.params(variant="merged")
-    cosines = params[params["scope"] == "layer"].groupby("path")["cos"].mean().sort_values()
-    assert [row["path"] for row in found["conflicts"]] == list(cosines.index)
-    assert found["orthogonal"] == pytest.approx(0.5**0.5)
+    params = params[params["scope"] == "layer"]
+    cosines = params.groupby("path")["cos"].mean()
+    conflicts = found["conflicts"]
+    assert {row["path"]: row["cos"] for row in conflicts} == pytest.approx(dict(cosines))
+    beyond = [row["cos"] - row["orthogonal"] for row in conflicts]
+    assert beyond == sorted(beyond)
     text = run_cli("advise", finished.path).out
-    assert f"Layer {shares.index[0]} (" in text and f"{cosines.iloc[0]:.4g}"[:5] in text
+    assert f"Layer {shares.index[0]} (" in text and f"{conflicts[0]['cos']:.4g}"[:5] in text
+
+
+def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(
+    finished: DriftRun, world: World
+) -> None:
+    """Of task vectors of unlike lengths right angles make less than those of one length: that alone is no conflict."""
+    found = advice(finished)
+    name = "visual.transformer.resblocks.1."
+    lengths = [
+        torch.cat(
+            [
+                (world.state(task)[key] - start).flatten()
+                for key, start in world.state("base").items()
+                if key.startswith(name)
+            ]
+        ).norm()
+        for task in world.tasks
+    ]
+    wanted = sum(lengths) / len(lengths) / torch.stack(lengths).norm()
+    (row,) = (row for row in found["conflicts"] if row["path"].endswith("resblocks.1"))
+    assert row["orthogonal"] == pytest.approx(float(wanted), rel=1e-4)
+    for at, row in enumerate(found["conflicts"]):
+        row |= {"cos": 0.6, "orthogonal": 0.7 if at == 0 else 0.5}
+    total = len(found["conflicts"])
+    assert f"conflict in 1 of {total} layers" in advice_text(found) and "less than the 0.7" in advice_text(
+        found
+    )
+    found["conflicts"][0]["orthogonal"] = 0.6
+    assert f"conflict in none of {total} layers" in advice_text(found)
 
 
 def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRun) -> None:

@@ -211,6 +211,7 @@ def scaled_layers(
         row: dict[str, Any] = {
             "layer": index,
             "scale": best,
+            "tried": SCALES,
             "drift_rel": before.mean,
             "n": sum(map(len, held.values())),
         }

@@ -80,7 +80,7 @@ def test_any_folds_are_scored_as_by_refits_and_what_can_not_be_learned_is_left(
 ) -> None:
     """Fewer rows than inputs, inputs that never vary from 0, any unit of inputs, any order of folds."""
     generator = torch.Generator().manual_seed(seed)
-    folds = [fold.scaled(1.0) for fold in moments(generator, **sizes | {"o": min(sizes["o"], sizes["k"])})]
+    folds = moments(generator, **sizes | {"o": min(sizes["o"], sizes["k"])})
     dead = [at for at in silent if at < sizes["k"]]
     for fold in folds:
         fold.gram[dead], fold.gram[:, dead] = 0, 0

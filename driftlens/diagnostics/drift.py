@@ -16,6 +16,7 @@ from driftlens.diagnostic import Seen, diagnostic
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.linalg.state import expert_cosine, norm, subtract
 from driftlens.models.chain import Pool, State
+from driftlens.records.intervals import share_intervals
 from driftlens.records.schema import LAYERS, SAMPLES
 
 Columns = dict[str, Tensor]
@@ -89,6 +90,7 @@ def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
     gain_excess = _ratio(columns["state_propagation"], columns["state_in"]) - 1
     mismatch_ratio = _ratio(columns["state_mismatch"], columns["state_in"])
     defined = ~np.isnan(gain_excess)
+    ends = share_intervals(columns["state_propagation"][None], columns["state_in"])[:, 0]
     values = {
         "drift_l2_mean": drift.mean(),
         "drift_l2_std": drift.std(),
@@ -102,6 +104,7 @@ def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
         "propagation_l2_mean": columns["propagation_l2"].mean(),
         "cross_term": _total_ratio(columns["mixed"], drift**2),
         "amplification": _total_ratio(columns["state_propagation"], columns["state_in"]),
+        **dict(zip(("amplification_low", "amplification_high"), ends, strict=True)),
     }
     if "residual_l2" in columns:
         holds = (gain_excess > 0) & (mismatch_ratio < gain_excess)
@@ -115,9 +118,9 @@ def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
 
 
 _OF_DRIFT = (
-    *(name for name in LAYERS.names if name.startswith("drift_")),
+    *(name for name in LAYERS.names if name.startswith(("drift_", "amplification"))),
     *("cos_mean", "cos_std", "mismatch_l2_mean", "propagation_l2_mean", "cross_term", "residual_l2_mean"),
-    *("amplification", "gain_excess_mean", "mismatch_ratio_mean", "growth_holds"),
+    *("gain_excess_mean", "mismatch_ratio_mean", "growth_holds"),
 )
 
 

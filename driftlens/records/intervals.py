@@ -7,6 +7,7 @@ not. Means have Student's t with variances divided by n - 1. Ratios of sums over
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -231,10 +232,16 @@ def share_intervals(parts: Array, whole: Array, *, seed: int = 0) -> Array:
     rows, n = parts.shape
     if n < 2 or not whole.sum() > 0:
         return np.full((2, rows), np.nan)
-    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    counts = _drawn_again(n, seed)
     sums = counts @ whole
     ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
     return np.quantile(ratios, (0.025, 0.975), axis=0)
+
+
+@functools.lru_cache(maxsize=1)  # every layer draws the same ones
+def _drawn_again(n: int, seed: int) -> NDArray[np.int64]:
+    """How often each of n samples is drawn, [RESAMPLES, n]."""
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
 def student(freedom: float, level: float = 0.95) -> float:

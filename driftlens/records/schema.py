@@ -15,7 +15,7 @@ from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
 from driftlens.metrics import METRICS
 
-SCHEMA_VERSION = "1.5"
+SCHEMA_VERSION = "1.6"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -121,10 +121,8 @@ def _shared(name: str, meaning: str, option: str) -> Column:
     return Column(name, "float", "1", meaning, option=option)
 
 
-def _ends(share: str, option: str) -> tuple[Column, ...]:
-    what = (
-        f"end of the 95 % interval of {share} over the jacobian_samples, which were drawn again (bootstrap)."
-    )
+def _ends(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[Column, ...]:
+    what = f"end of the 95 % interval of {share} over the {over}, which were drawn again (bootstrap)."
     ends = (("low", "Lower"), ("high", "Upper"))
     return tuple(_shared(f"{share}_{end}", f"{words} {what}", option) for end, words in ends)
 
@@ -183,6 +181,7 @@ LAYERS = Table(
         _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
         _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
         _pure("amplification", "Norm of p against that of the incoming drift.", "higher"),
+        *_ends("amplification", over="n samples"),
         _pure("gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)),
         _pure(
             "mismatch_ratio_mean", "Mean of eta, the norm of m against that of the incoming drift.", "higher"

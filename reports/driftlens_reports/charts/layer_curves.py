@@ -21,6 +21,9 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.theme import Look
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
+_HEAD = 0.14
+"""Width of a head's own panel against that of its body."""
+_ENDS = "Whiskers: 95 % intervals over the samples, which were drawn again (bootstrap)."
 _LONE = 0.2
 """Half the width, in layers, of a band with no neighbour."""
 
@@ -37,9 +40,10 @@ class Curves:
         what: what a hovered value is, if not `column`.
         number: format of a hovered value.
         band: the columns between which an area is filled.
-        error: the column of error bars.
+        error: the columns of the ends of error bars; bars without one of their ends are left out.
         beside: the column of open markers to compare a line with, and what they are.
         line: a value that is marked in all panels.
+        is_norm: whether values are in the units of the features that leave each layer.
     """
 
     column: str
@@ -49,20 +53,24 @@ class Curves:
     what: str = ""
     number: str = theme.NUMBER
     band: tuple[str, str] | None = None
-    error: str = ""
+    error: Sequence[str] = ()
     beside: tuple[str, str] | None = None
     line: float | None = None
+    is_norm: bool = False
 
     def traces(
         self, rows: pd.DataFrame, style: Look, *, legend: bool, opacity: float
     ) -> Iterator[go.Scatter]:
         """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
+        if rows.empty:
+            return
+        rows = panels.parted(rows)
         if self.band:
             yield band(rows, *self.band, style, opacity=opacity)
         changes: dict[str, Any] = {}
         if self.error:
-            bars = {"type": "data", "array": marks.gapped(rows[self.error]), "thickness": 1, "width": 3}
-            changes = {"error_y": bars}
+            values, ends = rows[self.column].astype(float), (rows[end] for end in self.error)
+            changes = {"error_y": marks.whiskers(values, *ends, style.colour, thickness=1, width=3)}
         what = self.what or self.column
         yield curve(rows, self.column, style, what=what, legend=legend, number=self.number, **changes)
         if self.beside:
@@ -76,40 +84,53 @@ def draw_curves(
     *kinds: Curves,
     dark: bool,
     variants: Sequence[str] = (),
+    apart: bool = False,
     **settings: Any,
 ) -> go.Figure:
     """A row of panels for each task, one of each kind; of one kind, panels stand in rows of their own.
 
+    With `apart` a kind of norms has its head in a narrow panel beside it, which has a scale of its own.
+
     Looks go by the run's variants unless others are given; further settings are those of `panel_grid`, such as titles.
     """
-    tasks, names = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
-    placed: dict[str, Any] = {"titles": words.task_titles(tasks, [kind.name for kind in kinds])}
-    if len(kinds) > 1:
-        placed |= {"columns": len(kinds), "height": 150}
+    tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
+    last = panels.last_layer(run)
+    parts = [(kind, is_head) for kind in kinds for is_head in (False, True)[: 1 + (apart and kind.is_norm)]]
+    names = iter(words.task_titles(tasks, [kind.name for kind in kinds]))
+    titles = ["head" if is_head else next(names) for _ in tasks for _, is_head in parts]
+    placed: dict[str, Any] = {"titles": titles}
+    if len(parts) > 1:
+        placed |= {"columns": len(parts), "height": 150 if len(kinds) > 1 else 190}
+        placed["widths"] = [_HEAD if is_head else 1.0 for _, is_head in parts]
     grid = panels.panel_grid(
         **{**placed, **settings},
         x_title=panels.layer_title(run),
-        y_titles=[kind.title for kind in kinds],
-        legend=[words.shown(variant) for variant in names],
+        y_titles=["" if is_head else kind.title for kind, is_head in parts],
+        legend=[words.shown(variant) for variant in shown],
         dark=dark,
     )
-    opacity = min(0.14, 0.5 / max(1, len(names)))  # the more bands lie over one another, the less
+    opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
     in_legend: set[str] = set()
     for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
         style = theme.look(variants or run.variants, variant, dark=dark)
-        part = panels.parted(part)
-        for at, kind in enumerate(kinds):
-            traces = kind.traces(part, style, legend=variant not in in_legend, opacity=opacity)
-            grid.add(tasks.index(task) * len(kinds) + at, *traces)
+        for at, (kind, is_head) in enumerate(parts):
+            kept = (part["layer"] == last) == is_head if apart and kind.is_norm else part["layer"].notna()
+            traces = kind.traces(part[kept], style, legend=variant not in in_legend, opacity=opacity)
+            grid.add(tasks.index(task) * len(parts) + at, *traces)
             in_legend.add(variant)
     for border in panels.borders(rows):
         grid.add_line("x", border)
-    for at, kind in enumerate(kinds):
+    for at, (kind, _) in enumerate(parts):
         if kind.line is not None:
-            grid.add_line("y", kind.line, column=at if len(kinds) > 1 else None)
-    grid.set_axes(
-        x=panels.layer_axis(run), y=[kind.axis for kind in kinds] if len(kinds) > 1 else kinds[0].axis
-    )
+            grid.add_line("y", kind.line, column=at if len(parts) > 1 else None)
+    whole, alone = panels.layer_axis(run), panels.whole(last - 0.5, last + 0.5)
+    whole |= {"matches": None} if apart else {}
+    heads = {"matches": None, "autorangeoptions": alone, "tickvals": [last]}
+    bodies = {**whole, "autorangeoptions": panels.whole(0.5, last - 0.5), "matches": "x"}
+    x = [heads if is_head else bodies if apart and kind.is_norm else whole for kind, is_head in parts]
+    shared = {"matches": "y2"}  # norms that compare share a scale, and so do their heads
+    y = [{**kind.axis, **(shared if head and "matches" in kind.axis else {})} for kind, head in parts]
+    grid.set_axes(x=x if len(parts) > 1 else x[0], y=y if len(parts) > 1 else y[0])
     return grid.figure
 
 
@@ -218,8 +239,8 @@ def layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
         low, high, said = "", "", "Relative drift is one ratio of sums over the samples; it has no band."
     band = (low, high) if low else None
     title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
-    kind = Curves(_DRIFTS[source], title, axis, band=band)
-    figure = draw_curves(run, rows, kind, dark=options.dark)
+    kind = Curves(_DRIFTS[source], title, axis, band=band, is_norm=not options.relative)
+    figure = draw_curves(run, rows, kind, dark=options.dark, apart=options.apart)
     alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
     return of_layers(run, figure, rows, kind.column, *(band or ()), alt=alt, notes=[said] if said else [])
 
@@ -276,11 +297,11 @@ def decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     norms = panels.value_axis(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
-        Curves(name, panels.titled(what, "layers", source), axis, name)
+        Curves(name, panels.titled(what, "layers", source), axis, name, is_norm=axis is not _AROUND_ZERO)
         for (name, (source, what)), axis in zip(_PARTS.items(), axes, strict=True)
     ]
     kinds[2] = replace(kinds[2], line=0.0)
-    figure = draw_curves(run, rows, *kinds, dark=options.dark)
+    figure = draw_curves(run, rows, *kinds, dark=options.dark, apart=options.apart)
     alt = "Local mismatch, propagation and cross term by layer. "
     alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
     return of_layers(run, figure, rows, "reference", *_PARTS, alt=alt)
@@ -305,10 +326,14 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, options).rename(columns={**names, "jacobian_samples": "jacobian samples"})
     center, spread = rows["amplification"].astype(float), rows["Jacobian error"].astype(float)
     rows = rows.assign(lower=center * (1 - spread), upper=center * (1 + spread))
+    ends = tuple(f"amplification {end}" for end in ("low", "high"))
+    rows = rows.rename(columns={name.replace(" ", "_"): name for name in ends})
+    ends = ends if rows[list(ends)].notna().any(axis=None) else ()
     kind = Curves(
         "amplification",
-        panels.titled("amplification", "layers", "amplification"),
-        panels.value_axis(options, zero=False, include=[1.0]),
+        error=ends,
+        title=panels.titled("amplification", "layers", "amplification"),
+        axis=panels.value_axis(options, zero=False, include=[1.0]),
         band=("lower", "upper"),
         beside=("random gain", "mean gain on random directions"),
         line=1.0,
@@ -320,7 +345,8 @@ def amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         else f"Largest Jacobian error {error(float(largest))}, relative to the propagation."
     )
     figure = draw_curves(run, rows, kind, dark=options.dark)
-    columns = ("amplification", "lower", "upper", *names.values(), "jacobian samples")
+    columns = ("amplification", *ends, "lower", "upper", *names.values(), "jacobian samples")
+    said = f"{_ENDS} {said}" if ends else said
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
     return of_layers(run, figure, rows, *columns, alt=alt, notes=[said])
 
@@ -388,12 +414,13 @@ _SPECTRAL = {
 def spectral(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of curves with a line at 1; all panels have one y axis range."""
     rows = picking.layer_rows(run, options).rename(columns=_SPECTRAL)
-    rows = rows.assign(error=rows["spectral norm"].astype(float) * rows["residual"].astype(float))
+    center, wide = (rows[name].astype(float) for name in ("spectral norm", "residual"))
+    rows = rows.assign(error=center * wide, lower=center * (1 - wide), upper=center * (1 + wide))
     kind = Curves(
         "spectral norm",
         panels.titled("gain", "layers", "spectral_norm_mean"),
         panels.value_axis(options, include=[1.0]),
-        error="error",
+        error=("lower", "upper"),
         beside=("amplification", "amplification"),
         line=1.0,
     )

@@ -26,6 +26,7 @@ _TITLE_AND_TICKS, _LETTER, _COLOUR_BAR = 36, 6, 100
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 """What a reader sees of the schema's units; others stand as they are."""
 _MOST_TICKS = 8
+Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def titled(label: str, table: str, column: str) -> str:
@@ -149,14 +150,12 @@ class Grid:
         for trace in traces:
             self.figure.add_trace(trace, **self.place(at))
 
-    def set_axes(
-        self, *, x: Mapping[str, Any] | None = None, y: Mapping[str, Any] | Sequence[Mapping[str, Any]] = ()
-    ) -> None:
-        """Settings of the axes of every panel; of y axes, one for all or one per column; none leaves them."""
-        by_column = [y] * self.columns if isinstance(y, Mapping) else y
-        axes = {_axis("x", at): x or {} for at in range(self.panels)}
-        axes |= {_axis("y", at): by_column[at % self.columns] for at in range(self.panels) if by_column}
-        lay_out(self.figure, axes)
+    def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
+        """Settings of the axes of every panel, one for all or one per column; none leaves them."""
+        for letter, given in (("x", x), ("y", y)):
+            by_column = [given] * self.columns if isinstance(given, Mapping) else given
+            axes = {_axis(letter, at): by_column[at % self.columns] for at in range(self.panels) if by_column}
+            lay_out(self.figure, axes)
 
     def add_line(self, letter: str, value: float, *, column: int | None = None) -> None:
         """A thin line at a value of y, or a dotted one of x, in every panel, or in those of one column (from 0)."""
@@ -190,6 +189,7 @@ def panel_grid(
     share_y: bool = True,
     legend: Sequence[str] = (),
     below: int = 0,
+    widths: Sequence[float] | None = None,
 ) -> Grid:
     """Empty panels with one x axis range for all.
 
@@ -203,6 +203,7 @@ def panel_grid(
         share_y: False gives every panel a y range of its own.
         legend: what the legend will say, so that there is room for it above the panels.
         below: room for more lines below every panel, in pixels.
+        widths: of the columns, against one another; alike if left out.
     """
 
     columns, is_common = min(columns, len(titles)), len(y_titles) == 1
@@ -213,6 +214,7 @@ def panel_grid(
         rows,
         columns,
         subplot_titles=list(titles),
+        column_widths=widths,
         vertical_spacing=gap / inner if rows > 1 else 0,
         horizontal_spacing=(0.05 if is_common and share_y else 0.09) if columns > 1 else 0,
     )

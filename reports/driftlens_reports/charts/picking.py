@@ -32,6 +32,7 @@ class ChartOptions:
         classes: the feature scatter shows only samples of these classes; None is all.
         highlight: ids of samples whose way from expert to variant the feature scatter draws.
         max_points: more are thinned out, evenly and repeatably; the notes then say so.
+        apart: the head has panels of its own in curves of norms, as its features are in another space.
         dark: the dark theme.
     """
 
@@ -48,6 +49,7 @@ class ChartOptions:
     classes: Sequence[str] | None = None
     highlight: Sequence[str] = ()
     max_points: int = 20_000
+    apart: bool = False
     dark: bool = False
 
 

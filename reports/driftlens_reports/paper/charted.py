@@ -24,6 +24,7 @@ DRIFT = {"mean drift": "drift_l2_mean", "10 % quantile": "drift_l2_q10", "90 % q
 SPLIT = {"mismatch": "mismatch_l2_mean", "propagation": "propagation_l2_mean", "cross term": "cross_term"}
 GROWTH = {
     **{"amplification": "amplification", "Jacobian error": "jacobian_error"},
+    **{f"amplification {end}": f"amplification_{end}" for end in ("low", "high")},
     **{"random gain": "random_gain_mean"},
 }
 SHARES = {"carried share": "final_share", "swapped share": "prefix_share"}
@@ -174,8 +175,8 @@ _chart_figure(
     "Local mismatch and propagation by layer",
     "Drift by layer, split exactly into e = m + p; norms alone do not add up.",
     [
-        [View("layer-drift", DRIFT, is_about_one=True)],
-        [View("decomposition", SPLIT, is_about_one=True)],
+        [View("layer-drift", DRIFT, is_about_one=True, options={"apart": True})],
+        [View("decomposition", SPLIT, is_about_one=True, options={"apart": True})],
     ],
 )
 _chart_figure(

@@ -21,6 +21,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from driftlens.records.checks import CheckResult
 from driftlens.records.checks import self_checks as checks_of
 from driftlens.records.run import DriftRun
+from driftlens_reports.charts.words import title
 from driftlens_reports.facts import check_sentence
 from driftlens_reports.paper.exhibit import (
     ROUNDED,
@@ -40,6 +41,8 @@ MEAN = "accuracy (average over tasks), mean over seeds"
 SPREAD = "accuracy (average over tasks), std over seeds"
 
 FACTORS = {"lam": "λ (ridge)", "alpha": "α (expert share of target)", "rho": "ρ (anchor)"}
+_LEVELS: dict[str, Any] = {"merged": (0, (1, 2)), "base": (0, (4, 1.5, 1, 1.5))}
+"""What calibrated models are compared with, and its dash."""
 _EXAMPLES = {
     **{"lam": "0.005,0.05,0.5,5", "alpha": "0,0.15,0.3,0.6,1", "rho": "1,1.5,2,2.5,3"},
     **{"n": "8,16,32,64,128,256,512"},
@@ -198,10 +201,17 @@ def _draw_lines(
         axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
         plate.record(panel, run, MEAN, mean, **{factor: list(x)})
         plate.record(panel, run, SPREAD, spread, **{factor: list(x)})
-        level = _merged_level(run, tasks)
-        if not math.isnan(level):
-            axes.axhline(level, color=colour, linewidth=1.3 * thin, linestyle=(0, (1, 2)))
-            plate.record(panel, run, "accuracy (average over tasks)", level, variant="merged")
+        for variant, dots in _LEVELS.items():
+            level = _level(run, tasks, variant)
+            if not math.isnan(level):
+                axes.axhline(level, color=colour, linewidth=1.3 * thin, linestyle=dots)
+                plate.record(panel, run, "accuracy (average over tasks)", level, variant=variant)
+                said = f"{short(title(variant))}{f', {short(name)}' if len(runs) > 1 else ''}"
+                at: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+                note = axes.annotate(said, (0.99, level), (0, 1.5), **at)
+                note.set(color=colour, ha="right", va="bottom")
+                note.set(fontsize=rcParams["xtick.labelsize"], in_layout=False)
+                note.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
         if factor in FACTORS:
             _mark_default(axes, run, factor, points, options.calibrated_of(run)[-1:], colour)
     return entries, found
@@ -211,9 +221,9 @@ def _needed(factor: str) -> str:
     return f"`driftlens sweep RUN --param {factor}={_EXAMPLES[factor]}` measures it"
 
 
-def _merged_level(run: DriftRun, tasks: Sequence[str]) -> float:
-    """The merged model's accuracy, averaged over `tasks`; NaN where the run lacks it for one of them."""
-    rows = run.accuracy(variant="merged")
+def _level(run: DriftRun, tasks: Sequence[str], variant: str) -> float:
+    """A variant's accuracy, averaged over `tasks`; NaN where the run lacks it for one of them."""
+    rows = run.accuracy(variant=variant) if variant in run.variants else run.accuracy().iloc[:0]
     values = rows.loc[(rows["metric"] == "accuracy") & rows["task"].isin(tasks), "value"].dropna()
     return float(values.mean()) if len(values) == len(tasks) else math.nan
 
@@ -265,8 +275,8 @@ def _behind(
         yield "One seed per point, so no spread is shown."
     else:
         yield f"Points: mean over {span(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
-    if any(not math.isnan(_merged_level(run, options.tasks_of(run))) for run in runs):
-        yield "Dotted level: the merged model before calibration."
+    if any(not math.isnan(_level(run, options.tasks_of(run), name)) for run in runs for name in _LEVELS):
+        yield "Levels: the merged model before calibration (dotted) and the base (dashed and dotted), where measured."
 
 
 @figure("self-checks", title="Self-checks and their limits")
@@ -315,7 +325,7 @@ def _draw_errors(
     """Draw one run's errors: filled where the claim holds, hollow where it fails, in words where not measured."""
     for at, check in enumerate(checks):
         if math.isnan(check.value):
-            axes.text(FLOOR, at, " not measured", va="center", color="#777777", fontsize="small")
+            axes.text(FLOOR, at, " not measured", va="center", color="#777777")
             continue
         place, fill = max(check.value, FLOOR), "#222222" if check.status == "pass" else "white"
         axes.plot([place], [at], marker=marker, color="#222222", markerfacecolor=fill)

@@ -33,10 +33,7 @@ CALIBRATE = "driftlens calibrate RUN --name featcal"
 ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
 """The last sentence of figures that print numbers."""
 
-_BOLD = (
-    "Bold: the best of its run in a column, base and experts left out, where the 95 % interval of its difference to "
-    "the next best excludes 0."
-)
+_BOLD = "Bold: told apart from the next best of its run by a 95 % interval, base and experts left out."
 _GAINS = "Grey: points gained over the block's merged model, of measured rows from unrounded values"
 _GAINS_PRINTED = ", of the paper's rows from its printed ones"
 
@@ -345,12 +342,7 @@ def _legend(grids: Sequence[Grid]) -> Iterator[str]:
     """What bold, shade, grey and daggers mean, where there are any."""
     lines = [line for grid in grids for line in grid.lines]
     columns = [(grid, column) for grid in grids for column in grid.columns]
-    if any(
-        line.cells[column.title].is_best
-        for grid, column in columns
-        for line in grid.lines
-        if column.title in line.cells
-    ):
+    if any(cell.is_best for line in lines for cell in line.cells.values()):
         yield _BOLD
     if any(line.role == "own" for line in lines):
         yield "Shaded: calibrated."

@@ -36,6 +36,7 @@ from driftlens_reports.paper.exhibit import (
 )
 from driftlens_reports.paper.marks import SYMBOLS
 from driftlens_reports.paper.plate import Plate, legend, short
+from driftlens_reports.paper.style import venue_of
 
 MOST = 400
 """Samples drawn per panel; more would hide one another."""
@@ -48,7 +49,7 @@ def intro(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """One task's matched features and its drift by layer, every task's accuracy; merged against calibrated."""
     run, task = runs[0], options.task_of(runs[0])
     calibrated = options.calibrated_of(run)
-    drift = Picture(View("layer-drift", DRIFT, is_about_one=True), run, options)
+    drift = Picture(View("layer-drift", DRIFT, is_about_one=True, options={"apart": True}), run, options)
     scored = [name for name in run.variants if name in ("base", *options.compared(run))]
     accuracy = Picture(View("accuracy", ACCURACY), run, replace(options, variants=scored))
     plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
@@ -111,9 +112,10 @@ def _signed(value: float, digits: int) -> str:
 def scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Tasks side by side, each in a layout of its own; expert against merged features above, calibrated below."""
     run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
+    is_slide = venue_of(options.width) == "slide"
     calibrated = options.calibrated_of(run)
     variants, shown = ["merged", *calibrated], ["merged", *(calibrated or [None])]
-    most = 3 if options.is_narrow else 4 if len(tasks) <= 12 else 5
+    most = (3 if options.is_narrow else 4 if len(tasks) <= 12 else 5) * (2 if is_slide else 1)
     across = min(most, max(len(tasks), 2))
     # A cell is a square with its title or its cosine; a single task's panels stand side by side.
     across, each = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))

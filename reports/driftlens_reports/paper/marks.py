@@ -44,6 +44,8 @@ _SIDES = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 """Which side of a text stands at its point, by where the text stands; else its middle."""
 _INK = "#1B1B1B"
 """Of what a chart gives no colour."""
+_BESIDE = 0.58
+"""How far off the middle of a bar with a number whiskers stand, in parts of its width: outside, above and below it."""
 _SHADES = 64
 """Of a continuous scale: more than an eye tells apart, few enough for a colour bar of shapes."""
 _RGBA = re.compile(r"rgba?\(([^)]*)\)")
@@ -169,9 +171,12 @@ def add_bars(panel: Panel, trace: Any, shift: float, width: float, *, is_stacked
     widths = width if trace.width is None else trace.width
     draw, begin = (panel.axes.barh, "left") if across == "x" else (panel.axes.bar, "bottom")
     bars = draw(places + shift, lengths, widths, **{begin: starts}, **style)
-    ends = (starts + lengths, places + shift)
+    is_written = trace.text is not None and trace.textposition == "inside"
+    # Whiskers in one line could not be told apart, and would cross what is written.
+    beside = _BESIDE * np.asarray(widths) * np.resize([-1, 1], len(lengths)) if is_written else 0.0
+    ends = (starts + lengths, places + shift + beside)
     _whiskers(panel.axes, across, *(ends if across == "x" else ends[::-1]), trace[f"error_{across}"])
-    if trace.text is not None and trace.textposition == "inside":
+    if is_written:
         inks = trace.insidetextfont.color
         inks = np.broadcast_to("#000000" if inks is None else inks, len(bars))
         for bar, text, ink in zip(bars, trace.text, inks, strict=True):
@@ -242,7 +247,7 @@ def _names(axes: Axes, x: NDArray[Any], y: NDArray[Any], trace: Any) -> None:
         above, beside = side.split()
         offset = {"left": -3, "right": 3}.get(beside, 0), {"bottom": -3, "top": 3}.get(above, 0)
         note = axes.annotate(plain(text), (across, along), offset, textcoords="offset points")
-        note.set(ha=_SIDES.get(beside, "center"), va=_SIDES.get(above, "center"), fontsize="small")
+        note.set(ha=_SIDES.get(beside, "center"), va=_SIDES.get(above, "center"))
 
 
 def _whiskers(axes: Axes, letter: str, x: NDArray[Any], y: NDArray[Any], error: Any) -> None:
@@ -259,6 +264,6 @@ def _whiskers(axes: Axes, letter: str, x: NDArray[Any], y: NDArray[Any], error: 
 
 def _write_inside(panel: Panel, box: Bbox, text: str, ink: str) -> None:
     middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
-    written = panel.axes.text(*middle, text, ha="center", va="center_baseline", color=ink, fontsize="small")
+    written = panel.axes.text(*middle, text, ha="center", va="center_baseline", color=ink)
     written.set_in_layout(False)
     panel.inside.append((written, box))

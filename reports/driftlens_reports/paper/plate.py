@@ -20,6 +20,7 @@ from driftlens.records.run import DriftRun
 from driftlens_reports.paper.exhibit import Exhibited, Gap, together
 from driftlens_reports.paper.marks import Panel
 from driftlens_reports.paper.static import add_legend, finish, rough_size
+from driftlens_reports.paper.style import venue_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -32,13 +33,15 @@ class Plate:
     """A matplotlib figure and the numbers in it.
 
     Attributes:
-        figure: made without pyplot, so nothing is left open.
+        figure: made without pyplot, so nothing is left open; on a slide as high as the slide, whatever is asked for.
         missing: the parts that the runs can't fill, so far.
         charts: those that are drawn on it; they share one legend.
         panels: the axes of charts.
     """
 
     def __init__(self, width: float, height: float) -> None:
+        if venue_of(width) == "slide":
+            height = width * 9 / 16
         self.figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(self.figure)
         self.missing: list[Gap] = []
@@ -99,12 +102,13 @@ def framed_note(axes: Axes, gap: Gap) -> None:
         axis.set_visible(False)
     for spine in axes.spines.values():
         spine.set(visible=True, linestyle=(0, (3, 2)), color="#999999")
-    size = 0.85 * rcParams["font.size"]
+    size = rcParams["xtick.labelsize"]
     # Letters of the packaged fonts are about 0.45 em wide.
     letters = max(12, int(0.9 * rough_size(axes)[0] * 72 / (0.45 * size)))
+    whole: dict[str, Any] = dict.fromkeys(("break_on_hyphens", "break_long_words"), False)
     # Backticks mark commands where the words are typeset; a figure has one font.
     parts = (
-        "\n".join(textwrap.wrap(printable(part.replace("`", "")), letters, break_on_hyphens=False))
+        "\n".join(textwrap.wrap(printable(part.replace("`", "")), letters, **whole))
         for part in (gap.name, gap.missing)
     )
     text = axes.text(0.5, 0.5, "\n\n".join(parts), ha="center", va="center", transform=axes.transAxes)

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
 from driftlens.errors import DataError
@@ -17,15 +18,17 @@ from driftlens.records.writer import RunWriter
 from driftlens_reports.paper.exhibit import ExhibitOptions, Gap, exhibits
 from driftlens_reports.paper.export import draw
 from driftlens_reports.paper.grid import Block, Cell, Column, Grid, Line, to_latex
+from driftlens_reports.paper.style import WIDTHS
 from tests.quick import few
 from tests.records.full_run import VARIANTS, Size
 from tests.reports.paper.drawn import draw as drawn
-from tests.reports.paper.drawn import words
+from tests.reports.paper.drawn import line_points, lines, segments, texts, words
 from tests.reports.paper.figure_runs import figure_run
 from tests.reports.paper.test_export import code_of
 
 NAMES = {"mnist": "Digits_0 & 50 %", "merged": "Ours", "featcal": "Cal^1", "residual": "Rest"}
 TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]
+FIGURES = [name for name, entry in exhibits.items() if entry.kind == "figure"]
 NAMED = ["heatmap", "contributions", "intro", "scatter-grid", "decomposition"]
 SEVERAL = [("accuracy", "drift", "runtime", "heatmap"), ("intro", "scatter-grid", "contributions")]
 
@@ -213,3 +216,76 @@ def test_no_exhibit_names_a_folder_of_this_machine(run: DriftRun) -> None:
         said = f"{shown.caption} {shown.latex} {shown.data.to_csv()} {told}"
         said += words(shown.figure) if shown.figure else ""
         assert not [place for place in places if place in said], name
+
+
+@pytest.mark.parametrize(
+    "which",
+    few([*itertools.product(FIGURES, WIDTHS.values())], [("heatmap", 3.25), ("heatmap", WIDTHS["slide"])]),
+)
+def test_type_is_never_below_7_pt_and_slides_are_16_to_9(which: tuple[str, float], run: DriftRun) -> None:
+    name, width = which
+    figure = drawn(name, run, width=width).figure
+    assert figure is not None
+    small = [text.get_text() for text in texts(figure) if text.get_visible() and text.get_fontsize() < 7]
+    assert not small
+    if width == WIDTHS["slide"]:
+        assert tuple(figure.get_size_inches()) == (width, width * 9 / 16)
+
+
+def with_ends(run: DriftRun) -> DriftRun:
+    """The run with an interval around every share and amplification."""
+    copy, rows = open_run(run.path), run.layers()
+    for column in ("final_share", "amplification"):
+        rows[f"{column}_low"], rows[f"{column}_high"] = rows[column] - 0.05, rows[column] + 0.1
+    copy._frames["layers"] = rows
+    return copy
+
+
+def test_no_whisker_crosses_a_layers_number(run: DriftRun) -> None:
+    figure = drawn("contributions", with_ends(run), width=5.5).figure
+    assert figure is not None
+    axes = figure.axes[0]
+    whiskers = np.concatenate(
+        [axes.transData.transform(np.reshape(part, (-1, 2))) for part in segments(axes)]
+    )
+    numbers = [text for text in axes.texts if text.get_visible()]
+    assert numbers and len(whiskers)
+    for text in numbers:
+        box = text.get_window_extent()
+        assert not ((whiskers[:, 1] > box.y0) & (whiskers[:, 1] < box.y1)).any(), text.get_text()
+
+
+def test_amplification_has_whiskers_at_the_ends_of_its_intervals(run: DriftRun) -> None:
+    shown = drawn("amplification", with_ends(run), task="mnist")
+    rows = run.layers("mnist", "merged")
+    ends = np.concatenate(segments(shown.figure.axes[0])).reshape(-1, 2)[:, 1] if shown.figure else []
+    for value in rows["amplification"].dropna():
+        assert np.isclose(ends, value - 0.05).any() and np.isclose(ends, value + 0.1).any()
+    assert {"amplification_low", "amplification_high"} <= set(shown.data["quantity"])
+    assert "Whiskers: 95 % intervals" in shown.caption
+    assert "Whiskers" not in drawn("amplification", run, task="mnist").caption
+
+
+def test_the_head_has_a_panel_of_its_own_where_drift_is_in_feature_units(run: DriftRun) -> None:
+    shown = drawn("decomposition", run, task="mnist")
+    last = len(run.manifest.layers)
+    assert shown.figure is not None
+    panels = {axes.get_title(loc="left") or axes.get_title(): axes for axes in shown.figure.axes}
+    ends = [{x for line in lines(axes) for x, _ in line_points(line)} for axes in shown.figure.axes]
+    assert ends.count({float(last)}) == 3, "drift, mismatch, propagation"
+    assert sum(float(last) in places and len(places) > 1 for places in ends) == 1, "the cross term is a ratio"
+    assert "head" in panels
+    drift = shown.data[shown.data["quantity"] == "drift_l2_mean"]
+    assert set(drift["layer"]) == set(range(1, last + 1)), "no number is lost"
+
+
+@pytest.mark.parametrize("name", ["sweeps", "data-efficiency"])
+def test_sweeps_name_the_levels_of_merged_model_and_base(name: str, run: DriftRun) -> None:
+    shown = exhibits[name].draw([run], ExhibitOptions(names={"merged": "Ours"}))
+    assert shown.figure is not None
+    axes = shown.figure.axes[0]
+    for variant, said in {"merged": "Ours", "base": "base"}.items():
+        level = run.accuracy(variant=variant)["value"].mean()
+        (text,) = [text for text in axes.texts if text.get_text() == said]
+        assert text.xy[1] == pytest.approx(level)
+        assert any(np.allclose(line.get_ydata(), level) for line in axes.lines)

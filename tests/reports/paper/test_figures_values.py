@@ -9,6 +9,7 @@ import matplotlib.axes
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from driftlens.errors import DataError
@@ -75,17 +76,26 @@ def test_intro_shows_the_task_that_drifts_most_unless_told(run: DriftRun) -> Non
 
 
 def test_intro_lines_are_mean_drifts_in_the_look_of_their_variant(run: DriftRun) -> None:
-    drawn = {line.get_color(): line for line in lines(panel(draw("intro", run), "(b)"))}
+    body, head = body_and_head(draw("intro", run))
+    drawn, last = ({line.get_color(): line for line in lines(axes)} for axes in (body, head))
     for variant in ("merged", CONTROL, CALIBRATED):
         rows = run.layers(worst_task(run), variant)
         expected = rows[["layer", "drift_l2_mean"]].to_numpy(dtype=float)
-        np.testing.assert_allclose(line_points(drawn[colour_of(run, variant)]), expected, rtol=1e-12)
+        found = np.concatenate([line_points(part[colour_of(run, variant)]) for part in (drawn, last)])
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def body_and_head(drawn: Exhibited) -> tuple[Axes, Axes]:
+    """Panel (b) and the head's own beside it."""
+    body = panel(drawn, "(b)")
+    axes = list(body.get_figure(root=True).axes)
+    return body, axes[axes.index(body) + 1]
 
 
 def test_intro_bands_run_between_the_10_and_90_percent_quantiles(run: DriftRun) -> None:
     shown = ("merged", CONTROL, CALIBRATED)
     for band, variant in zip(bands(panel(draw("intro", run), "(b)")), shown, strict=True):
-        for layer, rows in run.layers(worst_task(run), variant).groupby("layer"):
+        for layer, rows in run.layers(worst_task(run), variant).query("role != 'head'").groupby("layer"):
             heights = band[band[:, 0] == layer][:, 1]
             assert heights.min() == pytest.approx(rows["drift_l2_q10"].iloc[0])
             assert heights.max() == pytest.approx(rows["drift_l2_q90"].iloc[0])

@@ -283,7 +283,7 @@ def _add_words(
         if panel is not None:
             text = panel.axes.text(entry.x, entry.y, said, transform=_transform(panel, entry))
             text.set(ha=entry.xanchor or "center", va=entry.yanchor or "center")
-            text.set(fontsize="small", in_layout=False)
+            text.set(fontsize="medium", in_layout=False)
         for place in places[: len(panels)] if entry.xref == "paper" else ():
             if np.allclose((entry.x, entry.y), (place.middle, place.top), atol=1e-3):
                 panels[place.pair].axes.set_title(said)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from driftlens.errors import DriftLensError, RunError
 from driftlens.files import PathLike
@@ -13,9 +15,11 @@ from driftlens.records.contents import LATER, is_phase_of
 from driftlens.records.layout import LOCK, MANIFEST, STATUS
 from driftlens.records.lock import living_owner_of
 from driftlens.records.manifest import Manifest
+from driftlens.records.outcomes import outcomes
+from driftlens.records.reading import is_measured
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.status import Status
-from driftlens.variants import calibration_of
+from driftlens.variants import calibration_of, part_of
 
 _EXPLAIN = ":explain:"
 """In the names of phases that attribute the drift, behind `calibrate:NAME` or at the beginning."""
@@ -34,6 +38,10 @@ class RunSummary:
         variants: in the run's order.
         state: see `current_state`; "unreadable" with a `problem`.
         final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
+        merge: how the merged model was made; empty where the run was given it.
+        scores: mean over the tasks on which all of them were measured, of base, merged model, the last calibration
+            and experts, by variant; empty where tasks have scores of different kinds.
+        relative: mean relative final drift, of the last calibration or else of the merged model; NaN if not measured.
         bytes: size of the files that the manifest lists.
         problem: why the run can't be read.
         hint: what to do about that, where there is something to say.
@@ -49,6 +57,9 @@ class RunSummary:
     variants: tuple[str, ...] = ()
     state: str = "unreadable"
     final_drift: Mapping[str, float] = field(default_factory=dict)
+    merge: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    relative: float = math.nan
     bytes: int = 0
     problem: str = ""
     hint: str = ""
@@ -168,10 +179,7 @@ def _looks_like_a_run(folder: pathlib.Path) -> bool:
 
 def _summarise(folder: pathlib.Path) -> RunSummary:
     try:
-        run, final_drift = open_run(folder), {}
-        if "merged" in run.variants and run.manifest.layers:
-            rows = run.layers(variant="merged", layer="final").set_index("task")
-            final_drift = {str(task): float(drift) for task, drift in rows["drift_l2_mean"].dropna().items()}
+        run = open_run(folder)
         return RunSummary(
             path=folder,
             id=run.id,
@@ -180,10 +188,48 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
             tasks=run.tasks,
             variants=run.variants,
             state=current_state(run),
-            final_drift=final_drift,
+            merge=_merge_of(run.manifest),
+            **_standings(run),
             bytes=sum(file.bytes for file in run.manifest.files.values()),
             left=left_undone(run),
             is_live=is_live(run.manifest),
         )
     except DriftLensError as error:
         return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)
+
+
+def _merge_of(manifest: Manifest) -> str:
+    """The method's title, and how far it goes where it has a scaling."""
+    scaling = manifest.merge.get("parameters", {}).get("scaling")
+    return " ".join(map(str, filter(None, (manifest.merge.get("title", ""), scaling))))
+
+
+def _standings(run: DriftRun) -> dict[str, Any]:
+    """`final_drift`, `scores` and `relative` of a summary."""
+    if not run.manifest.layers:
+        return {}
+    repairs = [name for name in run.variants if part_of(name) == "calibrated"][-1:]
+    shown = [*(name for name in ("base", "merged") if name in run.variants), *repairs]
+    try:
+        found = outcomes(run, [*shown, "expert"])
+    except RunError:
+        run.layers(layer="final")  # without these a run can't be read; its pages say what else is damaged
+        return {}
+    last = [entry.relative.value for entry in found if shown and entry.variant == shown[-1]]
+    measured = [entry for entry in found if is_measured(entry.score.value)]
+    by_variant: dict[str, dict[str, float]] = {}
+    for entry in measured:
+        by_variant.setdefault(entry.variant, {})[entry.task] = entry.score.value
+    common = set.intersection(*map(set, by_variant.values())) if by_variant else set()
+    if not all(entry.metric.is_averaged for entry in measured):
+        common = set()
+    drifts = {entry.task: entry.drift.value for entry in found if entry.variant == "merged"}
+    return {
+        "final_drift": {task: drift for task, drift in drifts.items() if is_measured(drift)},
+        "relative": sum(last) / len(last) if last else math.nan,
+        "scores": {
+            name: sum(values[task] for task in common) / len(common)
+            for name, values in by_variant.items()
+            if common
+        },
+    }

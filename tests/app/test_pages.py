@@ -107,10 +107,15 @@ def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) 
 def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Open, root: Path) -> None:
     (rows,) = [frame.value for frame in open_app(root).dataframe]
     run = open_run(root / "full")
-    drift = {task: run.value("drift_l2_mean", task=task) for task in run.tasks}
     (row,) = rows.to_dict("records")
     assert row["name"] == run.name and row["id"] == run.id and row["state"] == "done"
-    assert row["drift"] == max(drift.values()) and drift[row["worst task"]] == row["drift"]
+    for column, variant in (("base", "base"), ("merged", "merged"), ("experts", "expert")):
+        shares = run.accuracy(variant=variant).query("metric == 'accuracy'")["value"]
+        assert row[column] == pytest.approx(100 * shares.mean())
+    last = [name for name in run.variants if name.startswith("calibrated:")][-1]
+    drifts = [run.value("drift_rel", task=task, variant=last) for task in run.tasks]
+    assert row["relative drift"] == pytest.approx(100 * sum(drifts) / len(drifts))
+    assert row["0 to 100 %"].startswith("data:image/svg+xml;base64,")
 
 
 def test_unreadable_runs_keep_their_rows_and_say_why(open_app: Open, root: Path) -> None:

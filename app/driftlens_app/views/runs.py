@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
+from collections.abc import Mapping
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn, TextColumn
+from streamlit.column_config import ImageColumn, NumberColumn
 
+from driftlens.errors import RunError
+from driftlens.records.keeping import LONGEST_NAME, rename, set_aside
 from driftlens.records.listing import RunSummary
 from driftlens.records.reading import size
+from driftlens.variants import part_of
 from driftlens_app.jobs.requests import DEMO
 from driftlens_app.jobs.watching import is_at_work
 from driftlens_app.live import await_demo, show_new_runs, welcome
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.selection import RUN
-from driftlens_app.settings import Settings
-from driftlens_app.show import note, page_title, plain, show_table, when
+from driftlens_app.settings import Settings, is_inside
+from driftlens_app.show import is_dark, note, page_title, plain, show_table, shown_errors, when
+from driftlens_reports.charts.theme import palette
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, section="Start", needs_run=False)
+
+_MODELS = ("base", "merged", "calibrated", "experts")
+_PERCENT = "%.1f %%"
+_WIDTH = 180
+_ASIDE = {"Archive": ("archive", "archived"), "Delete": ("delete", "deleted")}
+"""Icon, and the folder inside the root that such runs are moved to."""
 
 
 def show() -> None:
@@ -32,7 +45,7 @@ def show() -> None:
         return
     if [run.path for run in found] == [settings.root / DEMO]:
         await_demo(settings)  # its tables come before its end: there is nothing else to look at yet
-    page_title("Runs", f"In {plain(settings.root)}. Select a row to open its overview.")
+    page_title("Runs", f"In {plain(settings.root)}.")
     show_new_runs(settings)
     wanted = st.text_input(
         "Filter", placeholder="part of a name, task or variant", key="filter", bind="query-params"
@@ -41,7 +54,7 @@ def show() -> None:
     if not shown:
         note("No run matches the filter.", "filter_alt")
         return
-    _table(shown)
+    _table(shown, settings)
     for run in shown:
         if run.problem:
             reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
@@ -50,32 +63,112 @@ def show() -> None:
             note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
 
 
-def _table(runs: list[RunSummary]) -> None:
+def _table(runs: list[RunSummary], settings: Settings) -> None:
     rows = pd.DataFrame([_row(run) for run in runs])
+    rows = rows.drop(columns=[name for name in _MODELS if rows[name].isna().all()])
+    shares = {name: NumberColumn(format=_PERCENT) for name in _MODELS}
     columns = {
-        "drift": NumberColumn("largest final drift", format="%.4g", help="Merged model, L2."),
-        "worst task": TextColumn(help="The task with the largest final drift."),
+        "0 to 100 %": ImageColumn(
+            width=_WIDTH + 16,
+            help=f"{', '.join(_MODELS)}: means over tasks, on test samples, coloured as in charts.",
+        ),
+        **shares,
+        "relative drift": NumberColumn(
+            format=_PERCENT,
+            help="Of the final feature, mean over tasks: the last calibration's, or the merged model's.",
+        ),
     }
-    selecting = {"on_select": "rerun", "selection_mode": "single-row"}
-    chosen = show_table(rows, columns, key="runs-table", alt=f"Table of {len(rows)} runs", **selecting)
-    for position in chosen["selection"]["rows"]:
-        if not runs[position].problem:
+    modes = {"on_select": "rerun", "selection_mode": ["multi-row", "single-cell"]}
+    # Ticks are of positions: with other runs in it there is another table, with nothing ticked.
+    key = f"runs-{hashlib.sha256(repr([run.path for run in runs]).encode()).hexdigest()[:12]}"
+    alt = f"Table of {len(rows)} runs"
+    chosen = show_table(rows, columns, key=key, alt=alt, **modes)["selection"]
+    for position, column in chosen["cells"]:
+        if column == "name" and not runs[position].problem:
             st.switch_page(path_of("overview"), query_params={RUN: runs[position].id})
+    _actions([runs[position] for position in chosen["rows"]], settings)
+
+
+def _actions(ticked: list[RunSummary], settings: Settings) -> None:
+    """What can be done with the runs whose rows are ticked."""
+    readable = [run for run in ticked if not run.problem]
+    if not ticked:
+        st.caption("A name opens the run's overview. Ticked rows can be compared, renamed and put away.")
+        return
+    with st.container(horizontal=True):
+        if len(readable) == len(ticked) == 2 and st.button(
+            "Compare", icon=":material/difference:", key="compare"
+        ):
+            older, newer = sorted(readable, key=lambda run: run.created)
+            st.switch_page(path_of("compare"), query_params={RUN: older.id, "with": newer.id})
+        if settings.read_only or settings.is_one_run:
+            return
+        if len(readable) == len(ticked) == 1 and st.button("Rename", icon=":material/edit:", key="rename"):
+            _rename(ticked[0])
+        for kind, (icon, _) in _ASIDE.items():
+            if st.button(kind, icon=f":material/{icon}:", key=kind.lower()):
+                _put_away(ticked, kind, settings)
+
+
+@st.dialog("Rename")
+def _rename(run: RunSummary) -> None:
+    name = st.text_input("Name", run.name, max_chars=LONGEST_NAME, key="new-name")
+    if st.button("Rename", type="primary", key="rename-it"):
+        with shown_errors():
+            rename(run.path, name)
+            st.rerun()
+
+
+@st.dialog("Put away")
+def _put_away(ticked: list[RunSummary], kind: str, settings: Settings) -> None:
+    _, folder = _ASIDE[kind]
+    names = ", ".join(f"**{plain(run.name)}**" for run in ticked)
+    st.markdown(
+        f"{kind} {names}? Its folder is moved into {plain(folder)}/ in {plain(settings.root)}; nothing is erased."
+    )
+    if st.button(kind, type="primary", key="put-away"):
+        with shown_errors():
+            if not is_inside(settings.root / folder, settings.root):
+                raise RunError(f"{folder} is a link that leaves {settings.root}", hint="Remove it.")
+            for run in ticked:
+                set_aside(run.path, settings.root / folder)
+                if st.query_params.get(RUN) == run.id:
+                    del st.query_params[RUN]
+                    st.session_state.pop(RUN, None)
+            st.rerun()
 
 
 def _row(run: RunSummary) -> dict[str, object]:
-    worst = max(run.final_drift, key=lambda task: run.final_drift[task], default="")
+    scores = {
+        ("calibrated" if part_of(name) == "calibrated" else "experts" if name == "expert" else name): value
+        for name, value in run.scores.items()
+    }
     return {
         "name": run.name,
         "state": run.state,
-        "created": when(run.created),
+        "merge": run.merge or None,
+        "0 to 100 %": _dots(scores) if scores else None,
+        **{name: 100 * scores.get(name, math.nan) for name in _MODELS},
+        "relative drift": 100 * run.relative,
         "tasks": len(run.tasks) or None,
-        "drift": run.final_drift.get(worst, math.nan),
-        "worst task": worst,
+        "created": when(run.created),
         "size": size(run.bytes) if run.bytes else "",
-        "variants": ", ".join(run.variants),
         "id": run.id,
     }
+
+
+def _dots(scores: Mapping[str, float]) -> str:
+    """Scores as dots on one axis from 0 to 1, as the address of a picture."""
+    colours = palette(is_dark())
+    spots = "".join(
+        f'<circle cx="{10 + (_WIDTH - 20) * min(1.0, max(0.0, scores[name])):.1f}" cy="14" r="6" '
+        f'fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
+        for name, role in zip(_MODELS, ("base", "merged", "calibrated", "expert"), strict=True)
+        if name in scores
+    )
+    axis = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
+    drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{axis}{spots}</svg>'
+    return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
 
 
 def _matches(run: RunSummary, wanted: str) -> bool:

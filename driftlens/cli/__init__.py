@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
+    os.environ["MPLBACKEND"] = (
+        "agg"  # files are all that is drawn to; a notebook hands down one that may not be here
+    )
     sys.exit(_code(flags + rest))
 
 

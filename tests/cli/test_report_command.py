@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -86,3 +89,15 @@ def test_what_makes_no_sense_is_refused(
 def test_a_folder_that_is_no_run_is_exit_code_four(run_cli: Cli, tmp_path: pathlib.Path) -> None:
     result = run_cli("report", tmp_path)
     assert result.code == 4 and "is not a run" in result.message
+
+
+@pytest.mark.slow
+def test_a_notebooks_backend_that_is_not_here_is_no_obstacle(
+    run: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    command = [sys.executable, "-m", "driftlens", "report", str(run), "--format", "html-light"]
+    environment = {**os.environ, "MPLBACKEND": "no_such_backend"}
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and (tmp_path / "out" / "report-light.html").is_file(), done.stderr

@@ -88,6 +88,9 @@ class Drawn:
     data: pd.DataFrame
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<Drawn: {self.alt} {len(self.data)} rows>"
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **options: Any) -> dict[str, Any]:
         """The figure, as notebooks show it: a still picture where plotly has no renderer (`renderers.default = ""`)."""
         shown: dict[str, Any] = self.figure._repr_mimebundle_(include, exclude, **options)

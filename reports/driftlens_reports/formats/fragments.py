@@ -59,8 +59,7 @@ def _grid(table: Table) -> grid.Grid:
     units = {"share": " (%)", "points": " (points)"}
     heads = {at: f"{names[at]}{units.get(table.columns[at].kind, '')}" for at in others}
     columns = [
-        grid.Column(head, _digits(table, table.columns[at]), best=None, wrap=wraps[at])
-        for at, head in heads.items()
+        grid.Column(head, _digits(table, table.columns[at]), wrap=wraps[at]) for at, head in heads.items()
     ]
     lines = []
     for row in table.rows:

@@ -45,6 +45,9 @@ class Artifact:
     runs: tuple[DriftRun, ...]
     options: ExhibitOptions
 
+    def __repr__(self) -> str:
+        return f"<Artifact {self.exhibit.name} of {', '.join(run.id for run in self.runs)}, {len(self.data)} rows>"
+
     @property
     def caption(self) -> str:
         """A caption draft."""

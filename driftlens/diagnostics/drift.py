@@ -5,6 +5,7 @@ Norms and cosines are of pooled vectors; amplification and growth are of the ful
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,7 +17,7 @@ from driftlens.diagnostic import Seen, diagnostic
 from driftlens.engine.walk import LayerView, decompose
 from driftlens.linalg.state import expert_cosine, norm, subtract
 from driftlens.models.chain import Pool, State
-from driftlens.records.intervals import share_intervals
+from driftlens.records.intervals import RESAMPLES
 from driftlens.records.schema import LAYERS, SAMPLES
 
 Columns = dict[str, Tensor]
@@ -115,6 +116,38 @@ def layer_values(columns: Values, base: Values | None) -> dict[str, float]:
             "growth_holds": holds[defined].mean() if defined.any() else np.nan,
         }
     return {name: float(value) for name, value in values.items()}
+
+
+def share_intervals(
+    parts: NDArray[np.float64], whole: NDArray[np.float64], *, seed: int = 0
+) -> NDArray[np.float64]:
+    """Ends of the 95 % interval of sum(parts) / sum(whole), by drawing samples again; NaN with a single sample.
+
+    Numerator and denominator are drawn together, `RESAMPLES` times with replacement, the same in all rows and the same
+    for a seed; the ends are the 2.5 and 97.5 % quantiles of the ratios (percentile bootstrap). Draws whose denominator
+    is 0 have no ratio and are left out.
+
+    Args:
+        parts: [rows, n].
+        whole: [n], at least 0.
+        seed: of the draws.
+
+    Returns:
+        [2, rows].
+    """
+    rows, n = parts.shape
+    if n < 2 or not whole.sum() > 0:
+        return np.full((2, rows), np.nan)
+    counts = _drawn_again(n, seed)
+    sums = counts @ whole
+    ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
+    return np.quantile(ratios, (0.025, 0.975), axis=0)
+
+
+@functools.lru_cache(maxsize=1)  # every layer draws the same ones
+def _drawn_again(n: int, seed: int) -> NDArray[np.int64]:
+    """How often each of n samples is drawn, [RESAMPLES, n]."""
+    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
 _OF_DRIFT = (

@@ -7,7 +7,6 @@ not. Means have Student's t with variances divided by n - 1. Ratios of sums over
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -212,36 +211,6 @@ def mean_over_tasks(found: Sequence[Interval]) -> Interval:
     down = math.hypot(*(entry.value - entry.low for entry in found)) / len(found)
     up = math.hypot(*(entry.high - entry.value for entry in found)) / len(found)
     return Interval(value, value - down, value + up, sum(entry.n for entry in found))
-
-
-def share_intervals(parts: Array, whole: Array, *, seed: int = 0) -> Array:
-    """Ends of the 95 % interval of sum(parts) / sum(whole), by drawing samples again; NaN with a single sample.
-
-    Numerator and denominator are drawn together, `RESAMPLES` times with replacement, the same in all rows and the same
-    for a seed; the ends are the 2.5 and 97.5 % quantiles of the ratios (percentile bootstrap). Draws whose denominator
-    is 0 have no ratio and are left out.
-
-    Args:
-        parts: [rows, n].
-        whole: [n], at least 0.
-        seed: of the draws.
-
-    Returns:
-        [2, rows].
-    """
-    rows, n = parts.shape
-    if n < 2 or not whole.sum() > 0:
-        return np.full((2, rows), np.nan)
-    counts = _drawn_again(n, seed)
-    sums = counts @ whole
-    ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
-    return np.quantile(ratios, (0.025, 0.975), axis=0)
-
-
-@functools.lru_cache(maxsize=1)  # every layer draws the same ones
-def _drawn_again(n: int, seed: int) -> NDArray[np.int64]:
-    """How often each of n samples is drawn, [RESAMPLES, n]."""
-    return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
 def student(freedom: float, level: float = 0.95) -> float:

@@ -75,6 +75,8 @@ def opened(folder: pathlib.Path) -> tuple[Architecture, ModelPool]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_path: pathlib.Path) -> None:
     saved(CONFIGS[name], tmp_path)
+    # Gemma's norms are computed in float32 whatever the model's dtype, and round by how many rows there are.
+    apart = {"rtol": 1e-5, "atol": 1e-5} if "Gemma" in name else {"rtol": 1e-9, "atol": 1e-9}
     found, pool = opened(tmp_path)
     assert all(parameter.is_meta for parameter in found.skeleton.parameters())
     assert found.preprocess is not None and found.preprocess.texts is not None
@@ -93,13 +95,13 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
         logits.append(wanted.logits[0, -1])
         for layer, state in enumerate(pool.library_states("merged", alone)[:-2]):
             torch.testing.assert_close(state["hidden"], wanted.hidden_states[layer], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(final[row][mask[row]], wanted.hidden_states[-1][0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(final[row][mask[row]], wanted.hidden_states[-1][0], **apart)
     # The head at the last token of each question.
     last = mask.sum(dim=1) - 1
     rows = torch.arange(3)
     assert found.lm is not None
     head = LmHead(tuple(map(str, range(40))), pool.source("merged"), found.lm)
-    torch.testing.assert_close(head.scores(final[rows, last]), torch.stack(logits), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(head.scores(final[rows, last]), torch.stack(logits), **apart)
     assert head.gain_bound(final[rows, last], final[rows, last])[0] == pytest.approx(
         float(torch.linalg.matrix_norm(loaded.get_output_embeddings().weight, ord=2)), rel=1e-9
     )
@@ -110,7 +112,7 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
     for order in ([1], [2, 0, 1]):
         batch = Batch(0, len(order), found.preprocess([TEXTS[at] for at in order]))
         [(_, others)] = forward(pool, "merged", [batch], pooling="last")
-        torch.testing.assert_close(others, final[rows, last][order], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(others, final[rows, last][order], **apart)
     # Generating wants the whole model, which is gone again afterwards.
     with pool.loaded("merged") as whole:
         answers = generate(whole, found.preprocess.texts, [text.input for text in TEXTS], 5)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.diagnostics.drift import share_intervals
 from driftlens.errors import Cancelled
 from driftlens.pipeline.analyze.job import analyze
 from driftlens.progress import CancelToken, ProgressEvent
-from driftlens.records.intervals import share_intervals
 from driftlens.records.listing import find_runs
 from driftlens.records.run import DriftRun
 from tests.pipeline.library import Library, norms, stacked

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.stats import binom, binomtest, multinomial
 
+from driftlens.diagnostics.drift import share_intervals
 from driftlens.records.intervals import (
     Interval,
     Paired,
@@ -19,7 +20,6 @@ from driftlens.records.intervals import (
     mean_change,
     mean_interval,
     mean_over_tasks,
-    share_intervals,
     standard_error,
     student,
     unpaired_difference,

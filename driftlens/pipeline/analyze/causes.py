@@ -25,12 +25,12 @@ from driftlens.diagnostics.adjoint import (
     pulled_back,
 )
 from driftlens.diagnostics.attribution import Contributions, LayerSensitivity, PrefixSwaps, group_mismatches
+from driftlens.diagnostics.drift import share_intervals
 from driftlens.engine.walk import LayerView, decompose, walk
 from driftlens.linalg.state import State, inner, norm
 from driftlens.models.chain import class_rows, pooled
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter, TaskMeter
-from driftlens.records.intervals import share_intervals
 from driftlens.records.schema import GROUP_CONTRIBUTIONS
 from driftlens.variants import expert_of
 

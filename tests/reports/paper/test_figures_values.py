@@ -211,7 +211,7 @@ def test_a_layer_without_a_number_is_a_gap_in_lines_and_maps(tmp_path: pathlib.P
     gappy = open_run(path)
     drawn = draw("intro", gappy)
     line = lines(panel(drawn, "(b)"))[0]
-    assert np.isnan(np.asarray(line.get_ydata(), float)).tolist() == [False, False, True, False, False, False]
+    assert np.isnan(np.asarray(line.get_ydata(), float)).tolist() == [False, False, True, False, False]
     (grid,) = images(panel(draw("heatmap", gappy), "merged"))
     assert np.isnan(grid).nonzero()[1].tolist() == [2]
     assert "1 cell without a number" in draw("heatmap", gappy).caption

@@ -35,9 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
-    os.environ["MPLBACKEND"] = (
-        "agg"  # files are all that is drawn to; a notebook hands down one that may not be here
-    )
+    # Files are all that is drawn to; a notebook hands down a backend that may not be here.
+    os.environ["MPLBACKEND"] = "agg"
     sys.exit(_code(flags + rest))
 
 

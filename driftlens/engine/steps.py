@@ -41,8 +41,8 @@ _ENTERED = ""
 """Stands for what enters a block, among the streams that are added to."""
 
 
-_FoldRows = tuple[Tensor, Tensor, list[int]]
-"""x~ [T, k] and both targets [T, 2 o], fold by fold, and rows per fold."""
+_Rows = list[tuple[Tensor, Tensor]]
+"""Of one fold: x~ [T, k] and both targets [T, 2 o], some at a time."""
 
 
 @dataclass
@@ -199,7 +199,7 @@ class StepWalk(CalibrationWalk):
         tasks: list[tuple[Tensor, JointSums]] = []
         norms: list[Tensor] = []
         task_weight_sum = 0.0
-        some: list[_FoldRows] = []
+        some: list[_Rows] = [[] for _ in folds]
         for task, weighted in weights.items():
             theirs = _affine(self.pool.parameters(expert_of(task), layer), group)
             maps = torch.cat([theirs - own, theirs])
@@ -210,14 +210,16 @@ class StepWalk(CalibrationWalk):
                 tasks.append((self._metric(weighted, own.to(dtype)), JointSums(lend(dtype=dtype), outputs)))
             mine = [of for _, of in tasks[-1:]]
             for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
-                x, wanted = x * (root * factor**0.5), wanted * (root * factor**0.5)
+                root = root * factor**0.5
+                x, wanted = x * root, wanted * root
                 targets = x @ maps.mT
                 upstream = targets[:, outputs:]
                 torch.sub(wanted, upstream, out=upstream)
-                if len(x) + sum(len(rows) for rows, _, _ in some) > _AT_ONCE:
+                if len(x) + sum(len(rows) for kept in some for rows, _ in kept) > _AT_ONCE:
                     _take_in(some, folds)
-                some.append((x, targets, sizes))
-                for fold, rows in zip(folds, x.split_with_sizes(sizes), strict=True):
+                parts = (part.split_with_sizes(sizes) for part in (x, targets))
+                for fold, kept, rows, wished in zip(folds, some, *parts, strict=True):
+                    kept.append((rows, wished))
                     product.clear()
                     product.add_rows(rows)
                     for of in (fold, *mine):
@@ -288,14 +290,14 @@ class StepWalk(CalibrationWalk):
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if bool(trace > 0) else eye)
 
 
-def _take_in(some: list[_FoldRows], folds: Sequence[JointSums], *every: JointSums) -> None:
+def _take_in(some: Sequence[_Rows], folds: Sequence[JointSums], *every: JointSums) -> None:
     """Add the rows of each fold to its sums, and of all folds to others, in one product; none of them is kept."""
-    parts = ([rows.split_with_sizes(sizes) for rows in both] for *both, sizes in some)
-    for of, *here in zip(folds, *(zip(*both, strict=True) for both in parts), strict=True) if some else ():
-        x, targets = (torch.cat(rows) for rows in zip(*here, strict=True))
-        for into in (of, *every):
-            into.add(x, targets)
-    some.clear()
+    for of, kept in zip(folds, some, strict=True):
+        if kept:
+            x, targets = (torch.cat(rows) for rows in zip(*kept, strict=True))
+            for into in (of, *every):
+                into.add(x, targets)
+            kept.clear()
 
 
 def _affine(parameters: Parameters, group: Group) -> Tensor:

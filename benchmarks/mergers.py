@@ -24,10 +24,8 @@ SUITES = {"real": ("paper-clip", "accuracy", 300), "real_text/llama": ("llama-3b
 """Folder -> preset of FeatCal, what is scored, and test samples of a task."""
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("real_text/llama", "fisher"): {"estimator": "batch_sqrt"},
-    ("real", "adamerging"): {"steps": 300},
-    ("real_text/llama", "adamerging"): {"steps": 300},
 }
-"""Exact Fisher information of a whole vocabulary would take a pass for each of its words; 1000 steps took too long."""
+"""Exact Fisher information of a whole vocabulary would take a pass for each of its words."""
 HEAD = (
     "| method | merged | anchor alone | FeatCal | change | drift, merged | drift, FeatCal | merge | FeatCal |\n"
     "|---|---|---|---|---|---|---|---|---|"

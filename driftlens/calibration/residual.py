@@ -104,7 +104,7 @@ class ResidualCal(Calibrator, Stepwise):
             ridges = Ridges(self.ridge, self.ridge, self.residual)
         moments = total(problem.folds, getattr(torch, self.solve_dtype))
         try:
-            change = solve_joint(moments, ridges, tasks=problem.tasks)
+            change, gap = solve_joint(moments, ridges, tasks=problem.tasks)
         except SingularGramError as error:
             error.hint = "Raise `ridge`, or let cross-validation choose it (cv=on)."
             raise
@@ -134,6 +134,7 @@ class ResidualCal(Calibrator, Stepwise):
                         task_weight_sum=problem.task_weight_sum,
                         upstream_ridge=ridges.upstream if self.residual else None,
                         upstream_share=ridges.share if self.residual else None,
+                        stationarity_error=gap,
                     ),
                 )
             )

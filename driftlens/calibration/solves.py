@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from driftlens.engine.problems import LinearProblem, NormProblem, SiteReport, SiteUpdate
-from driftlens.linalg.cholesky import Factor
+from driftlens.linalg.cholesky import Factor, probe, stationarity_error
 from driftlens.linalg.norm_affine import solve_layer_norm, solve_rms_norm
 from driftlens.linalg.ridge import Moments, ridge_factor, solve_bias, solve_ridge
 from driftlens.models.chain import Site
@@ -33,6 +33,8 @@ def solve_linear(
     pull, moments = 0.0 if anchor is None else lam, problem.moments
     solves = "linear" in update
     factor = ridge_factor(moments.gram, pull, scale=moments.weight_sum) if solves else None
+    direction = probe(moments.gram)
+    image = torch.addmv(pull * direction, moments.gram, direction, alpha=float(moments.weight_sum))
     updates, start = [], 0
     for site in problem.sites:  # one by one: all at once would hold several copies of all weights
         name = f"{site.name}.weight"
@@ -41,6 +43,12 @@ def solve_linear(
         start += len(merged)
         weights = _Weights.of(mine, merged, None if anchor is None else anchor[name], pull, factor)
         parameters = {name: weights.value} if solves else {}
+        error = None
+        if solves:
+            wanted = mine.weight_sum * (mine.output_cross @ direction)
+            if anchor is not None:
+                wanted = wanted + pull * (anchor[name] @ direction)
+            error = stationarity_error(weights.value, image, wanted)
         if "bias" in update and site.name in problem.expert_bias:
             parameters[f"{site.name}.bias"] = solve_bias(
                 mine.mean_target + problem.expert_bias[site.name],
@@ -49,7 +57,8 @@ def solve_linear(
                 None if anchor is None else anchor[f"{site.name}.bias"],
                 lam=lam,
             )
-        updates.append(SiteUpdate(parameters, _report(problem, site, weights, pull)))
+        report = replace(_report(problem, site, weights, pull), stationarity_error=error)
+        updates.append(SiteUpdate(parameters, report))
     return updates
 
 

@@ -91,6 +91,8 @@ class SiteReport:
         seconds: time spent on the solve.
         upstream_ridge: ridge of the repair of what upstream sites left; None where a calibrator has no such repair.
         upstream_share: share in [0, 1] of that repair which held-out samples supported.
+        stationarity_error: of the equations that the weights solve, see `stationarity_error` in `linalg.cholesky`; None
+            where they are solved by iteration or not at all.
     """
 
     site: str
@@ -106,6 +108,7 @@ class SiteReport:
     seconds: float = 0.0
     upstream_ridge: float | None = None
     upstream_share: float | None = None
+    stationarity_error: float | None = None
 
 
 @dataclass(frozen=True)

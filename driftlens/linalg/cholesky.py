@@ -91,6 +91,25 @@ def factorize(matrix: Tensor, *, what: str, scale: float | Tensor = 1.0, shift: 
     )
 
 
+def stationarity_error(solution: Tensor, image: Tensor, wanted: Tensor) -> float:
+    """How far X is from solving X S = R, as |X S v - R v| / (|X S v| + |R v|) along one direction v.
+
+    Args:
+        solution: X, [o, k].
+        image: S v, [k], of `probe(k)`.
+        wanted: R v, [o].
+    """
+    found = solution @ image
+    size = float(torch.linalg.vector_norm(found) + torch.linalg.vector_norm(wanted))
+    return float(torch.linalg.vector_norm(found - wanted)) / size if size else 0.0
+
+
+def probe(like: Tensor) -> Tensor:
+    """A direction v, [k], that no system knows of: random, and the same for every system of k unknowns."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
+
+
 def _lower_factor(matrix: Tensor, scale: float, shift: float) -> Tensor | None:
     """L, or None where the matrix it would be of is not positive definite.
 

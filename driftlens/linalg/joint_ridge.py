@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import NumericsError
-from driftlens.linalg.cholesky import Factor, factorize
+from driftlens.linalg.cholesky import Factor, factorize, probe, stationarity_error
 from driftlens.linalg.gram import GramSum, add_scaled
 
 BIAS_INPUT = math.sqrt(1000.0)
@@ -158,10 +158,17 @@ def _span(gram: Tensor, width: int) -> Tensor:
     return basis
 
 
+class JointSolution(NamedTuple):
+    """D, [o, k], and the larger stationarity error of its parts; None where a metric leaves it to iteration."""
+
+    change: Tensor
+    error: float | None
+
+
 def solve_joint(
     moments: JointMoments, ridges: Ridges, *, tasks: Sequence[tuple[Tensor, JointMoments]] = ()
-) -> Tensor:
-    """D, [o, k].
+) -> JointSolution:
+    """D of the whole, with the ridges and the share given.
 
     Args:
         moments: of all folds.
@@ -176,31 +183,35 @@ def solve_joint(
     """
     require_finite(moments)
     found, factors = torch.zeros_like(moments.local), dict[float, Factor]()
+    direction, error = probe(moments.gram), 0.0
+    image = moments.gram @ direction
     for part, ridge, share in (("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)):
         if share == 0:
             continue
         if ridge not in factors:
             factors[ridge] = factorize(moments.gram, what=f"gram + {ridge:g} I", shift=ridge)
         factor = factors[ridge]
-        solution = factor.solve_rows(getattr(moments, part).clone())
+        wanted: Tensor = getattr(moments, part)
+        solution = factor.solve_rows(wanted.clone())
+        error = max(error, stationarity_error(solution, image + ridge * direction, wanted @ direction))
         if tasks:
             residual = -ridge * solution
             for metric, of in tasks:
                 residual += metric @ (getattr(of, part) - solution @ of.gram)
-            direction, before = torch.zeros_like(residual), residual.new_tensor(math.inf)
+            towards, before = torch.zeros_like(residual), residual.new_tensor(math.inf)
             for _ in range(_STEPS):
                 better = factor.solve_rows(residual.clone())
                 size = (residual * better).sum()
                 if not bool(size > 0):
                     break
-                direction, before = better + size / before * direction, size
-                image = ridge * direction
+                towards, before = better + size / before * towards, size
+                pushed = ridge * towards
                 for metric, of in tasks:
-                    image = image + metric @ (direction @ of.gram)
-                step = size / (direction * image).sum()
-                solution, residual = solution + step * direction, residual - step * image
+                    pushed = pushed + metric @ (towards @ of.gram)
+                step = size / (towards * pushed).sum()
+                solution, residual = solution + step * towards, residual - step * pushed
         found += share * solution
-    return found
+    return JointSolution(found, None if tasks else error)
 
 
 def require_finite(moments: JointMoments) -> None:

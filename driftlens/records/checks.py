@@ -386,10 +386,22 @@ _CLAIMS = {
     "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
     "contributions": ("shares of the final drift sum to 1", "layers", "remainder_share", 1e-2),
     "groups": ("parts of groups sum to the local mismatch", "group_contributions", "split_error", 1e-2),
+    "closed form": ("weights solve their normal equations", "calibration", "stationarity_error", 1e-5),
     "softmax": ("its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
     "cross-entropy": ("its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
 }
 """What is exact in theory, by name: table and column of its error, and up to which error it counts as holding."""
+
+
+_PLACE = {
+    "task": "task ",
+    "variant": "",
+    "name": "calibration ",
+    "layer": "layer ",
+    "site": "",
+    "sample_id": "sample ",
+}
+"""Columns that say where an error is, and what is put before them."""
 
 
 def self_checks(run: DriftRun) -> CheckReport:
@@ -412,8 +424,7 @@ def _self_check(rows: pd.DataFrame, column: str, name: str, claim: str, limit: f
     largest, where, reason = math.nan, "", "not measured"
     if len(errors):
         worst, largest = measured.iloc[int(errors.argmax())], float(errors.max())
-        place = f"layer {worst['layer']}" if "layer" in rows else f"sample {worst['sample_id']}"
-        where = f"task {worst['task']}, {worst['variant']}, {place}"
+        where = ", ".join(f"{said}{worst[key]}" for key, said in _PLACE.items() if key in rows)
         status = "pass" if largest <= limit else "fail"
         reason = "" if status == "pass" else f"{number(largest)} at {where}, wanted <= {_exact(limit)}"
     return CheckResult(

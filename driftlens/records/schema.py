@@ -15,7 +15,7 @@ from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
 from driftlens.metrics import METRICS
 
-SCHEMA_VERSION = "1.6"
+SCHEMA_VERSION = "1.7"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -391,6 +391,11 @@ CALIBRATION = Table(
         ),
         _pure("upstream_ridge", "Ridge of the repair of what earlier modules left."),
         _pure("upstream_share", "Share of that repair which held-out samples bear.", None, SHARE),
+        _pure(
+            "stationarity_error",
+            "|W S v - R v| / (|W S v| + |R v|) of the solved equations W S = R, v one random direction.",
+            "higher",
+        ),
     ),
     "driftlens calibrate RUN --name NAME",
 )

@@ -73,6 +73,8 @@ def test_every_weight_is_stationary_and_no_objective_rises(name: str) -> None:
     for layer in layers:
         for report in layer.reports:
             assert report.objective_after <= report.objective_before
+            is_linear = report.kind == "linear"
+            assert report.stationarity_error < 1e-13 if is_linear else report.stationarity_error is None
 
 
 def test_keys_and_values_of_every_decoder_block_see_one_gram_of_the_encoders_tokens() -> None:

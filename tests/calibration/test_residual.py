@@ -15,7 +15,7 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.data.samples import Batch
 from driftlens.engine.step_weights import groups_of
 from driftlens.engine.steps import added_to
-from driftlens.errors import DataError
+from driftlens.errors import DataError, NumericsError
 from driftlens.linalg.joint_ridge import WIDEST, JointMoments, Ridges, choose_ridges, solve_joint, total
 from driftlens.models.sources import TensorsSource
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
@@ -47,7 +47,7 @@ def refitted(folds: list[JointMoments], ridges: Ridges) -> float:
     found = 0.0
     for fold in folds:
         rest = total([other for other in folds if other is not fold])
-        found += float(misfit(solve_joint(rest, ridges), fold))
+        found += float(misfit(solve_joint(rest, ridges).change, fold))
     return found
 
 
@@ -91,8 +91,9 @@ def test_any_folds_are_scored_as_by_refits_and_what_can_not_be_learned_is_left(
     found = choose_ridges(folds, grid=grid)
     assert found.held_out == pytest.approx(refitted(folds, found), rel=1e-7)
     assert choose_ridges(folds[::-1], grid=grid).held_out == pytest.approx(found.held_out, rel=1e-9)
-    change = solve_joint(total(folds), found)
+    change, error = solve_joint(total(folds), found)
     assert bool(torch.isfinite(change).all()) and not bool(change[:, dead].any())
+    assert error is not None and error < 1e-9
 
 
 @pytest.mark.parametrize("with_metric", [False, True])
@@ -103,11 +104,33 @@ def test_the_joint_solve_is_stationary(generator: torch.Generator, with_metric: 
     if with_metric:
         roots = torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)
         metrics = [torch.eye(2, dtype=torch.float64) + 0.3 * root @ root.mT for root in roots]
-    change = solve_joint(whole, ridges, tasks=list(zip(metrics, tasks, strict=True)) if with_metric else ())
+    change, error = solve_joint(
+        whole, ridges, tasks=list(zip(metrics, tasks, strict=True)) if with_metric else ()
+    )
+    assert error is None if with_metric else error is not None and error < 1e-12
     gradient = 0.3 * change + sum(
         m @ (change @ t.gram - t.local - t.upstream) for m, t in zip(metrics, tasks, strict=True)
     )
     assert float(gradient.norm()) < 1e-9 * float(whole.local.norm())  # 4 unknowns, 5 steps: to the end
+
+
+def test_every_solve_of_a_model_says_how_far_it_is_from_stationary() -> None:
+    reports = [report for layer in layers_of(subject(), SMALL) for report in layer.reports]
+    assert all(report.stationarity_error < 1e-12 for report in reports) and len(reports) > 4
+    iterated = [r for layer in layers_of(subject(), ResidualCal(folds=2, mu=0.5)) for r in layer.reports]
+    assert all(report.stationarity_error is None for report in iterated)
+
+
+@pytest.mark.parametrize("model", ["merged", "expert:b"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(model: str, value: float) -> None:
+    models = subject()
+    key = "transformer.resblocks.1.mlp.c_fc.weight"
+    weights = {name: tensor.clone() for name, tensor in models.modules[model].state_dict().items()}
+    weights[key][1, 2] = value
+    models.pool.add(model, TensorsSource(model, weights))
+    with pytest.raises(NumericsError, match=key):
+        calibrated(models, SMALL)
 
 
 def test_large_ridges_leave_the_merged_model_and_equal_models_are_a_fixed_point() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.errors import NumericsError, ShapeError, SingularGramError, SpecError
-from driftlens.linalg.cholesky import factorize
+from driftlens.linalg.cholesky import factorize, probe, stationarity_error
 from driftlens.linalg.norm_affine import NormMoments, solve_layer_norm, solve_rms_norm
 from driftlens.linalg.ridge import Moments, ridge_factor, solve_bias, solve_ridge, solve_weight
 from tests.linalg.rows import moments_of
@@ -61,6 +61,18 @@ def test_the_gradient_vanishes_and_no_other_weight_is_better(size: tuple[int, ..
     rise = objective(moments, other, anchor, lam) - solution.objective.sum()
     assert float(solution.excess(other).sum()) == pytest.approx(float(rise), rel=1e-8)
     assert float(rise) > 0
+
+
+@given(sizes, lams)
+def test_one_direction_tells_a_solution_from_what_is_none(size: tuple[int, ...], lam: float) -> None:
+    count, k, o, seed = size
+    moments, anchor = moments_of(random(count, k, seed=seed), random(count, o, seed=seed + 1)), random(o, k)
+    right, direction = moments.output_cross + lam * anchor, probe(moments.gram)
+    image, wanted = moments.gram @ direction + lam * direction, right @ direction
+    weight = solve_weight(moments.gram, moments.output_cross, anchor, lam=lam)
+    assert stationarity_error(weight, image, wanted) < 1e-11
+    assert stationarity_error(1.01 * weight, image, wanted) == pytest.approx(0.01 / 2.01, rel=1e-6)
+    assert stationarity_error(weight, image, wanted - lam * (anchor @ direction)) > 1e-5
 
 
 def test_an_infinite_ridge_gives_the_anchor_and_none_gives_least_squares() -> None:

@@ -189,6 +189,7 @@ def calibration_rows(name: str, layers: Sequence[LayerInfo]) -> pd.DataFrame:
             "objective_after": 0.5 * layer.index,
             "weight_change": 0.01 * layer.index,
             "condition_estimate": 150.0,
+            "stationarity_error": 1e-13,
             "seconds": 0.01,
         }
         for layer in layers[1:-1]

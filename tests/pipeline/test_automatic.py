@@ -30,7 +30,7 @@ from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.card import escaped
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study, TaskSamples
-from driftlens.progress import Reporter
+from driftlens.progress import ProgressEvent, Reporter
 from driftlens.records.before_after import selection_sentences
 from driftlens.records.run import DriftRun
 from driftlens.spec.yaml_text import from_yaml
@@ -50,10 +50,16 @@ def study(roomy: DriftRun) -> Study:
 
 
 def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[str, Any]]:
-    found, record = choose_settings(
-        study, start or FeatCal(), select_sites(study.pool.chain, layers=[2]), Reporter()
-    )
+    """What is chosen, while one bar runs from its beginning to its end, however many batches there are."""
+    said: list[ProgressEvent] = []
+    sites = select_sites(study.pool.chain, layers=[2])
+    found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append))
     assert isinstance(found, FeatCal)
+    done = [event.done for event in said]
+    assert (
+        done == sorted(done) and done[-1] == said[-1].total and {event.phase for event in said} == {"choose"}
+    )
+    assert len({event.total for event in said}) == 1 and done[-2] >= 100 * record["cost_in_calibrations"] - 1
     return found, record
 
 

@@ -13,7 +13,7 @@ import math
 import pathlib
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from driftlens.errors import DataError, DriftLensError, NumericsError, SingularG
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.calibrate.plan import method_called, preset_of
 from driftlens.pipeline.search.judge import LANE, Judge
-from driftlens.pipeline.search.trials import Trials
+from driftlens.pipeline.search.trials import Trials, Tried
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 
@@ -73,12 +73,16 @@ def choose_settings(
     contenders = {"start": dict.fromkeys(FOLDS, start)}
     with tempfile.TemporaryDirectory() as folder:
         spill = pathlib.Path(folder) / "features"
-        fits = CrossFits(Trials(study, sites, {}, judge, reporter, PHASE, spill))
+        known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
+        counts = {task: len(at.calibration) for task, at in study.tasks.items() if at.calibration is not None}
+        most = outlook(start, counts, has_base=study.has_base, others=others)[1]
+        # The last of these is the calibration with what is chosen, which is not tried here.
+        bar = _OneBar(reporter, most - max(at.effort for at in known.values()))
+        fits = CrossFits(Trials(study, sites, {}, judge, bar, PHASE, spill), bar)
         if varies:
             found = {fold: fits.searched(start, varies, fold) for fold in FOLDS}
             contenders |= {} if {*found.values()} == {start} else {"found": found}
-        declared = _declared(start, others=others, has_base=study.has_base)
-        contenders |= {name: dict.fromkeys(FOLDS, at) for name, at in declared.items()}
+        contenders |= {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
         scores = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or study.has_base}
         failures: dict[str, str] = {}
         for name, by_fold in contenders.items():
@@ -89,9 +93,9 @@ def choose_settings(
                     raise
                 failures[name] = error.message
         decision = decide(scores)
-        known = {"start": start, **declared}
         if decision.name == "found":
             known["found"] = fits.searched(start, varies)
+        bar.finish()
     chosen = known.get(decision.name, start)
     record = _record(decision, scores, failures, known) | {
         "score": judge.score,
@@ -106,6 +110,31 @@ def choose_settings(
     return chosen, record
 
 
+class _OneBar(Reporter):
+    """Batches of calibrations as one bar, in hundredths of a calibration by FeatCal: `most` at most, unless it is more.
+
+    A batch in which one that can't be solved for makes the others walk alone counts once.
+    """
+
+    def __init__(self, reporter: Reporter, most: float) -> None:
+        self._reporter, self._most = reporter, most
+        self._spent = self._batch = self._at = 0.0
+
+    def begin(self, effort: float) -> None:
+        """The batch at hand is over, and one begins that takes `effort`."""
+        self._spent, self._batch = self._spent + self._batch, effort
+
+    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
+        """As of a `Reporter`, of the batch at hand."""
+        self._at = max(self._at, self._spent + self._batch * done / (total or 1))
+        most = round(100 * max(self._most, self._at))
+        self._reporter.step(phase, round(100 * self._at), most, label, **metrics)
+
+    def finish(self) -> None:
+        """All is tried, perhaps less than there could have been."""
+        self._reporter.step(PHASE, round(100 * self._most), round(100 * self._most))
+
+
 class CrossFits:
     """Candidates calibrated without one fold after the other, and their scores on the fold that was left out.
 
@@ -115,7 +144,8 @@ class CrossFits:
         costs: of every calibration so far, in calibrations of all samples.
     """
 
-    def __init__(self, trials: Trials[NDArray[np.float64]]) -> None:
+    def __init__(self, trials: Trials[NDArray[np.float64]], bar: _OneBar) -> None:
+        self._bar = bar
         self.samples: dict[str, SampleSet] = {}
         for task, at in trials.study.tasks.items():
             if at.calibration is None:
@@ -193,11 +223,16 @@ class CrossFits:
         trials = dataclasses.replace(self._trials, sites=updated_sites(chain, self._trials.sites, update))
         fits = [(at, EVERY - out) for (_, out), at in new.items()]
         lanes = [Lane(at, folds) for at, folds in fits if isinstance(at, Layerwise)]
-        walked = trials.run(self._parts, lanes)
-        if not lanes:
-            stepwise = ((at, folds) for at, folds in fits if isinstance(at, ClosedForm))
-            walked = (trials.alone(self._part(folds), at, trials.sites) for at, folds in stepwise)
-        for key, tried in zip(new, walked, strict=True):
+        efforts = [at.effort * len(folds) / NUM_FOLDS for at, folds in fits]
+
+        def alone() -> Iterator[Tried[NDArray[np.float64]]]:
+            for (at, folds), effort in zip(fits, efforts, strict=True):
+                self._bar.begin(effort)
+                assert isinstance(at, ClosedForm)
+                yield trials.alone(self._part(folds), at, trials.sites)
+
+        self._bar.begin(sum(efforts) if lanes else 0.0)
+        for key, tried in zip(new, trials.run(self._parts, lanes) if lanes else alone(), strict=True):
             self._known[key] = tried.error or {fold: self._judges[fold].of(LANE) for fold in key[1]}
             self.costs.append(1 - len(key[1]) / NUM_FOLDS)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from driftlens.progress import ProgressEvent
 from driftlens.records.lock import RunLock
+from driftlens.records.manifest import PhaseInfo
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens_app import outlook
 from driftlens_app.jobs import processes
-from driftlens_app.outlook import obstacles, past_cost
+from driftlens_app.outlook import ahead, obstacles, past_cost
 from tests.app.conftest import Open
 from tests.app.test_calibrate import press
 from tests.app.test_pages import said
@@ -192,3 +195,70 @@ def test_a_spec_that_would_block_its_reader_or_is_too_long_is_not_read(
     os.mkfifo(file)
     (text,) = obstacles(open_run(run))
     assert text.startswith("the run's spec.yaml is missing, or no file in the folder")
+
+
+STAGED = {"calibrate": 4.0, "analyze": 8.0, "evaluate": 6.0, "explain": 24.0}
+"""Seconds of a calibration's stages with two tasks, as the manifest below expects them."""
+
+
+def staged_manifest(factor: float, until: str, *, choosing: float, is_done_before: bool) -> Any:
+    """A manifest in the middle of a calibration `mine` that takes `factor` times as long as expected."""
+    usual = {"": 4.0, ":analyze:a": 4.0, ":analyze:b": 4.0, ":evaluate:a": 3.0, ":evaluate:b": 3.0}
+    usual |= {":explain:a": 12.0, ":explain:b": 12.0}
+    phases = {
+        f"analyze:{task}": PhaseInfo("done", 5.0 + 90 * (task == "c"), "2026-01-01")
+        for task in ("a", "b", "c")
+    }
+    names = []
+    if is_done_before:
+        phases |= {
+            f"calibrate:other{name}": PhaseInfo("done", at, "2026-01-02") for name, at in usual.items()
+        }
+        names = ["other"]
+    own = [":choose", *usual] if choosing else [*usual]
+    stages = [name.strip(":").partition(":")[0] or "calibrate" for name in own]
+    for name in own[: stages.index(until)]:
+        phases[f"calibrate:mine{name}"] = PhaseInfo(
+            "done", factor * usual.get(name, choosing), "2026-02-01T10:00"
+        )
+    return SimpleNamespace(phases=phases, calibrations=dict.fromkeys(names))
+
+
+@pytest.mark.parametrize(
+    ("factor", "choosing"), [(0.4, 0.0), (1.0, 0.0), (2.5, 0.0), (0.6, 80.0), (1.0, 80.0), (1.8, 80.0)]
+)
+def test_the_time_left_is_right_to_a_factor_of_two_after_a_tenth_of_the_whole(
+    factor: float, choosing: float
+) -> None:
+    """On a machine as fast as before or not, with or without a choice of 30 calibrations that walk together.
+
+    How fast the machine is can't be told from a choice alone, which takes less time than so many calibrations.
+    """
+    job, before = SimpleNamespace(name="mine", started="2026-02-01"), 0.0
+    stages = ({"choose": choosing} if choosing else {}) | STAGED
+    whole, shares = factor * sum(stages.values()), []
+    for stage, usual in stages.items():
+        total = 3000 if stage == "choose" else 20
+        for part in range(20):
+            seconds = factor * usual * part / 20
+            at = ProgressEvent(stage, total * part // 20, total, seconds=seconds)
+            manifest = staged_manifest(factor, stage, choosing=choosing, is_done_before=True)
+            found = ahead(manifest, job, at)  # type: ignore[arg-type]
+            left = whole - before - seconds
+            assert found.stage == stage and found.spent == pytest.approx(before + seconds)
+            if before + seconds > 0.1 * whole:
+                assert left / 2 < found.left < 2 * left, (stage, part)
+                shares.append(found.share)
+            explaining = factor * STAGED["explain"]
+            if stage != "explain" and before + seconds > 0.1 * whole:
+                assert found.until_measured < 2 * (left - explaining) + 1e-9
+        before += factor * usual
+    assert shares[-1] > 0.9 and found.until_measured == 0
+
+
+def test_without_a_calibration_before_the_analysis_says_what_to_expect(run: Path) -> None:
+    """One task that hung counts no more than the others, and what the run's manifest holds is enough."""
+    job = SimpleNamespace(name="mine", started="2026-02-01")
+    manifest = staged_manifest(1.0, "analyze", choosing=0.0, is_done_before=False)
+    found = ahead(manifest, job, ProgressEvent("look", 1, 1))  # type: ignore[arg-type]
+    assert found.stage == "analyze" and 0 < found.until_measured < 30

@@ -38,8 +38,8 @@ def test_trained_t5s_are_merged_measured_and_calibrated(real: pathlib.Path, tmp_
         "base": {"weights": str(texts / "t5" / "base")},
         "experts": {task: {"weights": str(texts / place)} for task, place in EXPERTS.items()},
         "merge": {"method": "task_arithmetic", "scaling": 0.3},
-        "data": {"defaults": {"n": 64, "n_diagnosis": 32, "n_test": 64, "batch_size": 16}, **data},
-        "metrics": {"jacobian": {"samples": 4}},
+        "data": {"defaults": {"n": 64, "n_diagnosis": 16, "n_test": 16, "batch_size": 16}, **data},
+        "metrics": {"jacobian": {"samples": 2}},
     }
     file = tmp_path / "spec.yaml"
     file.write_text(json.dumps(spec))
@@ -49,7 +49,7 @@ def test_trained_t5s_are_merged_measured_and_calibrated(real: pathlib.Path, tmp_
         assert rows["closure_error"].max() < 1e-4 and rows["jacobian_error"].max() < 1e-2
         assert rows.groupby("stream", sort=False)["layer"].max().to_dict() == {"encoder": 6, "hidden": 11}
     flan = dl.FeatCal(lam=1e-5, rho=2.0, alpha=0.6, update=("linear", "bias"))
-    run = run.calibrate(flan, name="featcal", save_weights=tmp_path / "out", progress="none")
+    run = run.calibrate(flan, name="featcal", save_weights=tmp_path / "out", attribution=False, progress="none")
     final = {
         variant: [run.layers(task, variant).iloc[-1]["drift_rel"] for task in EXPERTS]
         for variant in ("merged", "calibrated:featcal")

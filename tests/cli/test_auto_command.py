@@ -57,6 +57,7 @@ def test_the_settings_chosen_are_those_calibrated_with(
     assert f"{NAME}: {sentence}" in [text for section in sections for text in section.sentences]
 
 
+@pytest.mark.slow
 def test_a_merged_model_that_nothing_is_clearly_better_than_is_kept_and_said(
     world: World, tmp_path: pathlib.Path, run_cli: Callable[..., Result]
 ) -> None:

@@ -220,6 +220,7 @@ def test_a_find_is_chosen_where_every_fold_gains_from_it(
         assert found.lam < 50 and found.rho < 4
 
 
+@pytest.mark.slow
 def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pathlib.Path) -> None:
     data = {
         "defaults": {"n": 6, "n_diagnosis": 5},
@@ -254,6 +255,7 @@ def test_a_model_that_is_its_expert_is_kept_as_it_is(world: World, tmp_path: pat
     assert found_drift[0] == found_drift[1]
 
 
+@pytest.mark.slow
 def test_without_every_head_all_tasks_are_judged_by_relative_drift(study: Study) -> None:
     """Nats and relative drift have no common mean."""
     bare = dataclasses.replace(study.tasks[TASKS[0]], head=None)
@@ -360,6 +362,7 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
     torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_candidates_are_read_by_the_merged_models_own_score_map(study: Study) -> None:
     tasks = {}
     for task, at in study.tasks.items():
@@ -452,6 +455,7 @@ def test_what_methods_declare_is_compared_and_refitted_on_all_samples(
     assert set(run.calibration(NAME)["kind"]) == {"linear"}
 
 
+@pytest.mark.slow
 def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
     roomy: DriftRun, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ def test_resuming_what_is_finished_only_saves_it_elsewhere(whole: DriftRun, tmp_
     same_rows(open_run(folder), whole)
 
 
+@pytest.mark.slow
 def test_calibrations_stand_beside_one_another(light: DriftRun, folder: pathlib.Path) -> None:
     first = calibrate(folder, request("one", parameters={"rho": 1.0}))
     second = calibrate(folder, request("two", parameters={"lam": 5.0}))

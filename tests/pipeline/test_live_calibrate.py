@@ -100,6 +100,7 @@ def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_
         run.calibrated_state("other")
 
 
+@pytest.mark.slow
 def test_modules_that_are_handed_in_again_are_calibrated_alike(analyzed: Any) -> None:
     """With what the run's settings say, whatever the defaults are."""
     remembered = calibrate(analyzed, "remembered", data=others()).calibrated_state("remembered")

@@ -49,7 +49,9 @@ def test_trained_t5s_are_merged_measured_and_calibrated(real: pathlib.Path, tmp_
         assert rows["closure_error"].max() < 1e-4 and rows["jacobian_error"].max() < 1e-2
         assert rows.groupby("stream", sort=False)["layer"].max().to_dict() == {"encoder": 6, "hidden": 11}
     flan = dl.FeatCal(lam=1e-5, rho=2.0, alpha=0.6, update=("linear", "bias"))
-    run = run.calibrate(flan, name="featcal", save_weights=tmp_path / "out", attribution=False, progress="none")
+    run = run.calibrate(
+        flan, name="featcal", save_weights=tmp_path / "out", attribution=False, progress="none"
+    )
     final = {
         variant: [run.layers(task, variant).iloc[-1]["drift_rel"] for task in EXPERTS]
         for variant in ("merged", "calibrated:featcal")

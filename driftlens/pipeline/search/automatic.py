@@ -1,8 +1,9 @@
 """The best of several ways to repair a run, chosen from its calibration samples alone, by `Judge` on held-out ones.
 
-Candidates, the simpler ones first: the merged model as it is, the base, the calibrator that was asked for, what a
-search of its settings finds, and what calibrators declare as their `candidates`. Where the merged model or the base
-stays, the calibration solves no module, and its variant is that very model under the name that was asked for.
+Candidates, the simpler ones first: the merged model as it is, the base, the calibrator that was asked for, what
+calibrators declare as their `candidates`, and what a search finds, for which the most settings were tried. Where the
+merged model or the base stays, the calibration solves no module, and its variant is that very model under the name
+that was asked for.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ def choose_settings(
     """
     started, judge = time.perf_counter(), Judge(study)
     varies = _free(start, has_base=study.has_base, others=others)
-    contenders = {"start": dict.fromkeys(FOLDS, start)}
     with tempfile.TemporaryDirectory() as folder:
         spill = pathlib.Path(folder) / "features"
         known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
@@ -79,10 +79,10 @@ def choose_settings(
         # The last of these is the calibration with what is chosen, which is not tried here.
         bar = _OneBar(reporter, most - max(at.effort for at in known.values()))
         fits = CrossFits(Trials(study, sites, {}, judge, bar, PHASE, spill), bar)
+        contenders = {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
         if varies:
             found = {fold: fits.searched(start, varies, fold) for fold in FOLDS}
             contenders |= {} if {*found.values()} == {start} else {"found": found}
-        contenders |= {name: dict.fromkeys(FOLDS, at) for name, at in known.items()}
         scores = {name: fits.as_it_is(name) for name in _PLAIN if name == "merged" or study.has_base}
         failures: dict[str, str] = {}
         for name, by_fold in contenders.items():
@@ -253,7 +253,7 @@ def outlook(
     names = [*(name for name in _PLAIN if name == "merged" or has_base), *known]
     efforts, searches = [at.effort for at in known.values()], 0.0
     if varies:
-        names.insert(names.index("start") + 1, "found")
+        names.append("found")
         efforts.append(start.effort)
         # Every step is tried without two neighbours of four and, where what was found wins, without each fold.
         tried = 1 + sum(len(start.steps_from(name, has_base=has_base)) for name in varies)

@@ -18,7 +18,7 @@ from driftlens.settings import settings_of
 def catalog() -> dict[str, dict[str, Any]]:
     """Calibrators, merge methods and loaders by name, each with title, source and settings.
 
-    Of calibrators also the presets, and which settings can be chosen by themselves.
+    Of calibrators also the presets, which settings can be chosen by themselves, and what `--auto` compares.
     """
     return {
         "calibrators": {
@@ -30,6 +30,7 @@ def catalog() -> dict[str, dict[str, Any]]:
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
                 "suited": dict(kind.suited),
                 "automatic": [*kind.searched],
+                "candidates": [dict(settings) for settings in kind.candidates],
             }
             for name, kind in calibrators.items()
         },

@@ -46,6 +46,7 @@ class Method:
         presets: published settings by name.
         suited: adapter -> the preset for models of its kind, where that isn't the first one.
         automatic: names of the settings that can be chosen on held-out calibration samples.
+        candidates: settings, over the defaults, that the choice of the best method tries.
     """
 
     title: str
@@ -55,6 +56,11 @@ class Method:
     presets: Mapping[str, Mapping[str, Any]]
     suited: Mapping[str, str]
     automatic: tuple[str, ...]
+    candidates: tuple[Mapping[str, Any], ...]
+
+    def preset_for(self, adapter: str) -> str | None:
+        """The published setting for models of an adapter; None where the method has none."""
+        return self.suited.get(adapter, next(iter(self.presets), None))
 
 
 @st.cache_resource(show_spinner="Asking for the methods")
@@ -70,6 +76,7 @@ def methods(kind: str = "calibrators") -> Mapping[str, Method]:
             presets=entry.get("presets", {}),
             suited=entry.get("suited", {}),
             automatic=tuple(entry.get("automatic", ())),
+            candidates=tuple(entry.get("candidates", ())),
         )
         for name, entry in found.items()
     }
@@ -226,104 +233,118 @@ def calibration_form(
         adapter: of the run's models, whose published settings stand first.
     """
     known = methods()
-
-    def usual(called: str) -> str | None:
-        return known[called].suited.get(adapter, next(iter(known[called].presets), None))
-
-    fresh, names = CalibrationSettings(preset=usual(CalibrationSettings.method)), [*known]
-    start = last or fresh.with_free_name(taken)
-    if len(names) > 1:
-        called = st.selectbox(
-            "Calibrator",
-            names,
-            index=names.index(start.method),
-            format_func=lambda name: known[name].title,
-            key="method",
+    first, label = known[CalibrationSettings.method], "Repair with the best method"
+    best = st.button(label, type="primary", icon=":material/auto_awesome:", disabled=blocked, key=_BEST)
+    st.caption(plain(_tried_by_best(known, first, first.preset_for(adapter))))
+    with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
+        fresh, names = (
+            CalibrationSettings(preset=known[CalibrationSettings.method].preset_for(adapter)),
+            [*known],
         )
-        if called != start.method:
-            start = CalibrationSettings(called, called, usual(called)).with_free_name(taken)
-    method = known[start.method]
-    _fill_name(start, taken)
-    with st.form("calibrate", enter_to_submit=False):
-        name = st.text_input(
-            "Name",
-            key="name",
-            help="The new variant is called calibrated:NAME. Letters, digits, - _ .",
-        )
-        presets = [_OWN, *sorted(method.presets, key=lambda name: name != usual(start.method))]
-        preset = st.selectbox(
-            "Published settings",
-            presets,
-            index=presets.index(start.preset or _OWN),
-            format_func=lambda name: _preset_label(name, method.presets),
-            key=f"{start.method} preset",
-            help="Values from the paper or its code; the fields below go over them.",
-        )
-        parameters = _fields(start, method)
-        samples = st.number_input(
-            "Samples per task",
-            min_value=1,
-            value=start.samples,
-            step=1,
-            placeholder="as in the run's spec",
-            key="samples",
-            help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
-        )
-        auto = bool(method.automatic) and st.checkbox(
-            f"Choose {', '.join(method.automatic)} on held-out calibration samples",
-            start.auto,
-            key="auto",
-            help="Leave their fields empty then. Takes several calibrations' time.",
-        )
-        layers = st.text_input(
-            "Layers",
-            start.layers,
-            key="layers",
-            placeholder="all blocks",
-            help="Numbers or patterns on module paths, with commas between them.",
-        )
-        save = st.checkbox(
-            "Also export a folder that the original library loads",
-            start.save_weights and may_export,
-            key="save_weights",
-            disabled=not may_export,
-            help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
-        )
-        replace = st.checkbox(REPLACE, key="replace")
-        with st.container(horizontal=True):
-            best = st.form_submit_button(
-                "Best",
-                type="primary",
-                icon=":material/auto_awesome:",
-                disabled=blocked,
-                key=_BEST,
-                help="Compares the merged model, the base and all methods on held-out calibration samples, and says "
-                "which is best and whether to use the merge. Method, published settings and coefficients don't count: "
-                "the search starts from the published settings for models of this kind.",
+        start = last or fresh.with_free_name(taken)
+        if len(names) > 1:
+            called = st.selectbox(
+                "Calibrator",
+                names,
+                index=names.index(start.method),
+                format_func=lambda name: known[name].title,
+                key="method",
             )
-            calibrate = st.form_submit_button(
-                f"{method.title} calibrate",
-                icon=":material/tune:",
-                disabled=blocked,
-                key=_START,
+            if called != start.method:
+                start = CalibrationSettings(called, called, known[called].preset_for(adapter)).with_free_name(
+                    taken
+                )
+        method = known[start.method]
+        _fill_name(start, taken)
+        with st.form("calibrate", enter_to_submit=False):
+            name = st.text_input(
+                "Name",
+                key="name",
+                help="The new variant is called calibrated:NAME. Letters, digits, - _ .",
             )
-            estimate = st.form_submit_button(
-                "Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE
+            presets = [
+                _OWN,
+                *sorted(method.presets, key=lambda name: name != known[start.method].preset_for(adapter)),
+            ]
+            preset = st.selectbox(
+                "Published settings",
+                presets,
+                index=presets.index(start.preset or _OWN),
+                format_func=lambda name: _preset_label(name, method.presets),
+                key=f"{start.method} preset",
+                help="Values from the paper or its code; the fields below go over them.",
             )
-    published = method.presets.get(preset, {})
-    settings = CalibrationSettings(
-        name=name.strip(),
-        method=fresh.method if best else start.method,
-        preset=known[fresh.method].suited.get(adapter) if best else None if preset == _OWN else preset,
-        parameters={} if best else {key: at for key, at in parameters.items() if at != published.get(key)},
-        samples=samples,
-        layers=layers.strip(),
-        auto=auto,
-        best=best,
-        save_weights=save,
-        replace=replace,
-    )
+            parameters = _fields(start, method)
+            samples = st.number_input(
+                "Samples per task",
+                min_value=1,
+                value=start.samples,
+                step=1,
+                placeholder="as in the run's spec",
+                key="samples",
+                help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
+            )
+            auto = bool(method.automatic) and st.checkbox(
+                f"Choose {', '.join(method.automatic)} on held-out calibration samples",
+                start.auto,
+                key="auto",
+                help="Leave their fields empty then. Takes several calibrations' time.",
+            )
+            layers = st.text_input(
+                "Layers",
+                start.layers,
+                key="layers",
+                placeholder="all blocks",
+                help="Numbers or patterns on module paths, with commas between them.",
+            )
+            save = st.checkbox(
+                "Also export a folder that the original library loads",
+                start.save_weights and may_export,
+                key="save_weights",
+                disabled=not may_export,
+                help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
+            )
+            replace = st.checkbox(REPLACE, key="replace")
+            with st.container(horizontal=True):
+                calibrate = st.form_submit_button(
+                    f"{method.title} calibrate", icon=":material/tune:", disabled=blocked, key=_START
+                )
+                estimate = st.form_submit_button(
+                    "Estimate", icon=":material/timer:", disabled=blocked, key=_ESTIMATE
+                )
+        published = method.presets.get(preset, {})
+        settings = CalibrationSettings(
+            name=name.strip(),
+            method=start.method,
+            preset=None if preset == _OWN else preset,
+            parameters={key: at for key, at in parameters.items() if at != published.get(key)},
+            samples=samples,
+            layers=layers.strip(),
+            auto=auto,
+            save_weights=save,
+            replace=replace,
+        )
+    if best:
+        settings = CalibrationSettings("best", preset=first.suited.get(adapter), best=True).with_free_name(
+            taken
+        )
     return settings, "calibrate" if calibrate or best else "estimate" if estimate else ""
+
+
+def _tried_by_best(known: Mapping[str, Method], first: Method, preset: str | None) -> str:
+    """What is compared, with the values that it begins with."""
+    start = f" ({_preset_label(preset, first.presets)})" if preset else ""
+    tried = [
+        "the merged model",
+        "the base",
+        first.title + start,
+        f"{', '.join(first.automatic)} searched from there",
+    ]
+    tried += [f"{of.title} {_valued(at)}".strip() for of in known.values() for at in of.candidates]
+    return (
+        f"Compares on held-out calibration samples, without labels: {', '.join(tried)}. The simplest stays unless "
+        "another is clearly better; where that is the base, the merge is not worth its use."
+    )
 
 
 def _fill_name(start: CalibrationSettings, taken: Container[str]) -> None:
@@ -414,5 +435,10 @@ def _in_words(value: Any) -> str:
 
 
 def _preset_label(name: str, presets: Mapping[str, Mapping[str, Any]]) -> str:
-    numbers = [(key, value) for key, value in presets.get(name, {}).items() if isinstance(value, int | float)]
-    return f"{name}: {', '.join(f'{key} {value:g}' for key, value in numbers)}" if numbers else name
+    numbers = _valued(presets.get(name, {}))
+    return f"{name}: {numbers}" if numbers else name
+
+
+def _valued(settings: Mapping[str, Any]) -> str:
+    """The numbers among settings, for reading."""
+    return ", ".join(f"{key} {value:g}" for key, value in settings.items() if isinstance(value, int | float))

@@ -5,13 +5,14 @@ Who waits for a run lands on its overview once it is there; who went elsewhere m
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 import streamlit as st
 
 from driftlens.errors import RunError
-from driftlens.progress import ProgressEvent, duration
+from driftlens.progress import duration
 from driftlens.records.listing import is_analyzed, is_live
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
@@ -20,7 +21,7 @@ from driftlens_app.jobs import Job, Request, View, cancel, start, watch
 from driftlens_app.jobs.record import MAKING, dismiss, jobs_beside
 from driftlens_app.jobs.requests import DEMO, SUITES, demo_request, explain_request
 from driftlens_app.jobs.watching import is_finished_since, log_text
-from driftlens_app.outlook import STAGES, Ahead, ahead
+from driftlens_app.outlook import STAGES, ahead
 from driftlens_app.pages import path_of
 from driftlens_app.runs import opened
 from driftlens_app.selection import RUN
@@ -194,37 +195,27 @@ def _show_progress(view: View) -> None:
         share = event.done / event.total if event is not None and event.total else 0.0
         st.progress(min(1.0, max(0.0, share)), text=_WORDS[view.state])
         return
-    label = f"{plain(event.label)} · " if event.label else ""
-    found = _ahead(view.job, event) if view.job.kind == "calibrate" else None
-    if found is None:
-        share = event.done / event.total if event.total else 0.0
-        count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
-        head = f"{plain(event.phase.capitalize())}: {count}"
-        times = [duration(event.seconds) + " so far"]
-        times += [f"about {duration(event.remaining)} left"] if event.remaining else []
-    else:
-        # Better known by and by, the whole may grow; a bar that runs backwards would say that work was lost.
-        key = f"share-{_key(view.job)}"
-        share = st.session_state[key] = max(found.share, st.session_state.get(key, 0.0))
-        head = STAGES[found.stage]
-        times = [duration(found.spent) + " so far"]
-        times += [f"about {duration(found.left)} left"] if found.left else []
-        times += [f"accuracy in about {duration(found.until_measured)}"] if found.until_measured else []
+    count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
+    head, share = (
+        f"{plain(event.phase.capitalize())}: {count}",
+        event.done / event.total if event.total else 0.0,
+    )
+    spent, left, more = event.seconds, event.remaining, ""
+    if view.job.kind == "calibrate":
+        # An edited manifest may hold anything for seconds.
+        with contextlib.suppress(RunError, TypeError, ValueError, OverflowError):
+            found = ahead(opened(view.job.run).manifest, view.job, event)
+            duration(found.left)  # refuses what is no time
+            more = f", accuracy in about {duration(found.until_measured)}" if found.until_measured else ""
+            head, spent, left = STAGES[found.stage], found.spent, found.left
+            # Better known by and by, the whole may grow; a bar that runs backwards would say that work was lost.
+            key = f"share-{_key(view.job)}"
+            share = max(spent / (spent + left) if spent else 0.0, st.session_state.get(key, 0.0))
+            st.session_state[key] = share
     st.progress(min(1.0, max(0.0, share)), text=head)
-    st.caption(label + ", ".join(times))
-
-
-def _ahead(job: Job, event: ProgressEvent) -> Ahead | None:
-    """What a calibration has before it; None where that can't be told."""
-    try:
-        return ahead(opened(job.run).manifest, job, event)
-    except (
-        RunError,
-        TypeError,
-        ValueError,
-        OverflowError,
-    ):  # an edited manifest may hold anything for seconds
-        return None
+    remaining = f", about {duration(left)} left" if left else ""
+    label = f"{plain(event.label)} · " if event.label else ""
+    st.caption(f"{label}{duration(spent)} so far{remaining}{more}")
 
 
 def _key(job: Job) -> str:
@@ -236,6 +227,7 @@ def _what(job: Job) -> str:
         "analyze": "Analysis",
         "compare": "Comparison of merges",
         "calibrate": "Calibration",
+        "sweep": "Sweep of",
         "explain": "Attribution of",
         "project": "Layout",
     }

@@ -55,27 +55,16 @@ class Ahead:
     until_measured: float
     left: float
 
-    @property
-    def share(self) -> float:
-        """How much of the whole is done, from 0 to 1."""
-        return self.spent / (self.spent + self.left) if self.spent else 0.0
-
 
 def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     """What a calibration has still before it, from its last word.
 
-    A stage is expected to take as long as in the run's last calibration; else as long as in the analysis, explaining
-    twice as long, as the anchor is explained too. Choosing tells itself how many calibrations it takes. Of the stage at
-    hand its own pace counts more the more of it is done, of later ones how far this job was off so far.
+    Choosing tells itself how many calibrations it takes. Of the stage at hand its own pace counts more the more of it
+    is done; later ones are off by as much as this job was so far.
     """
     began = {name: phase for name, phase in manifest.phases.items() if phase.started >= job.started}
     own = _by_stage({name: phase for name, phase in began.items() if phase.state == "done"}, job.name)
-    usual = dict.fromkeys(STAGES, 0.0) | _by_stage(manifest.phases)
-    usual["calibrate"] = _SOLVING * (usual["analyze"] + usual["evaluate"])
-    usual["explain"] *= 2
-    for name in manifest.calibrations:  # in the order in which they were finished
-        if name != job.name:
-            usual |= _by_stage(manifest.phases, name)
+    usual = _usual(manifest, job.name)
     stages, part = list(STAGES), at.done / at.total if at.total and at.phase in STAGES else 0.0
     here = {"look": "analyze", "params": "explain"}.get(at.phase, at.phase)
     following = stages[stages.index(here) + 1 :]
@@ -88,8 +77,21 @@ def ahead(manifest: Manifest, job: Job, at: ProgressEvent) -> Ahead:
     left = {stage: pace * usual[stage] for stage in following}
     left[here] = (1 - part) * (seconds + _TRUST * pace * usual[here]) / (part + _TRUST)
     measured = sum(left.get(stage, 0.0) for stage in stages[: stages.index("explain")])
-    spent = sum(own[stage] for stage in own if stage in STAGES and stage != here) + at.seconds
+    spent = sum(own[stage] for stage in own if stage in stages and stage != here) + at.seconds
     return Ahead(here, spent, measured, sum(left.values()))
+
+
+def _usual(manifest: Manifest, name: str = "") -> dict[str, float]:
+    """Seconds that stages took in the last calibration but `name`, or in the analysis, which explains no anchor."""
+    usual = dict.fromkeys(STAGES, 0.0) | _by_stage(manifest.phases)
+    usual["calibrate"] = _SOLVING * (usual["analyze"] + usual["evaluate"])
+    usual["explain"] *= 2
+    for other, info in manifest.calibrations.items():  # in the order in which they were finished
+        if other != name:
+            usual |= _by_stage(manifest.phases, other)
+            # One that took another's place was solved before its phase began.
+            usual["calibrate"] = max(usual["calibrate"], info.seconds)
+    return {stage: usual[stage] if stage != "choose" else 0.0 for stage in STAGES}
 
 
 def _by_stage(phases: Mapping[str, PhaseInfo], name: str = "") -> dict[str, float]:
@@ -146,36 +148,15 @@ def obstacles(run: DriftRun) -> list[str]:
 
 
 def past_cost(run: DriftRun) -> str:
-    """What the run's last calibration took, or its analysis where there was none: measured, not estimated.
-
-    Nothing of that where neither is finished.
-    """
-    estimate = "Press Estimate for the settings above."
+    """What one calibration will take, by what was measured on this run; nothing of that where that can't be told."""
+    estimate = "Estimate, under Advanced, checks weights and data first."
     try:
-        what, seconds = _last_finished(run.manifest)
-        took = duration(sum(seconds.values()))
+        took = duration(sum(_usual(run.manifest).values())) if is_analyzed(run.manifest) else ""
     except (TypeError, ValueError, OverflowError):  # a manifest that was edited may hold anything for seconds
-        return estimate
-    if not seconds:
-        return estimate
-    rows = run.resources()
-    peak = rows[rows["phase"].isin(seconds)]["peak_rss_bytes"].dropna()
-    memory = "" if peak.empty else f" and up to {size(peak.max())} of memory"
-    return f"{what} of this run took {took}{memory}. {estimate}"
-
-
-def _last_finished(manifest: Manifest) -> tuple[str, dict[str, float]]:
-    """The last calibration, or else the analysis, and the seconds of its phases; without any where none is finished."""
-    phases = {name: phase.seconds for name, phase in manifest.phases.items()}
-    own = {name: phases[name] for name in phases if not name.startswith(LATER)}
-    what, seconds = "The analysis", own if is_analyzed(manifest) else {}
-    for name, info in manifest.calibrations.items():  # in the order in which they were finished
-        if own := {phase: phases[phase] for phase in phases if is_phase_of(name, phase)}:
-            solving = f"calibrate:{name}"
-            # One that took another's place was solved before this phase began.
-            own[solving] = max(own.get(solving, 0.0), info.seconds)
-            what, seconds = f"The calibration {name}", own
-    return what, seconds
+        took = ""
+    return (
+        f"One calibration takes about {took}, by what this run took so far. {estimate}" if took else estimate
+    )
 
 
 def _spec(run: DriftRun) -> RunSpec:

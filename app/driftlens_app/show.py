@@ -5,6 +5,7 @@ What the browser does by itself, for what Streamlit has no element for, is a scr
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import logging
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn, TextColumn
+from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
 from driftlens.errors import DriftLensError
 from driftlens.records.reading import Sheet, printable
@@ -26,7 +27,7 @@ from driftlens.records.run import DriftRun
 from driftlens.records.tables import csv_text
 from driftlens_app.runs import key_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
-from driftlens_reports.charts.theme import lay_out
+from driftlens_reports.charts.theme import lay_out, palette
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
@@ -178,8 +179,11 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 
-def show_sheet(sheet: Sheet) -> None:
-    """A table that card, report and terminal have too, with what a reader must know of it below."""
+def show_sheet(sheet: Sheet, drawn: Sequence[str | None] = ()) -> None:
+    """A table that card, report and terminal have too, with what a reader must know of it below.
+
+    `drawn` are pictures by `dots`, one per row.
+    """
     numbers = sheet.frame()
     rows, columns = pd.DataFrame(sheet.columns()), {}
     for head in rows:
@@ -190,9 +194,37 @@ def show_sheet(sheet: Sheet) -> None:
             factor, digits = _NUMBERS[kind]
             rows[head] = factor * numbers[head].astype(float)
             columns[head] = NumberColumn(format=digits)
+    if drawn:
+        rows.insert(1, _AXIS, [*drawn])
     st.subheader(plain(sheet.title), anchor=False)
-    show_table(rows, columns, key=sheet.name, alt=sheet.title)
+    show_table(rows, columns | {_AXIS: DOTS}, key=sheet.name, alt=sheet.title)
     st.caption(plain(sheet.notes()))
+
+
+MODELS = ("base", "merged", "calibrated", "experts")
+_AXIS, _WIDTH = "0 to 100 %", 180
+DOTS = ImageColumn(
+    width=_WIDTH + 16,
+    help=f"{', '.join(MODELS)}: on test samples, coloured as in charts; bold what a repair changed.",
+)
+
+
+def dots(scores: Mapping[str, float], *, is_joined: bool = False) -> str:
+    """Scores of `MODELS` as dots on one axis from 0 to 1, merged and calibrated perhaps joined: a picture's address."""
+    colours = palette(is_dark())
+    at = {name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, score)) for name, score in scores.items()}
+    spots = "".join(
+        f'<circle cx="{at[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
+        for name, role in zip(MODELS, ("base", "merged", "calibrated", "expert"), strict=True)
+        if name in at
+    )
+    lines = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
+    if is_joined and {"merged", "calibrated"} <= at.keys():
+        colour = colours.roles["calibrated"][0]
+        ends = f"M{at['merged']:.1f} 14H{at['calibrated']:.1f}"
+        lines += f'<path d="{ends}" stroke="{colour}" stroke-width="5"/>'
+    drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{lines}{spots}</svg>'
+    return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from driftlens.metrics import ACCURACY
+from driftlens.metrics import METRICS
 from driftlens.records.intervals import over_draws
 from driftlens.records.reading import Kind, Sheet, is_measured, setting_text, written
 from driftlens.records.run import DriftRun
@@ -35,9 +35,9 @@ def settings_of(row: Any) -> dict[str, Any]:
 def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) -> float:
     """A model of the run beside which a sweep's points stand, mean of these or all tasks; NaN where one lacks it."""
     tasks = tasks or run.tasks
-    if measure == "accuracy":
+    if measure in METRICS:
         rows = run.accuracy()
-        rows = rows[(rows["variant"] == variant) & (rows["metric"] == ACCURACY.name)]
+        rows = rows[(rows["variant"] == variant) & (rows["metric"] == measure)]
         values = rows.set_index("task")["value"]
     elif variant == "expert":
         return 0.0
@@ -46,7 +46,7 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
         values = rows[rows["variant"] == variant].groupby("task")["kl"].mean()
     else:
         rows = run.layers(variant=variant, layer="final")
-        values = rows.set_index("task")["drift_rel"]
+        values = rows.set_index("task")[measure]
     return float(values.reindex([*tasks]).mean(skipna=False))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import signal
@@ -15,11 +16,12 @@ from driftlens.errors import RunError, SpecError
 from driftlens.records.before_after import calibration_sheets
 from driftlens.records.run import open_run
 from driftlens.records.schema import SCHEMA_VERSION
+from driftlens.records.verdict import verdict
 from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.watching import log_text
-from tests.app.conftest import Open, opened_drawers, shown_data, until
+from tests.app.conftest import Open, opened_drawers, until
 from tests.app.test_jobs import finish, state, step
 from tests.app.test_pages import errors, said
 from tests.records.full_run import write_full_run
@@ -95,11 +97,11 @@ def test_progress_is_shown_and_a_second_tab_attaches(open_app: Open, root: Path,
     until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "one layer is done")  # type: ignore[union-attr]
     app.run()
     assert is_disabled(app, "FeatCal calibrate") and not is_disabled(app, "Cancel")
-    assert "layer 3 of 6" in said(app)
-    assert not app.get("vega_lite_chart")
-    rows = next(rows for rows in shown_data(app) if "role" in rows and "drift" not in rows)
-    calibrated = rows[rows["variant"] == "calibrated:steady"]
-    assert calibrated["layer"].tolist() == [2] and calibrated["mean drift"].tolist() == [1.5]
+    assert "layer 3 of 6" in said(app) and "accuracy in about" in said(app)
+    (bar,) = app.get("progress")
+    assert bar.proto.text == "Solving" and 0 < bar.proto.value < 34, (
+        "of the whole, of which solving is a part"
+    )
     other = open_app(root, "calibrate")
     assert is_disabled(other, "FeatCal calibrate") and "layer 3 of 6" in said(other)
     assert len(processes._CHILDREN) == 1
@@ -226,6 +228,14 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
 ) -> None:
     with_calibration(run)
     app = open_app(root, "calibrate")
+    found = verdict(open_run(run), "featcal")
+    shares = [f"{100 * found.means[model].value:.1f}" for model in ("merged", "calibrated:featcal")]
+    heads = [element.value.replace("\\", "") for element in app.subheader]
+    assert f"Accuracy {shares[0]} → {shares[1]} %" in heads
+    assert all(f"{model} {100 * found.means[model].value:.1f} %" in said(app) for model in ("base", "expert"))
+    (drawn,) = [frame.value["0 to 100 %"] for frame in app.dataframe if "0 to 100 %" in frame.value]
+    pictures = [base64.b64decode(text.partition(",")[2]).decode() for text in drawn]
+    assert len(pictures) == 4 and all(picture.count("<circle") == 4 for picture in pictures)
     sheets = calibration_sheets(open_run(run), "featcal")
     frames = [frame.value for frame in app.dataframe]
     for sheet in sheets:
@@ -260,6 +270,24 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
     until(lambda: state(run) == "done", "it is done")
     app.run()
     assert "Calibration featcal is done." in said(app) and "still being computed" not in said(app)
+
+
+def test_a_sweep_is_a_press_away(open_app: Open, root: Path, run: Path) -> None:
+    """Around the published settings, each coefficient within its range."""
+    with_calibration(run)
+    app = open_app(root, "calibrate")
+    press(app, "Sweep lam, rho and alpha")
+    until(lambda: state(run) == "running", "it runs")
+    job = job_of(run)
+    assert job is not None and job.kind == "sweep" and "Sweep of lam, rho and alpha" in said(app.run())
+    called = log_text(job.log).splitlines()[0].split()
+    assert called[2:] == [
+        *("sweep", str(run), "--resume", "--preset=paper-clip", "--param=lam=0.002,0.01,0.05,0.25,1.25"),
+        *("--param=rho=0.5,1,2,3", "--param=alpha=0,0.15,0.3,0.6,0.9", "--progress", "jsonl"),
+    ]
+    assert is_disabled(app, "Sweep lam, rho and alpha") and is_disabled(app, "Repair with the best method")
+    finish(run)
+    until(lambda: state(run) == "done", "it is done")
 
 
 def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: Path) -> None:

@@ -17,7 +17,7 @@ from driftlens_app.jobs.watching import log_text
 from tests.app.conftest import Open, catalogue, until
 from tests.app.test_calibrate import press
 from tests.app.test_jobs import state
-from tests.app.test_pages import errors
+from tests.app.test_pages import errors, said
 from tests.contracts.one_file.test_calibrators import CLOSED, TRAINED
 
 OF_EVERY_KIND = '''
@@ -171,10 +171,12 @@ def test_best_asks_for_no_method_and_leaves_the_coefficients_to_the_choice(
 ) -> None:
     app = open_app(root, "calibrate")
     app.number_input(key="featcal.lam").set_value(0.7)
-    press(app, "Best")
+    press(app, "Repair with the best method")
     parts = called(root / "full")
-    assert "--auto" in parts
+    assert "--auto" in parts and "--name=best" in parts
     assert not [part for part in parts if part.startswith(("--set", "--method", "--preset"))]
+    tried = "the base, FeatCal (paper-clip: lam 0.05, rho 2, alpha 0.3), lam, alpha, rho searched from there, Residual"
+    assert tried in said(app) and "Residual calibration mu 0.9." in said(app)
 
 
 def test_published_settings_for_models_of_the_runs_kind_stand_first(
@@ -192,7 +194,7 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(
         "paper-clip",
     ]
     preset.set_value("paper-clip")
-    press(app, "Best")
+    press(app, "Repair with the best method")
     parts = called(root / "full")
     assert "--preset=llama-3b" in parts and "--auto" in parts
     assert not [part for part in parts if part.startswith(("--set", "--method"))]

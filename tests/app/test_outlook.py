@@ -63,42 +63,40 @@ def phases(**seconds: float | None) -> dict[str, Any]:
     }
 
 
-def test_the_page_says_what_the_analysis_took_and_asks_nobody(open_app: Open, root: Path, run: Path) -> None:
+def test_the_page_says_how_long_a_calibration_takes_and_asks_nobody(
+    open_app: Open, root: Path, run: Path
+) -> None:
+    """From the analysis, as a sweep is no part of it; then from the calibration that was finished last."""
     app = open_app(root, "calibrate")
-    resources = open_run(run).resources()
-    peak = f"{resources['peak_rss_bytes'].max() / 1e6:,.1f} MB"
-    assert "The analysis of this run took" in said(app) and f"up to {peak} of memory" in said(app)
-    assert START not in said(app) and not processes._CHILDREN
-
-
-def test_the_newest_calibration_says_more_than_the_analysis(open_app: Open, root: Path, run: Path) -> None:
-    edit(run, "phases", **phases(featcal=60, featcal_params=5, other=900))
-    assert "The calibration featcal of this run took 1 min 05 s." in said(open_app(root, "calibrate"))
-    other = dict(open_run(run).manifest.calibrations["featcal"].__dict__)
+    assert "One calibration takes about" in said(app) and START not in said(app) and not processes._CHILDREN
+    before = past_cost(open_run(run))
+    swept = edit(run, "phases", **{"sweep:0": {"state": "done", "seconds": 9000, "started": ""}})
+    assert past_cost(swept) == before
+    own = {name: {"state": "done", "seconds": 0.0, "started": ""} for name in open_run(run).manifest.phases}
+    edit(run, "phases", **own)
+    known = edit(run, "phases", **phases(featcal=60, featcal_explain_cars=5, other=900))
+    assert past_cost(known).startswith("One calibration takes about 1 min 05 s,")
+    other = dict(known.manifest.calibrations["featcal"].__dict__)
     assert past_cost(edit(run, "calibrations", other=other)).startswith(
-        "The calibration other of this run took 15 min 00 s"
+        "One calibration takes about 15 min 05 s"
     )
 
 
 def test_a_calibration_that_took_anothers_place_is_told_with_its_solving(run: Path) -> None:
     """Its phase began after that; its entry says 12.5 s."""
-    opened = edit(run, "phases", **phases(featcal=0.1, featcal_params=5))
-    assert "took 18 s." in past_cost(opened)
-
-
-def test_a_sweep_is_no_part_of_the_analysis(run: Path) -> None:
-    before = past_cost(open_run(run))
-    swept = edit(run, "phases", **{"sweep:0": {"state": "done", "seconds": 9000, "started": ""}})
-    assert past_cost(swept) == before and before.startswith("The analysis of this run took")
+    own = {name: {"state": "done", "seconds": 0.0, "started": ""} for name in open_run(run).manifest.phases}
+    edit(run, "phases", **own)
+    opened = edit(run, "phases", **phases(featcal=0.1, featcal_explain_cars=5))
+    assert "about 18 s," in past_cost(opened)
 
 
 @pytest.mark.parametrize("seconds", [None, "x", float("nan"), float("inf")], ids=str)
 def test_seconds_that_are_no_number_leave_the_cost_out(
     open_app: Open, root: Path, run: Path, seconds: Any
 ) -> None:
-    edit(run, "phases", **phases(featcal=60, featcal_params=seconds))
+    edit(run, "phases", **phases(featcal=60, featcal_explain=seconds))
     app = open_app(root, "calibrate")
-    assert not app.error and "of this run took" not in said(app) and "Press Estimate for" in said(app)
+    assert not app.error and "takes about" not in said(app) and "under Advanced" in said(app)
 
 
 @pytest.mark.parametrize("state", ["failed", "running", None])
@@ -112,7 +110,7 @@ def test_of_an_unfinished_run_no_time_is_told_but_what_is_still_to_be_done(
         manifest["phases"]["analyze:mnist"]["state"] = state
     (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))
     unfinished = open_run(run)
-    assert past_cost(unfinished) == "Press Estimate for the settings above."
+    assert past_cost(unfinished) == "Estimate, under Advanced, checks weights and data first."
     assert obstacles(unfinished) == [
         "the run is unfinished; still to be done: analyze:mnist. `driftlens analyze --resume` goes on"
     ]
@@ -221,7 +219,7 @@ def staged_manifest(factor: float, until: str, *, choosing: float, is_done_befor
         phases[f"calibrate:mine{name}"] = PhaseInfo(
             "done", factor * usual.get(name, choosing), "2026-02-01T10:00"
         )
-    return SimpleNamespace(phases=phases, calibrations=dict.fromkeys(names))
+    return SimpleNamespace(phases=phases, calibrations=dict.fromkeys(names, SimpleNamespace(seconds=0.0)))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ def test_the_time_left_is_right_to_a_factor_of_two_after_a_tenth_of_the_whole(
             assert found.stage == stage and found.spent == pytest.approx(before + seconds)
             if before + seconds > 0.1 * whole:
                 assert left / 2 < found.left < 2 * left, (stage, part)
-                shares.append(found.share)
+                shares.append(found.spent / (found.spent + found.left))
             explaining = factor * STAGED["explain"]
             if stage != "explain" and before + seconds > 0.1 * whole:
                 assert found.until_measured < 2 * (left - explaining) + 1e-9

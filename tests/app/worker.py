@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> int:
     if command == "project":
         return 0
     run = Path(
-        arguments[1] if command in ("calibrate", "explain") else arguments[arguments.index("--out") + 1]
+        arguments[1]
+        if command in ("calibrate", "explain", "sweep")
+        else arguments[arguments.index("--out") + 1]
     )
     if name == "refused":
         print("error: lam is -1, expected at least 0\nhint: Choose another ridge.", file=sys.stderr)

@@ -18,7 +18,7 @@ from driftlens.files import write_json_atomic
 from driftlens.records.lock import Owner, utc_now
 from driftlens_app.settings import is_file_inside, is_inside
 
-Kind = Literal["demo", "analyze", "compare", "calibrate", "explain", "project"]
+Kind = Literal["demo", "analyze", "compare", "calibrate", "sweep", "explain", "project"]
 MAKING: tuple[Kind, ...] = ("demo", "analyze", "compare")
 """Kinds of jobs that make the folder that they write to."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from driftlens.projection import METHODS
 from driftlens.records.layout import COMPARISON, MANIFEST, SPEC
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun
-from driftlens_app.calibration import CalibrationSettings
+from driftlens_app.calibration import CalibrationSettings, methods
 from driftlens_app.jobs.record import Request, job_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
@@ -115,6 +116,23 @@ def calibrate_request(run: DriftRun, settings: CalibrationSettings) -> Request:
     settings.require_free_name(run.manifest.calibrations)
     arguments = ("calibrate", str(run.path), *settings.arguments(run.path), *_PROGRESS)
     return Request("calibrate", settings.name, run.path, arguments, dataclasses.asdict(settings))
+
+
+_FACTORS = {"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (0, 0.5, 1, 2, 3)}
+"""Of published settings, as far as each may go: lam in the steps of the automatic choice, rho over the merged model."""
+
+
+def sweep_request(run: DriftRun) -> Request:
+    """FeatCal's coefficients, one at a time around what is published for models of the run's kind."""
+    method = methods()[CalibrationSettings.method]
+    preset = str(method.preset_for(run.manifest.architecture.get("adapter", "")))
+    arguments = ["sweep", str(run.path), "--resume", f"--preset={preset}"]
+    for name, factors in _FACTORS.items():
+        if name != "rho" or "base" in run.variants:
+            high, centre = method.settings[name].high, method.presets[preset][name]
+            values = sorted({min(factor * centre, high or math.inf) for factor in factors})
+            arguments.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
+    return Request("sweep", "lam, rho and alpha", run.path, (*arguments, *_PROGRESS))
 
 
 def explain_request(run: DriftRun) -> Request:

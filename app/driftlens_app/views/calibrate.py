@@ -5,32 +5,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import streamlit as st
 
 from driftlens.records.before_after import (
     calibration_sheets,
+    change_in_words,
     compared_variants,
     selection_sentences,
 )
 from driftlens.records.layout import begun_calibration, calibration_folder, calibration_weights
-from driftlens.records.reading import Sheet, size
+from driftlens.records.reading import Sheet, estimate, size, written
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import verdict
+from driftlens.records.verdict import Verdict, task_sheet, verdict
+from driftlens.variants import title
 from driftlens_app.calibration import CalibrationSettings, calibration_form
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
-from driftlens_app.jobs.requests import calibrate_request
-from driftlens_app.jobs.watching import is_at_work, running_drift
+from driftlens_app.jobs.requests import calibrate_request, sweep_request
+from driftlens_app.jobs.watching import is_at_work
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.outlook import show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import key_of, opened
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
-from driftlens_app.show import note, plain, show_chart, show_data, show_drawn, show_sheet, shown_errors
-from driftlens_reports.charts.page_curves import running_curve
+from driftlens_app.show import MODELS, dots, note, plain, show_chart, show_data, show_sheet, shown_errors
 
 PAGE = Page(
     "Calibrate",
@@ -65,20 +65,25 @@ def show() -> None:
         )
         _act(run, wanted, pressed, blocked=blocked)
     with right:
-        show_live(run.path, functools.partial(_curve, run))
+        show_live(run.path, functools.partial(_first_numbers, run))
         if job is not None and job.state in BAD_ENDS:
             show_ended(job)
             if not settings.read_only:
                 _offer_to_continue(run, job.job, may_export=not settings.is_one_run)
         _results(run, job)
+    if run.manifest.calibrations:
+        _sensitivity(run, blocked=blocked)
 
 
 def _last(run: DriftRun, job: View | None) -> CalibrationSettings | None:
-    """The newest job's settings, as they were if it is to be tried again, else under a name that is free."""
-    if job is None:
+    """The newest job's settings, as they were if it is to be tried again, else under a name that is free.
+
+    None of a search of the best, which has a button of its own.
+    """
+    last = None if job is None else CalibrationSettings.from_dict(job.job.settings)
+    if last is None or last.best:
         return None
-    last = CalibrationSettings.from_dict(job.job.settings)
-    is_again = job.state != "done" and last.replace
+    is_again = job is not None and job.state != "done" and last.replace
     return last if is_again else last.with_free_name(run.manifest.calibrations)
 
 
@@ -110,18 +115,11 @@ def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:
             st.rerun()
 
 
-def _curve(run: DriftRun, view: View) -> None:
-    if view.job.kind != "calibrate":
-        return
+def _first_numbers(run: DriftRun, view: View) -> None:
+    """Draw the page again once drift and accuracy are measured: it shows them beside the work that goes on."""
     name = view.job.name
     if opened(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
-        st.rerun()  # the first numbers are there, and the page shows them beside the work that goes on
-    found = running_drift(view.job)
-    if not found:
-        st.caption("The drift of each layer appears here once it is calibrated.")
-        return
-    drawn = running_curve(run, view.job.name, found, dark=selection().options().dark)
-    show_drawn("running", run.id, drawn)
+        st.rerun()
 
 
 def _results(run: DriftRun, job: View | None) -> None:
@@ -155,19 +153,20 @@ def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> Non
 def _show_result(run: DriftRun, name: str) -> None:
     """Draw the result of the calibration `name`; a table that can't be read takes no other part along."""
     with shown_errors():
+        _headline(run, verdict(run, name))
+    with shown_errors():
+        variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
+        show_chart("layer-drift", run, selection().options(variants=variants))
+    with shown_errors(), st.container(horizontal=True):
+        _downloads(run, name)
+        st.page_link(path_of("features"), label="Features", icon=":material/scatter_plot:")
+        st.page_link(path_of("report"), label="Report & export", icon=":material/description:")
+    with shown_errors():
         sentences, sheets = _in_words_and_sheets(run, name)
         for sentence in sentences:
             st.markdown(f"- {plain(sentence)}")
         for sheet in sheets:
             show_sheet(sheet)
-    with shown_errors(), st.container(horizontal=True):
-        _downloads(run, name)
-    with st.container(horizontal=True):
-        st.page_link(path_of("features"), label="Features", icon=":material/scatter_plot:")
-        st.page_link(path_of("report"), label="Report & export", icon=":material/description:")
-    with shown_errors():
-        variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
-        show_chart("layer-drift", run, selection().options(variants=variants))
     with shown_errors():
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
@@ -175,36 +174,64 @@ def _show_result(run: DriftRun, name: str) -> None:
         st.caption(plain(notice))
 
 
+def _headline(run: DriftRun, found: Verdict) -> None:
+    """From where to where, all models beside one another, and the same task by task."""
+    means, kind = found.means, found.measure.kind
+    gap = next((gap for gap in found.gaps if (gap.variant, gap.against) == (found.after, found.merged)), None)
+    if gap is not None:
+        before, after = (written(means[model].value, kind) for model in (found.merged, found.after))
+        head = f"{found.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"
+        st.subheader(plain(head), anchor=False)
+        models = [model for model in ("base", found.merged, found.after, "expert") if model in means]
+        each = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
+        change = change_in_words(found.measure, means[found.merged].value, gap.change)
+        st.markdown(plain(f"{change}; {each}. {len(found.tasks)} tasks, n = {gap.change.n}."))
+    roles = zip(map(title, ("base", found.merged, found.after, "expert")), MODELS, strict=True)
+    sheet, heads = task_sheet(run, found), dict(roles)
+    rows = sheet.frame().rename(columns=heads)[[heads[head] for head in heads if head in sheet.kinds]]
+    drawn = [dots(row[row.notna()].to_dict(), is_joined=True) for _, row in rows.iterrows()]
+    show_sheet(sheet, drawn if kind == "share" else ())
+
+
+def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
+    """How much settings matter, as far as they were varied, with the run's calibrations among them."""
+    last = watch(run.path, "sweep")
+    if last is not None and last.state in BAD_ENDS:
+        show_ended(last)
+    show_chart("sweeps", run, selection().options(variants=None))
+    if st.button("Sweep lam, rho and alpha", icon=":material/grid_on:", key="sweep", disabled=blocked):
+        with shown_errors():
+            start(sweep_request(run))
+            st.rerun()
+
+
 @st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
 def _in_words_and_sheets(run: DriftRun, name: str) -> tuple[list[str], list[Sheet]]:
     found = verdict(run, name)
-    # The verdict's own table is on the Overview; the first of these says the same and more.
     return [*found.sentences, *selection_sentences(run, name)], calibration_sheets(run, name)
 
 
 def _downloads(run: DriftRun, name: str) -> None:
-    weights = run.path / calibration_weights(name)
-    if is_file_inside(weights):
-        length = weights.stat().st_size
-        if length > _MOST_BYTES:
-            st.caption(f"Calibrated checkpoint: {plain(weights.relative_to(run.path))}, {size(length)}")
-        else:
-            _download(run, name, weights, f"Calibrated checkpoint ({size(length)})", "download")
-    card = run.path / calibration_folder(name) / "README.md"
-    if is_file_inside(card):
-        _download(run, name, card, "Model card", "description")
-
-
-def _download(run: DriftRun, name: str, file: Path, label: str, icon: str) -> None:
-    st.download_button(
-        label,
-        data=file.read_bytes,
-        file_name=f"{run.id}-{name}{file.suffix}",
-        mime="text/markdown" if file.suffix == ".md" else "application/octet-stream",
-        on_click="ignore",
-        icon=f":material/{icon}:",
-        key=f"download-{file.name}",
-    )
+    found = {"download": calibration_weights(name), "description": f"{calibration_folder(name)}/README.md"}
+    for icon, place in found.items():
+        file = run.path / place
+        if not is_file_inside(file):
+            continue
+        label = "Model card"
+        if icon == "download":
+            label = f"Calibrated checkpoint ({size(file.stat().st_size)})"
+            if file.stat().st_size > _MOST_BYTES:
+                st.caption(f"{label}: {plain(place)}")
+                continue
+        st.download_button(
+            label,
+            data=file.read_bytes,
+            file_name=f"{run.id}-{name}{file.suffix}",
+            mime="text/markdown" if file.suffix == ".md" else "application/octet-stream",
+            on_click="ignore",
+            icon=f":material/{icon}:",
+            key=f"download-{file.name}",
+        )
 
 
 if __name__ == "__main__":

@@ -32,12 +32,6 @@ PAGE = Page(
 )
 
 _SAME = "this run"
-_ORDERS = {
-    "run": "the run",
-    "drift_change": "change of drift",
-    "score_change": "change of score",
-    "cos_change": "change of cosine",
-}
 _COLUMNS: dict[str, Any] = {
     "drift_before": NumberColumn("L2 drift before", format="%.4g"),
     "drift_after": NumberColumn("after", format="%.4g"),
@@ -78,13 +72,9 @@ def show() -> None:
     st.subheader("Change by layer", anchor=False)
     show_drawn("change", names, _curves(found, chosen.task, is_dark()))
     st.subheader("Change by task", anchor=False)
-    order = st.selectbox(
-        "Sorted by", [*_ORDERS], format_func=_ORDERS.__getitem__, key="order", bind="query-params", width=220
-    )
-    rows = found.tasks if order == "run" else found.tasks.sort_values(order, kind="stable")
     alt = "Drift, cosine, flips and score by task, before and after"
-    show_table(readable(rows), {**_COLUMNS, **_scored(rows)}, key="changes", alt=alt)
-    show_data(rows, f"{names}-tasks", key="data-tasks")
+    show_table(readable(found.tasks), {**_COLUMNS, **_scored(found.tasks)}, key="changes", alt=alt)
+    show_data(found.tasks, f"{names}-tasks", key="data-tasks")
 
 
 def _comparison(chosen: Selection) -> Comparison | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import math
-from collections.abc import Mapping
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import ImageColumn, NumberColumn
+from streamlit.column_config import NumberColumn
 
 from driftlens.errors import RunError
 from driftlens.records.keeping import LONGEST_NAME, rename, set_aside
@@ -23,14 +21,11 @@ from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, is_inside
-from driftlens_app.show import is_dark, note, page_title, plain, show_table, shown_errors, when
-from driftlens_reports.charts.theme import palette
+from driftlens_app.show import DOTS, MODELS, dots, note, page_title, plain, show_table, shown_errors, when
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, section="Start", needs_run=False)
 
-_MODELS = ("base", "merged", "calibrated", "experts")
 _PERCENT = "%.1f %%"
-_WIDTH = 180
 _ASIDE = {"Archive": ("archive", "archived"), "Delete": ("delete", "deleted")}
 """Icon, and the folder inside the root that such runs are moved to."""
 
@@ -65,13 +60,10 @@ def show() -> None:
 
 def _table(runs: list[RunSummary], settings: Settings) -> None:
     rows = pd.DataFrame([_row(run) for run in runs])
-    rows = rows.drop(columns=[name for name in _MODELS if rows[name].isna().all()])
-    shares = {name: NumberColumn(format=_PERCENT) for name in _MODELS}
+    rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
+    shares = {name: NumberColumn(format=_PERCENT) for name in MODELS}
     columns = {
-        "0 to 100 %": ImageColumn(
-            width=_WIDTH + 16,
-            help=f"{', '.join(_MODELS)}: means over tasks, on test samples, coloured as in charts.",
-        ),
+        "0 to 100 %": DOTS,
         **shares,
         "relative drift": NumberColumn(
             format=_PERCENT,
@@ -147,28 +139,14 @@ def _row(run: RunSummary) -> dict[str, object]:
         "name": run.name,
         "state": run.state,
         "merge": run.merge or None,
-        "0 to 100 %": _dots(scores) if scores else None,
-        **{name: 100 * scores.get(name, math.nan) for name in _MODELS},
+        "0 to 100 %": dots(scores) if scores else None,
+        **{name: 100 * scores.get(name, math.nan) for name in MODELS},
         "relative drift": 100 * run.relative,
         "tasks": len(run.tasks) or None,
         "created": when(run.created),
         "size": size(run.bytes) if run.bytes else "",
         "id": run.id,
     }
-
-
-def _dots(scores: Mapping[str, float]) -> str:
-    """Scores as dots on one axis from 0 to 1, as the address of a picture."""
-    colours = palette(is_dark())
-    spots = "".join(
-        f'<circle cx="{10 + (_WIDTH - 20) * min(1.0, max(0.0, scores[name])):.1f}" cy="14" r="6" '
-        f'fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
-        for name, role in zip(_MODELS, ("base", "merged", "calibrated", "expert"), strict=True)
-        if name in scores
-    )
-    axis = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
-    drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{axis}{spots}</svg>'
-    return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
 
 
 def _matches(run: RunSummary, wanted: str) -> bool:

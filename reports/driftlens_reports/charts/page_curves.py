@@ -1,8 +1,6 @@
-"""Curves that only the dashboard draws: of a calibration while it runs, of one sample, and of a comparison."""
+"""Curves that only the dashboard draws: of one sample, and of a comparison."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import pandas as pd
 
@@ -11,57 +9,14 @@ from driftlens.records.compare import Comparison
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SAMPLES
-from driftlens.variants import calibrated
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
-from driftlens_reports.charts.panels import titled
 from driftlens_reports.charts.picking import chosen_variants, ordered
 from driftlens_reports.charts.theme import TICK_NUMBER
 from driftlens_reports.charts.words import by_variant, counted
 
-_MEAN, _DRIFT = "mean drift", "drift"
+_DRIFT = "drift"
 _SHARE, _CHANGE = "share of final drift", "change of mean drift"
-
-
-def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark: bool) -> Drawn:
-    """Mean drift by layer: one line for the merged model, one for the calibration as far as it has come.
-
-    Args:
-        run: the run that is being calibrated.
-        name: of the calibration; the run need not have it yet.
-        found: the calibrated model's mean drift behind each finished layer, by layer index.
-        dark: which theme.
-
-    Raises:
-        RunError: the layer table can't be read.
-    """
-    measured, variant = run.layers(), calibrated(name)
-    merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
-    lines = {"merged": merged, variant: pd.Series(found, dtype=float).sort_index()}
-    rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
-    rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
-    rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
-    title = titled("mean L2 drift", "layers", "drift_l2_mean")
-    kind = Curves(_MEAN, title, {"tickformat": TICK_NUMBER, "rangemode": "tozero"})
-    # Already its look of later: shades and marks follow from the variants that come before it.
-    known = list(dict.fromkeys([*run.variants, *rows["variant"]]))
-    figure = draw_curves(run, rows, kind, dark=dark, variants=known, titles=[""])
-    figure.layout.uirevision = f"{run.id} running {name}"
-    said = "No layer is calibrated yet."
-    if found:
-        layer = max(found)
-        before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
-        done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
-        said = f"{done} so far; at layer {layer}: calibrated {number(found[layer])}{before}."
-    return Drawn(
-        figure,
-        alt=f"Mean drift by layer while the calibration runs. {said}",
-        data=rows[["variant", "layer", "role", "path", _MEAN]],
-        notes=(
-            "Mean over tasks.",
-            "Merged: diagnosis samples; the calibration: calibration samples while it runs.",
-        ),
-    )
 
 
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:

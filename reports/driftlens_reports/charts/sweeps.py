@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -14,6 +15,7 @@ from driftlens.records.intervals import over_draws
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import SWEEPS
+from driftlens.variants import calibrated
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.per_task import AVERAGE
@@ -75,7 +77,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     lacks=_missing,
     caption="Final drift on the diagnosis samples and scores on the test samples against one setting of the "
     "calibration at a time, mean over seeds with whiskers of one standard deviation over seeds; bold the mean of "
-    "tasks, thin the tasks, a ring around the default.",
+    "tasks, thin the tasks, a ring around the default, a star for each calibration of the run.",
     hint="Flat curves mean that the setting matters little. Differences smaller than the whiskers are noise of the "
     "calibration samples. Choosing the best point on these very samples makes it look better than it is.",
 )
@@ -99,8 +101,11 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             points = over_seeds(rows[rows["sweep"] == setting], setting, measure.column)
             points["is default"] = points[setting] == default_of(run, setting)
             found.append(points)
-            for trace in _traces(points, setting, measure, options.dark, legend=down == across == 1):
+            is_first = down == across == 1
+            for trace in _traces(points, setting, measure, options.dark, legend=is_first):
                 figure.add_trace(trace, row=down, col=across)
+            made = _calibrations(run, setting, measure, picking.chosen_tasks(run, options), options.dark)
+            figure.add_trace(made.update(showlegend=is_first and len(made.x) > 0), row=down, col=across)
     theme.apply_theme(figure, height=inner + _TOP + _BOTTOM, dark=options.dark)
     figure.update_layout(margin_t=_TOP)
     for across, setting in enumerate(settings, start=1):
@@ -236,6 +241,27 @@ def _traces(
         for group, settings in looks.items()
         if group != "tasks" or len(thin)
     ]
+
+
+def _calibrations(
+    run: DriftRun, setting: str, measure: _Measure, tasks: Sequence[str], dark: bool
+) -> go.Scatter:
+    """What the run's own calibrations by FeatCal reached, whatever else they were set to."""
+    found = [
+        (name, max(info.samples.values(), default=0) if setting == "n" else info.settings.get(setting))
+        for name, info in run.manifest.calibrations.items()
+        if info.method == "featcal" and calibrated(name) in run.variants
+    ]
+    return go.Scatter(
+        x=[at for _, at in found],
+        y=[swept.level(run, calibrated(name), measure.column, tasks) for name, _ in found],
+        text=[words.literal(name) for name, _ in found],
+        name="this run's calibrations",
+        legendgroup="calibrations",
+        mode="markers",
+        marker={"symbol": "star", "size": 11, "color": theme.palette(dark).ink},
+        hovertemplate=f"%{{text}}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
+    )
 
 
 def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> go.Scatter:

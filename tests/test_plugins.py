@@ -34,7 +34,7 @@ from driftlens_reports.charts.chart import parts_of
 
 figures = Report(open_run(sys.argv[1]), "standard").content.figures
 shown = [figure.missing or figure.title for figure in figures if figure.name == "drift-tail"]
-print(json.dumps([parts_of("layer_drift")["Drift"], shown, "torch" in sys.modules]))
+print(json.dumps([parts_of("layers")["Drift"], shown, "torch" in sys.modules]))
 
 from driftlens.cli import main
 

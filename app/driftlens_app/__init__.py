@@ -3,33 +3,33 @@
 `main.py` is the script that Streamlit runs, `server.py` serves it, `launch.py` says how. Everything a page shows comes
 from a run's tables (`driftlens.records`), its charts (`driftlens_reports.charts`) and its texts (`driftlens_reports`).
 
-**Adding a page means adding one file** to `views/`, for example `views/layer_drift.py`:
+**Adding a page means adding one file** to `views/`, for example `views/theory.py`:
 
     from driftlens_app.pages import Page
-    from driftlens_app.selection import selection
-    from driftlens_app.show import show_parts
+    from driftlens_app.selection import TASK, selection
+    from driftlens_app.show import show_part
 
-    PAGE = Page("Layer drift", icon=":material/show_chart:", order=20, section="Analysis", says="How far ...")
+    PAGE = Page("Theory", icon=":material/functions:", order=10, section="Theory", says="What the theory ...")
 
     def show() -> None:
-        chosen = selection()
-        show_parts("layer_drift", chosen.run, chosen.options(band="std"), key="layers")
+        chosen = selection(TASK)
+        show_part("theory", "Score bound", chosen.run, chosen.options())
 
     if __name__ == "__main__":
         show()
 
 Streamlit executes the file as `__main__` whenever the page is drawn; the navigation imports it to read `PAGE`. Unless
-`PAGE` says `needs_run=False`, the page runs only with a readable run, chosen in the sidebar that the shell draws (run,
-task, variants, layer, measure of drift; all of it in the URL). The title is the shell's too, and so are errors: raise
-`DriftLensError`, and the page says what happened and what to do, so docstrings here say what is refused, not which
-errors are passed on. `with shown_errors():` keeps one part's error from taking the rest along. A job that a page starts
-needs a function in `jobs/requests.py` and no more. Which charts a page shows, charts say themselves: `show_parts` asks
-their registry.
+`PAGE` says `needs_run=False`, the page runs only with a readable run, chosen in the sidebar that the shell draws; of
+task, variants, layer and measure of drift (all of it in the URL) `selection` draws those that the page names. The title
+is the shell's too, and so are errors: raise `DriftLensError`, and the page says what happened and what to do, so
+docstrings here say what is refused, not which errors are passed on. `with shown_errors():` keeps one part's error from
+taking the rest along. A job that a page starts needs a function in `jobs/requests.py` and no more. Which charts a page
+shows, charts say themselves: `show_part` asks their registry. A file without `PAGE` is a part of another page.
 
 | module | what |
 |---|---|
-| `selection` | the run and what the reader chose in the sidebar: `selection()` |
-| `show` | `show_parts`, `show_chart`, `show_table`, `show_data`: charts and tables, with their data, in one format |
+| `selection` | the run and what the reader chose of it: `selection()` |
+| `show` | `show_part`, `show_chart`, `show_table`, `show_data`: charts and tables, with their data, in one format |
 | | `plain`: a name from a run or spec, safe inside Markdown |
 | | `shown_errors`: what happened and what to do, in place |
 | `runs` | the runs under the allowed root, by id, cached |

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import streamlit as st
 
+from driftlens.records.reading import printable
 from driftlens_app.live import land, welcome
 from driftlens_app.pages import SECTIONS, pages
-from driftlens_app.selection import choose_run, choose_view, require_no_unreadable, show_link
+from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
 from driftlens_app.settings import Settings
-from driftlens_app.show import page_title, shown_errors, watch_theme
+from driftlens_app.show import is_dark, page_title, shown_errors, watch_theme
 
 # Streamlit would take the page's own icon for the browser's tab, and fetch it from another server.
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" fill="none" stroke-width="6" stroke-linecap="round">'
     '<rect width="64" height="64" rx="14" fill="#0072B2"/>'
     '<path d="M12 46 Q34 46 52 16" stroke="#FFFFFF"/><path d="M12 46 Q34 46 52 38" stroke="#E69F00"/></svg>'
+)
+_WORDMARK = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 200 48"><g transform="scale(.75)">{icon}</g><text x="60" '
+    'y="34" font-family="sans-serif" font-size="29" font-weight="600" fill="{ink}">DriftLens</text></svg>'
 )
 _ABOUT = (
     "**DriftLens** measures, explains and repairs the feature drift of merged neural networks. "
@@ -26,8 +31,18 @@ def main() -> None:
     """Draw the page that the URL names, inside the shell that all pages share."""
     # Streamlit shows its menu, with the choice of theme, only where there is an entry of ours.
     st.set_page_config(page_title="DriftLens", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
+    st.logo(
+        _WORDMARK.format(icon=_ICON, ink="#F2F2F2" if is_dark() else "#161616"),
+        size="large",
+        icon_image=_ICON,
+    )
     listed = pages()
-    entries = {path: st.Page(path, title=page.title, icon=page.icon) for path, page in listed.items()}
+    entries = {
+        path: st.Page(
+            path, title=page.title, icon=page.icon, visibility="visible" if page.is_listed else "hidden"
+        )
+        for path, page in listed.items()
+    }
     sections = {
         section: [entries[path] for path, page in listed.items() if page.section == section]
         for section in SECTIONS
@@ -42,6 +57,7 @@ def main() -> None:
         run = choose_run(settings)
         if run is not None:
             choose_view(run)
+            st.set_page_config(page_title=f"{printable(run.name)} - {listed[path].title} - DriftLens")
         is_readable = True
     with st.sidebar:
         watch_theme()
@@ -54,9 +70,6 @@ def main() -> None:
         elif is_readable:
             require_no_unreadable(settings)
             welcome(path)
-    # Last, when every choice of the page stands in the URL.
-    with st.sidebar:
-        show_link()
 
 
 main()

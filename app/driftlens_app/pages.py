@@ -12,8 +12,8 @@ from typing import Literal
 
 from driftlens_app import views
 
-SECTIONS = ("Start", "Analysis", "Calibration", "Results")
-"""Headings of the navigation, in this order."""
+SECTIONS = ("", "Theory")
+"""Headings of the navigation, in this order; the first pages have none."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,16 @@ class Page:
         icon: a Material symbol, written `:material/name:`.
         order: its place within its section, ascending.
         section: heading under which the navigation lists it.
+        is_listed: whether the navigation lists it at all; another page leads to it else.
         says: one line in Markdown that says what it shows; with it, the shell draws the title.
-        needs_run: whether it shows one run, so that the shell opens it and draws the sidebar.
+        needs_run: whether it shows one run, so that the shell opens it.
     """
 
     title: str
     icon: str
     order: int
-    section: Literal["Start", "Analysis", "Calibration", "Results"]
+    section: Literal["", "Theory"] = ""
+    is_listed: bool = True
     says: str = ""
     needs_run: bool = True
 
@@ -40,10 +42,12 @@ class Page:
 @functools.cache
 def pages() -> Mapping[str, Page]:
     """All pages by the path of their file, relative to the app's folder, in the order of the navigation."""
-    found = {
-        f"views/{module.name}.py": importlib.import_module(f"{views.__name__}.{module.name}").PAGE
+    files = {
+        f"views/{module.name}.py": importlib.import_module(f"{views.__name__}.{module.name}")
         for module in pkgutil.iter_modules(views.__path__)
     }
+    # A file without is a part of a page.
+    found: dict[str, Page] = {path: file.PAGE for path, file in files.items() if hasattr(file, "PAGE")}
     return dict(sorted(found.items(), key=lambda item: (SECTIONS.index(item[1].section), item[1].order)))
 
 

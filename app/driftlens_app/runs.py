@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from driftlens.errors import DataError, RunError
 from driftlens.records.layout import LOCK, MANIFEST, STATUS, table_file
 from driftlens.records.listing import RunSummary, find_runs
 from driftlens.records.lock import living_owner_of
+from driftlens.records.reading import printable
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_links_inside
@@ -43,6 +45,15 @@ def run_ids(settings: Settings) -> list[str]:
     """Ids of the runs that can be read, the newest first."""
     readable = [run for run in listed_runs(settings) if not run.problem]
     return [run.id for run in sorted(readable, key=lambda run: run.created, reverse=True)]
+
+
+def run_titles(settings: Settings) -> dict[str, str]:
+    """Names of the runs that can be read, by id; the id stands beside a name that two of them have."""
+    readable = [run for run in listed_runs(settings) if not run.problem]
+    names = Counter(printable(run.name) for run in readable)
+    return {
+        run.id: name if names[name := printable(run.name)] == 1 else f"{name} ({run.id})" for run in readable
+    }
 
 
 def folder_of(settings: Settings, run_id: str) -> Path:

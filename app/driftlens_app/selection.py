@@ -1,12 +1,11 @@
-"""What the reader chose in the sidebar: a run and the part of it to look at. All of it stands in the URL."""
+"""What the reader chose: a run, in the sidebar, and above a page what of it to look at; all of it stands in the URL."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode
 
 import streamlit as st
 
@@ -14,7 +13,7 @@ from driftlens.errors import DataError
 from driftlens.records.listing import RunSummary
 from driftlens.records.run import DriftRun
 from driftlens_app.jobs.watching import is_at_work
-from driftlens_app.runs import folder_of, listed_runs, opened, run_ids
+from driftlens_app.runs import folder_of, listed_runs, opened, run_ids, run_titles
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark
 from driftlens_reports.charts.chart import ChartOptions
@@ -24,7 +23,7 @@ RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measu
 
 FINAL = "final"
 _MEASURES = ("L2", "relative")
-_CHOSEN, _IN_URL = "_selection", "_run_in_url"
+_CHOSEN, _IN_URL, _KEPT = "_selection", "_run_in_url", "_view_in_url"
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,10 @@ class Selection:
         return dataclasses.replace(chosen, **others)
 
 
-def selection() -> Selection:
-    """What the reader chose; the shell has drawn the sidebar before the page runs."""
+def selection(*controls: str) -> Selection:
+    """What the reader chose; draws those of the choices here that the page says it obeys."""
+    if controls:
+        _draw(controls)
     chosen: Selection = st.session_state[_CHOSEN]
     return chosen
 
@@ -72,7 +73,11 @@ def choose_run(settings: Settings) -> DriftRun | None:
     elif st.session_state.get(RUN, "") not in ids:
         asked = st.session_state.get(RUN)
         st.session_state[RUN] = ids[0] if asked is None else None
-    chosen: str | None = st.sidebar.selectbox("Run", ids, key=RUN, help="By id, newest first.")
+    st.session_state[RUN] = st.session_state[RUN]  # what is sent anew has the name of now
+    titles = run_titles(settings)
+    chosen: str | None = st.sidebar.selectbox(
+        "Run", ids, format_func=lambda name: titles.get(name, name), key=RUN, help="Newest first."
+    )
     if chosen is None:
         broken = ", ".join(run.path.name for run in _unreadable(settings))
         reason = f" {broken} can't be read; the page Runs says why." if broken else ""
@@ -94,37 +99,66 @@ def _unreadable(settings: Settings) -> list[RunSummary]:
     return [run for run in listed_runs(settings) if run.problem and not is_at_work(run.path)]
 
 
-def choose_view(run: DriftRun) -> Selection:
-    """Draw the sidebar's choices within a run; `selection` returns the result."""
+def choose_view(run: DriftRun) -> None:
+    """Take from the URL, or from what was chosen before, which part of the run to look at."""
+    layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
+    known = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
+    st.session_state[_CHOSEN] = Selection(
+        run,
+        next(iter(_asked(TASK, known)), None),
+        tuple(_asked(VARIANTS, known)),
+        _layer(next(iter(_asked(LAYER, known)), FINAL)),
+        _asked(MEASURE, known) == [_MEASURES[1]],
+    )
+
+
+def _asked(name: str, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """What is chosen as `name`; a page that does not draw the choice obeys it all the same, and so does its URL."""
+    # Streamlit forgets what is bound to a widget that a page leaves out, and empties the URL on the way to another.
+    kept = st.session_state.setdefault(_KEPT, {})
+    asked, drawn = st.query_params.get_all(name), st.session_state.get(name)
+    if not asked or asked == kept.get(name):
+        asked = kept.get(name, []) if name not in st.session_state else _listed(drawn)
+    found = [value for value in asked if value in known[name]]
+    kept[name] = found
+    if found:
+        st.query_params[name] = found
+    else:
+        st.query_params.pop(name, None)
+    return found
+
+
+def _listed(value: str | Sequence[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else [*value]
+
+
+def _layer(name: str) -> int | str:
+    return name if name == FINAL else int(name)
+
+
+def _draw(names: Sequence[str]) -> None:
+    """Draw these choices in a row, as they stand."""
+    chosen = selection()
+    run = chosen.run
     layers = [entry.index for entry in run.manifest.layers]
-    about = "The run lists no layers yet."
-    if layers:
-        about = f"1 is the stem, {layers[-1]} the head, which is also called final."
-    one = functools.partial(st.selectbox, bind="query-params")
-    with st.sidebar:
-        task = one("Task", run.tasks, index=None, placeholder="All tasks", key=TASK)
-        variants = st.multiselect(
-            "Variants", run.variants, placeholder="All but the base", key=VARIANTS, bind="query-params"
-        )
-        layer = one("Layer", [FINAL, *map(str, layers)], key=LAYER, help=about)
-        measure = st.radio(
+    about = f"1 is the stem, {layers[-1]} the head, also called final." if layers else "No layers yet."
+    now = {TASK: chosen.task, VARIANTS: [*chosen.variants], LAYER: str(chosen.layer)}
+    now[MEASURE] = _MEASURES[chosen.relative]
+    draw = {
+        TASK: lambda: st.selectbox("Task", run.tasks, placeholder="All tasks", key=TASK, width=200),
+        VARIANTS: lambda: st.multiselect(
+            "Variants", run.variants, placeholder="All but the base", key=VARIANTS, width=360
+        ),
+        LAYER: lambda: st.selectbox("Layer", [FINAL, *map(str, layers)], key=LAYER, help=about, width=120),
+        MEASURE: lambda: st.radio(
             "Drift",
             _MEASURES,
             horizontal=True,
             key=MEASURE,
-            bind="query-params",
             help="L2: in the features' own unit. Relative: against the norm of the expert's features.",
-        )
-    index = layer if layer == FINAL else int(layer)
-    chosen = Selection(run, task, tuple(variants), index, measure == _MEASURES[1])
-    st.session_state[_CHOSEN] = chosen
-    return chosen
-
-
-def show_link() -> None:
-    """The address of what is shown, to copy."""
-    drawer = st.expander("Link to this view", key="link", on_change="rerun")
-    if drawer.open:
-        place = (st.context.url or "").partition("?")[0]
-        asked = urlencode(st.query_params.to_dict())
-        drawer.code(f"{place}?{asked}" if asked else place, language=None, wrap_lines=True)
+        ),
+    }
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        for name in names:
+            st.session_state[name] = now[name]
+            draw[name]()

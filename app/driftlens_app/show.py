@@ -128,13 +128,10 @@ def open_part(names: Sequence[str], *, key: str) -> str:
     )
 
 
-def show_parts(page: str, run: DriftRun, options: ChartOptions, *, key: str) -> str:
-    """Tabs of the charts of the view `page`, by what these declare; returns the heading of the open one."""
-    parts = parts_of(page)
-    part = open_part([*parts], key=key)
-    for name in (name for name in parts[part] if charts[name].applies(run)):
+def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
+    """The charts that stand under the heading `part` of the view `page`, by what they declare."""
+    for name in (name for name in parts_of(page)[part] if charts[name].applies(run)):
         show_chart(name, run, options)
-    return part
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -> Any:

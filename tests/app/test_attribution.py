@@ -20,7 +20,7 @@ from tests.app.test_pages import errors, said
 
 pytestmark = pytest.mark.usefixtures("worker")
 BUTTON = "Trace the drift back to layers"
-VIEWS = ("attribution", "overview")
+VIEWS = ("layers", "overview")
 COLUMNS = ("final_share", "remainder_share", "prefix_share", "jacobian_error", "jacobian_samples", "nodes")
 
 
@@ -50,7 +50,7 @@ def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns
 ) -> None:
     run = root / "full"
     before = leave_out(run, "merged", "calibrated:featcal")
-    app = press(open_app(root, view), BUTTON)
+    app = press(open_app(root, view, layers="Sources"), BUTTON)
     until(lambda: state(run) == "running", "it runs")
     job = job_of(run)
     assert job is not None and job.kind == "explain"
@@ -69,7 +69,7 @@ def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns
 
 
 def test_it_can_be_cancelled_and_started_again(open_app: Open, root: Path, run: Path) -> None:
-    app = press(open_app(root, "attribution"), BUTTON)
+    app = press(open_app(root, "layers", layers="Sources"), BUTTON)
     until(lambda: state(run) == "running", "it runs")
     press(app.run(), "Cancel")
     until(lambda: state(run) == "cancelled", "it has stopped")
@@ -79,20 +79,20 @@ def test_it_can_be_cancelled_and_started_again(open_app: Open, root: Path, run: 
 
 def test_only_the_models_that_lack_it_are_named(open_app: Open, root: Path) -> None:
     leave_out(root / "full", "calibrated:featcal")
-    app = open_app(root, "attribution")
+    app = open_app(root, "layers", layers="Sources")
     assert "not traced back to layers: featcal." in said(app)
     assert len(app.get("plotly_chart")) > 0
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_run_with_it_offers_nothing(open_app: Open, root: Path, view: str) -> None:
-    app = open_app(root, view)
+    app = open_app(root, view, layers="Sources")
     assert BUTTON not in [button.label for button in app.button] and "not traced back" not in said(app)
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_read_only_dashboard_only_says_so(open_app: Open, root: Path, run: Path, view: str) -> None:
-    app = open_app(root, view, read_only=True)
+    app = open_app(root, view, layers="Sources", read_only=True)
     assert "not traced back to layers" in said(app)
     assert BUTTON not in [button.label for button in app.button] and not errors(app)
     assert not processes._CHILDREN

@@ -66,7 +66,7 @@ def with_calibration(run: Path) -> None:
 
 @pytest.mark.slow
 def test_the_button_starts_the_command_with_what_the_form_says(open_app: Open, root: Path, run: Path) -> None:
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     app.number_input(key="featcal.lam").set_value(0.5)
     app.number_input(key="samples").set_value(16)
     app.multiselect(key="featcal.update").set_value(["norm", "linear"])
@@ -91,7 +91,7 @@ def test_the_button_starts_the_command_with_what_the_form_says(open_app: Open, r
 
 
 def test_progress_is_shown_and_a_second_tab_attaches(open_app: Open, root: Path, run: Path) -> None:
-    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    app = calibrate_as(open_app(root, "repair"), "steady")
     until(lambda: (view := watch(run)) is not None and view.state == "running", "it runs")
     step(run, 0)
     until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "one layer is done")  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_progress_is_shown_and_a_second_tab_attaches(open_app: Open, root: Path,
     assert bar.proto.text == "Solving" and 0 < bar.proto.value < 34, (
         "of the whole, of which solving is a part"
     )
-    other = open_app(root, "calibrate")
+    other = open_app(root, "repair")
     assert is_disabled(other, "FeatCal calibrate") and "layer 3 of 6" in said(other)
     assert len(processes._CHILDREN) == 1
     finish(run)
@@ -115,12 +115,12 @@ def test_progress_is_shown_and_a_second_tab_attaches(open_app: Open, root: Path,
 def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
     open_app: Open, root: Path, run: Path
 ) -> None:
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     app.number_input(key="featcal.rho").set_value(1.5)
     calibrate_as(app, "failing")
     step(run, 0)
     until(lambda: state(run) == "failed", "it has failed")
-    for tab in (app.run(), open_app(root, "calibrate")):
+    for tab in (app.run(), open_app(root, "repair")):
         assert "SingularGramError: the Gram matrix is *singular*" in errors(tab).replace("**", "")
         assert "Raise lam." in errors(tab)
         (log,) = opened_drawers(tab, "Log")
@@ -131,7 +131,7 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
 
 
 def test_a_cancelled_calibration_can_be_continued(open_app: Open, root: Path, run: Path) -> None:
-    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    app = calibrate_as(open_app(root, "repair"), "steady")
     until(lambda: state(run) == "running", "it runs")
     press(app.run(), "Cancel")
     until(lambda: state(run) == "cancelled", "it has stopped")
@@ -145,7 +145,7 @@ def test_a_cancelled_calibration_can_be_continued(open_app: Open, root: Path, ru
 def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
     open_app: Open, root: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = calibrate_as(open_app(root, "calibrate"), "deaf")
+    app = calibrate_as(open_app(root, "repair"), "deaf")
     until(lambda: state(run) == "running", "it runs")
 
     def full(_job: object) -> None:
@@ -163,7 +163,7 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
 
 
 def test_going_on_writes_no_folder_beside_a_single_run(open_app: Open, root: Path, run: Path) -> None:
-    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    app = calibrate_as(open_app(root, "repair"), "steady")
     until(lambda: state(run) == "running", "it runs")
     press(app.run(), "Cancel")
     until(lambda: state(run) == "cancelled", "it has stopped")
@@ -171,14 +171,14 @@ def test_going_on_writes_no_folder_beside_a_single_run(open_app: Open, root: Pat
     found = json.loads(record.read_text())
     found["settings"]["save_weights"] = True
     record.write_text(json.dumps(found))
-    press(open_app(run, "calibrate"), "Continue where it stopped")
+    press(open_app(run, "repair"), "Continue where it stopped")
     until(lambda: state(run) == "running", "it runs again")
     job = job_of(run)
     assert job is not None and "--save-weights" not in log_text(job.log)
 
 
 def test_a_killed_worker_is_reported(open_app: Open, root: Path, run: Path) -> None:
-    app = calibrate_as(open_app(root, "calibrate"), "steady")
+    app = calibrate_as(open_app(root, "repair"), "steady")
     until(lambda: state(run) == "running", "it runs")
     for process in processes._CHILDREN.values():
         process.kill()
@@ -187,7 +187,7 @@ def test_a_killed_worker_is_reported(open_app: Open, root: Path, run: Path) -> N
 
 
 def test_an_estimate_starts_no_job(open_app: Open, root: Path, run: Path) -> None:
-    app = press(open_app(root, "calibrate"), "Estimate")
+    app = press(open_app(root, "repair"), "Estimate")
     assert "Ready: about 500.0 MB of memory, 2.0 MB on disk, 12 s" in said(app)
     assert job_of(run) is None
 
@@ -218,7 +218,7 @@ def test_values_are_checked_again_on_the_server(values: dict[str, object], words
 
 
 def test_a_refused_value_is_explained_and_starts_nothing(open_app: Open, root: Path, run: Path) -> None:
-    app = calibrate_as(open_app(root, "calibrate"), "../outside")
+    app = calibrate_as(open_app(root, "repair"), "../outside")
     assert "'../outside' can't be the name of a calibration" in errors(app)
     assert job_of(run) is None
 
@@ -227,7 +227,7 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     open_app: Open, root: Path, run: Path
 ) -> None:
     with_calibration(run)
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     found = verdict(open_run(run), "featcal")
     shares = [f"{100 * found.means[model].value:.1f}" for model in ("merged", "calibrated:featcal")]
     heads = [element.value.replace("\\", "") for element in app.subheader]
@@ -250,7 +250,7 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     assert len(sheets) == 6 and any("featcal, anchor only" in [*frame.get("model", [])] for frame in frames)
     assert app.get("plotly_chart")
     links = [link.proto.label for link in app.get("page_link")]
-    assert links == ["Features", "Report & export"]
+    assert links == ["Samples", "Export"]
 
 
 def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
@@ -258,7 +258,7 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
 ) -> None:
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps({**manifest, "calibrations": {}}))
-    app = calibrate_as(open_app(root, "calibrate"), "featcal")
+    app = calibrate_as(open_app(root, "repair"), "featcal")
     until(lambda: (view := watch(run)) is not None and view.state == "running", "it runs")
     app.run()
     assert not [frame for frame in app.dataframe if "model" in frame.value]
@@ -275,7 +275,7 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
 def test_a_sweep_is_a_press_away(open_app: Open, root: Path, run: Path) -> None:
     """Around the published settings, each coefficient within its range."""
     with_calibration(run)
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     press(app, "Sweep lam, rho and alpha")
     until(lambda: state(run) == "running", "it runs")
     job = job_of(run)
@@ -296,11 +296,11 @@ def test_checkpoint_and_card_can_be_taken_away(open_app: Open, root: Path, run: 
     folder.mkdir(parents=True)
     (folder / "weights.safetensors").write_bytes(b"x" * 2_000_000)
     (folder / "README.md").write_text("# card")
-    labels = [button.label for button in open_app(root, "calibrate").get("download_button")]
+    labels = [button.label for button in open_app(root, "repair").get("download_button")]
     assert "Calibrated checkpoint (2.0 MB)" in labels and "Model card" in labels
     (folder / "weights.safetensors").unlink()
     (folder / "weights.safetensors").symlink_to("/etc/hostname")
-    labels = [button.label for button in open_app(root, "calibrate").get("download_button")]
+    labels = [button.label for button in open_app(root, "repair").get("download_button")]
     assert not [label for label in labels if label.startswith("Calibrated checkpoint")]
 
 
@@ -368,7 +368,7 @@ def test_a_visitor_who_waits_on_the_welcome_of_any_page_lands_on_the_overview(
 ) -> None:
     root = tmp_path / "empty"
     root.mkdir()
-    app = begin_new_run(open_app(root), root).switch_page("views/layer_drift.py").run()
+    app = begin_new_run(open_app(root), root).switch_page("views/layers.py").run()
     assert app.title[0].value == "Welcome to DriftLens"
     end_new_run(root)
     assert app.run().title[0].value == r"my \*run\*"
@@ -377,7 +377,7 @@ def test_a_visitor_who_waits_on_the_welcome_of_any_page_lands_on_the_overview(
 def test_a_click_elsewhere_is_not_swallowed_by_a_run_that_is_finished(
     open_app: Open, root: Path, run: Path
 ) -> None:
-    app = begin_new_run(open_app(root), root).switch_page("views/calibrate.py").run()
+    app = begin_new_run(open_app(root), root).switch_page("views/repair.py").run()
     app.text_input(key="name").set_value("steady")
     end_new_run(root)
     press(app, "FeatCal calibrate")

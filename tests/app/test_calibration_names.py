@@ -81,12 +81,12 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run
 
 
 def test_the_form_begins_with_a_free_name(open_app: Open, run: Path) -> None:
-    assert open_app(run.parent, "calibrate").text_input(key="name").value == "featcal-2"
+    assert open_app(run.parent, "repair").text_input(key="name").value == "featcal-2"
 
 
 @pytest.mark.parametrize("button", ["FeatCal calibrate", "Estimate"])
 def test_a_taken_name_starts_no_process(open_app: Open, run: Path, button: str) -> None:
-    app = open_app(run.parent, "calibrate")
+    app = open_app(run.parent, "repair")
     app.text_input(key="name").set_value("featcal")
     press(app, button)
     assert "has a calibration 'featcal' already" in errors(app)
@@ -96,7 +96,7 @@ def test_a_taken_name_starts_no_process(open_app: Open, run: Path, button: str) 
 
 
 def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app: Open, run: Path) -> None:
-    app = open_app(run.parent, "calibrate")
+    app = open_app(run.parent, "repair")
     with_calibrations(run, ["featcal", "featcal-2"])
     press(app, "FeatCal calibrate")
     assert "has a calibration 'featcal-2' already" in errors(app) and job_of(run) is None
@@ -111,7 +111,7 @@ def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
     with_calibrations(run, ["steady", "featcal"] if choice == "steady" else ["featcal"])
     names = ["steady", "featcal", "featcal-2"] if choice == "steady" else ["featcal", "steady"]
     asked = names[-1]
-    app, other = (open_app(run.parent, "calibrate") for _ in range(2))
+    app, other = (open_app(run.parent, "repair") for _ in range(2))
     for tab in (app, other):
         if choice == "steady":
             tab.selectbox(key="calibration").set_value(choice).run()
@@ -119,7 +119,7 @@ def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
     calibrate_as(app, asked)
     assert chosen(other.run()) == choice
     end(run, names)
-    for tab in (app.run(), other.run(), open_app(run.parent, "calibrate")):
+    for tab in (app.run(), other.run(), open_app(run.parent, "repair")):
         assert chosen(tab) == asked
         assert f"Calibration {asked} is done." in said(tab) and f"Before and after {asked}" in said(tab)
     assert app.text_input(key="name").value not in names
@@ -127,7 +127,7 @@ def test_a_finished_calibration_is_shown_in_every_tab_and_uses_its_name_up(
 
 def test_a_calibration_that_was_chosen_stays_chosen(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["featcal", "steady"])
-    app = open_app(run.parent, "calibrate")
+    app = open_app(run.parent, "repair")
     assert chosen(app) == "steady"
     app.selectbox(key="calibration").set_value("featcal").run()
     assert chosen(app.run()) == "featcal"
@@ -135,14 +135,14 @@ def test_a_calibration_that_was_chosen_stays_chosen(open_app: Open, run: Path) -
 
 def test_one_that_is_replaced_is_shown_again(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["steady", "featcal"])
-    app = open_app(run.parent, "calibrate")
+    app = open_app(run.parent, "repair")
     start(calibrate_request(open_run(run), CalibrationSettings(name="steady", replace=True)))
     end(run, ["featcal", "steady"])
     assert chosen(app.run()) == "steady" and "Calibration steady is done." in said(app)
 
 
 def test_going_on_is_offered_only_where_something_was_begun(open_app: Open, run: Path) -> None:
-    app = calibrate_as(open_app(run.parent, "calibrate"), "failing")
+    app = calibrate_as(open_app(run.parent, "repair"), "failing")
     (run.parent / "step-0").touch()
     until(lambda: state(run) == "failed", "it has failed")
     assert "Continue where it stopped" in [button.label for button in app.run().button]
@@ -156,5 +156,5 @@ def test_one_to_replace_is_tried_again_as_it_was(open_app: Open, run: Path) -> N
     start(calibrate_request(open_run(run), CalibrationSettings(name="failing", replace=True)))
     (run.parent / "step-0").touch()
     until(lambda: state(run) == "failed", "it has failed")
-    app = open_app(run.parent, "calibrate")
+    app = open_app(run.parent, "repair")
     assert app.text_input(key="name").value == "failing" and app.checkbox(key="replace").value

@@ -1,4 +1,4 @@
-"""Layer drift, Attribution, Alignment: every part of each page, and what its controls change."""
+"""Layers, Samples, Theory: every part of each page, and what its controls change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.records.full_run import Size, write_full_run
 PARTS = [
     (view, key, part, names)
     for view, key in (
-        ("layer_drift", "layers"),
-        ("attribution", "causes"),
-        ("alignment", "alignment"),
-        ("output", "output"),
+        ("layers", "layers"),
+        ("samples", "part"),
+        ("theory", "theory"),
     )
     for part, names in parts_of(view).items()
+    if (view, part) != ("samples", "Features")  # with controls of its own
 ]
 
 
@@ -50,7 +50,7 @@ def charts_options() -> object:
     return ChartOptions()
 
 
-@pytest.mark.parametrize("view", ["layer_drift", "attribution", "alignment", "output", "features"])
+@pytest.mark.parametrize("view", ["layers", "samples", "theory"])
 def test_a_run_of_odd_names_is_drawn_and_not_obeyed(open_app: Open, tmp_path: Path, view: str) -> None:
     write_full_run(tmp_path / "odd", tasks=["**a** <b>", "$x$ %{y}"], class_names=["<i>", "[c](d)", "_e_"])
     app = open_app(tmp_path, view)
@@ -73,14 +73,14 @@ def test_what_a_run_lacks_is_a_sentence_with_the_command(open_app: Open, tmp_pat
         if "adjoint" not in name and "params" not in name
     }
     (path / "manifest.json").write_text(json.dumps(manifest))
-    app = opened_at(open_app(tmp_path, "attribution"), "causes", "Loss and margin")
+    app = opened_at(open_app(tmp_path, "layers"), "layers", "Loss and margin")
     assert not app.error and "metrics.adjoint=true" in said(app)
-    app = opened_at(open_app(tmp_path, "alignment"), "alignment", "Task vectors")
+    app = opened_at(open_app(tmp_path, "theory"), "theory", "Task vectors")
     assert not app.error and "driftlens analyze" in said(app)
 
 
 def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: Open, root: Path) -> None:
-    app = open_app(root, "layer_drift")
+    app = open_app(root, "layers")
     assert {"10 % quantile", "90 % quantile"} <= set(shown_data(app)[0].columns)
     app.selectbox(key="band").set_value("q25-q75").run()
     rows, run = shown_data(app)[0], open_run(root / "full")
@@ -90,7 +90,7 @@ def test_the_band_that_is_chosen_is_the_one_whose_numbers_are_listed(open_app: O
 
 
 def test_gains_are_counted_from_the_baseline_that_is_chosen(open_app: Open, root: Path) -> None:
-    app = open_app(root, "alignment")
+    app = open_app(root, "theory", theory="Cosines")
     app.selectbox(key="baseline").set_value("baseline:featcal-anchor").run()
     rows, run = shown_data(app)[1], open_run(root / "full")
     control = run.samples("cars", "baseline:featcal-anchor", "final").set_index("sample_id")["cos"]
@@ -103,5 +103,5 @@ def test_without_another_baseline_the_page_says_what_gains_are_counted_from(
     open_app: Open, tmp_path: Path
 ) -> None:
     write_full_run(tmp_path / "plain", variants=("base", "merged"))
-    app = open_app(tmp_path, "alignment")
+    app = open_app(tmp_path, "theory", theory="Gains")
     assert "no other baseline; gains are counted from merged" in said(app)

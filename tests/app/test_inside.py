@@ -62,7 +62,7 @@ def test_a_log_that_is_a_link_is_not_printed(
 ) -> None:
     job = record(run / "logs", run)
     job.log.symlink_to(outside / "secret.log")
-    app = open_app(root, "calibrate", read_only=read_only)
+    app = open_app(root, "repair", read_only=read_only)
     assert SECRET not in said(app) + errors(app)
     assert not app.get("download_button")
     assert log_text(job.log) == ""
@@ -80,7 +80,7 @@ def test_a_log_that_becomes_a_link_while_the_page_is_open_is_not_printed(
 ) -> None:
     job = record(run / "logs", run)
     job.log.write_text("its own words\n")
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     (log,) = opened_drawers(app, "Log")
     assert "its own words" in log.code[0].value
     job.log.unlink()
@@ -142,7 +142,7 @@ def test_links_that_stay_inside_are_followed(open_app: Open, root: Path, run: Pa
     job.log.symlink_to(root / "store" / "words.log")
     (run / "again").symlink_to(run)  # in a circle
     assert [(listed.name, listed.problem) for listed in listed_runs(Settings(root))] == [("a *full* run", "")]
-    (log,) = opened_drawers(open_app(root, "calibrate"), "Log")
+    (log,) = opened_drawers(open_app(root, "repair"), "Log")
     assert log.code[0].value == "its own words"
 
 

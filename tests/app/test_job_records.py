@@ -92,7 +92,7 @@ def test_a_record_that_makes_no_sense_counts_as_none(
 
 def test_a_page_is_drawn_beside_such_records(open_app: Open, root: Path, record: Path) -> None:
     written = record.read_text()
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     assert errors(app), "what the record says of the job"
     for values in ({"settings": [1]}, {"code": "a"}, {"pid": 0}, {"kind": ["calibrate"]}, {"log": 3}):
         record.write_text(written)
@@ -199,7 +199,7 @@ def test_values_that_cannot_be_leave_the_form_at_its_defaults(
     open_app: Open, root: Path, record: Path, values: dict[str, Any]
 ) -> None:
     with_values(record, settings={**as_json(WANTED), **values})
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     assert "mine" not in app.text_input(key="name").value
     assert "KeyError" not in errors(app) and "TypeError" not in errors(app)
     assert app.number_input(key="featcal.lam").value is None

@@ -21,8 +21,8 @@ from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.record import dismiss, job_of, write_job
 from driftlens_app.jobs.requests import analyze_request, compare_request
 from driftlens_app.settings import Settings
+from driftlens_app.views.export import build
 from driftlens_app.views.new_run import proposed_name
-from driftlens_app.views.report import build
 from tests.app.conftest import Open, until
 from tests.app.test_calibrate import press
 from tests.app.test_jobs import state

@@ -76,7 +76,7 @@ def toys(worker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(open_app: Open, root: Path, method: str) -> AppTest:
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     assert not errors(app)
     app.selectbox(key="method").set_value(method)
     return app.run()
@@ -141,7 +141,7 @@ def test_a_trained_one_has_its_own_fields_and_a_refused_value_starts_nothing(
 
 
 def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path) -> None:
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     assert app.selectbox(key="method").options == ["FeatCal", "Residual calibration"]
     entry = catalogue()["calibrators"]["featcal"]
     preset = app.selectbox(key="featcal preset")
@@ -159,7 +159,7 @@ def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path
 
 
 def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open, root: Path) -> None:
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     app.number_input(key="featcal.lam").set_value(0.05)
     app.number_input(key="featcal.rho").set_value(1.0)
     press(app, "FeatCal calibrate")
@@ -169,7 +169,7 @@ def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open,
 def test_best_asks_for_no_method_and_leaves_the_coefficients_to_the_choice(
     worker: None, open_app: Open, root: Path
 ) -> None:
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     app.number_input(key="featcal.lam").set_value(0.7)
     press(app, "Repair with the best method")
     parts = called(root / "full")
@@ -187,7 +187,7 @@ def test_published_settings_for_models_of_the_runs_kind_stand_first(
     text = manifest.read_text(encoding="utf-8")
     assert text.count('"open_clip_vit"') == 1
     manifest.write_text(text.replace('"open_clip_vit"', '"hf_decoder"'), encoding="utf-8")
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     preset = app.selectbox(key="featcal preset")
     assert preset.value == "llama-3b" and [name.partition(":")[0] for name in preset.options[1:3]] == [
         "llama-3b",
@@ -209,7 +209,7 @@ def test_a_command_that_does_not_answer_is_told_and_asked_again(
     )
     monkeypatch.setattr(command_line, "COMMAND", (sys.executable, str(broken)))
     monkeypatch.setattr(calibration, "ask", command_line.ask)
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     assert not app.exception and "torch is not *there*" in errors(app) and "Install it." in errors(app)
     assert "Before and after featcal" in [element.value for element in app.subheader]
     monkeypatch.setattr(calibration, "ask", lambda *_: catalogue())

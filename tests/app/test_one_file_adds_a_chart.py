@@ -67,7 +67,7 @@ def test_it_is_in_the_presets_that_it_declares_and_in_the_full_one(toy: str, pre
 
 
 def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) -> None:
-    app = open_app(root, "layer_drift", layers="Similarity")
+    app = open_app(root, "layers", layers="Similarity")
     assert not app.error and not app.exception
     assert [element.value for element in app.subheader][:2] == ["A toy of a chart", charts["cka"].title]
     assert any("Made of one file" in element.value.replace("\\", "") for element in app.caption)
@@ -82,7 +82,7 @@ def test_where_its_column_was_not_measured_it_says_what_fills_it(
     field = rows.schema.field(at)
     pq.write_table(rows.set_column(at, field, pa.nulls(len(rows), field.type)), file)
     command = "driftlens analyze RUN/spec.yaml --out NEW --set metrics.cka=true"
-    app = open_app(root, "layer_drift", layers="Similarity")
+    app = open_app(root, "layers", layers="Similarity")
     assert command in app.info[0].value.replace("\\", "")
     content = Report(open_run(root / "full")).content
     assert command in next(figure for figure in content.figures if figure.name == toy).missing

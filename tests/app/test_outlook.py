@@ -67,7 +67,7 @@ def test_the_page_says_how_long_a_calibration_takes_and_asks_nobody(
     open_app: Open, root: Path, run: Path
 ) -> None:
     """From the analysis, as a sweep is no part of it; then from the calibration that was finished last."""
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     assert "One calibration takes about" in said(app) and START not in said(app) and not processes._CHILDREN
     before = past_cost(open_run(run))
     swept = edit(run, "phases", **{"sweep:0": {"state": "done", "seconds": 9000, "started": ""}})
@@ -95,7 +95,7 @@ def test_seconds_that_are_no_number_leave_the_cost_out(
     open_app: Open, root: Path, run: Path, seconds: Any
 ) -> None:
     edit(run, "phases", **phases(featcal=60, featcal_explain=seconds))
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     assert not app.error and "takes about" not in said(app) and "under Advanced" in said(app)
 
 
@@ -117,20 +117,18 @@ def test_of_an_unfinished_run_no_time_is_told_but_what_is_still_to_be_done(
 
 
 def test_an_estimate_takes_the_place_of_what_was_known(open_app: Open, root: Path, run: Path) -> None:
-    app = press(open_app(root, "calibrate"), "Estimate")
+    app = press(open_app(root, "repair"), "Estimate")
     assert "about 500.0 MB" in said(app) and "The analysis of this run took" not in said(app)
 
 
 def test_weights_that_have_moved_are_named(open_app: Open, root: Path, run: Path) -> None:
     (root / "expert.safetensors").unlink()
     assert f"{START}there is no file {root / 'expert.safetensors'}; the run's spec" in said(
-        open_app(root, "calibrate")
+        open_app(root, "repair")
     )
     (root / "base.safetensors").unlink()
-    assert f"{START}there is no file {root / 'base.safetensors'} and 1 more" in said(
-        open_app(root, "calibrate")
-    )
-    assert START not in said(open_app(root, "calibrate", read_only=True))
+    assert f"{START}there is no file {root / 'base.safetensors'} and 1 more" in said(open_app(root, "repair"))
+    assert START not in said(open_app(root, "repair", read_only=True))
 
 
 def test_other_obstacles_are_named(run: Path) -> None:
@@ -177,7 +175,7 @@ def test_calibrated_weights_need_as_much_room_as_the_base_or_the_smallest_expert
 def test_weights_that_can_not_be_looked_at_are_named(open_app: Open, root: Path, run: Path) -> None:
     name = str(root / ("x" * 300))
     respecified(run, base={"weights": name})
-    assert f"{START}{name} can't be looked at: File name too long" in said(open_app(root, "calibrate"))
+    assert f"{START}{name} can't be looked at: File name too long" in said(open_app(root, "repair"))
     (text,) = obstacles(respecified(run, base={"weights": f"{root}/\0"}))
     assert text.startswith("there is no file")
 

@@ -14,7 +14,7 @@ from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.run import open_run
 from driftlens.records.verdict import verdict
 from driftlens_app.pages import pages
-from tests.app.conftest import Open, opened_drawers, shown_data
+from tests.app.conftest import Open, shown_data
 from tests.records.full_run import write_full_run
 
 VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
@@ -99,7 +99,7 @@ def test_a_link_to_an_unknown_run_does_not_show_another_one(open_app: Open, root
 @pytest.mark.parametrize("view", OF_A_RUN)
 def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, variants="base")
-    assert app.multiselect(key="variants").value == ["base"]
+    assert app.query_params["variants"] == ["base"]
     assert not app.exception and not app.error
     assert "This is a defect of DriftLens" not in said(app)
 
@@ -197,10 +197,10 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
 def test_a_link_brings_back_run_task_and_layer(open_app: Open, root: Path) -> None:
     write_full_run(root / "newest", name="newest")
     run = open_run(root / "full")
-    app = open_app(root, "overview", run=run.id, task="dtd", layer="2")
+    app = open_app(root, "samples", run=run.id, task="dtd", layer="2")
     assert app.selectbox(key="run").value == run.id
     assert app.selectbox(key="task").value == "dtd" and app.selectbox(key="layer").value == "2"
-    wrong = open_app(root, "overview", run=run.id, task="nosuch")
+    wrong = open_app(root, "samples", run=run.id, task="nosuch")
     assert wrong.selectbox(key="task").value is None and not wrong.error
 
 
@@ -226,10 +226,14 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
     )
 
 
-def test_the_link_holds_what_was_chosen(open_app: Open, root: Path) -> None:
-    app = open_app(root, "layer_drift", task="dtd")
-    (link,) = opened_drawers(app, "Link to this view")
-    assert f"run={open_run(root / 'full').id}" in link.code[0].value and "task=dtd" in link.code[0].value
+def test_the_address_holds_what_was_chosen_on_every_page(open_app: Open, root: Path) -> None:
+    app = open_app(root, "layers", task="dtd", variants="merged")
+    app.selectbox(key="task").set_value("cars").run()
+    for view in ("overview", "new_run", "export", "samples"):
+        app.switch_page(f"views/{view}.py").run()
+        found = {name: app.query_params.get(name) for name in ("run", "task", "variants")}
+        assert found == {"run": [open_run(root / "full").id], "task": ["cars"], "variants": ["merged"]}, view
+    assert app.selectbox(key="task").value == "cars" and app.multiselect(key="variants").value == ["merged"]
 
 
 def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:
@@ -240,7 +244,7 @@ def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:
 
 
 def test_the_rows_behind_a_chart_are_sent_when_they_are_opened(open_app: Open, root: Path) -> None:
-    app = open_app(root, "layer_drift")
+    app = open_app(root, "layers")
     assert not app.dataframe
     assert shown_data(app)
     assert len(app.dataframe) == len(app.get("plotly_chart"))

@@ -19,7 +19,7 @@ from driftlens.records.run import open_run
 from driftlens.records.writer import RunWriter
 from driftlens_app.jobs import command_line
 from driftlens_app.views.compare import of_task, readable
-from driftlens_app.views.report import Built, build, zipped
+from driftlens_app.views.export import Built, build, zipped
 from driftlens_reports.charts.page_curves import change_curves
 from tests.app.conftest import Open, shown_data
 from tests.app.test_pages import errors, said
@@ -50,7 +50,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_compares_merged_with_the_calibration_and_shows_the_tables_numbers(
     open_app: Open, root: Path
 ) -> None:
-    app = open_app(root, "compare")
+    app = open_app(root, "repair", repair="Compare")
     assert app.selectbox(key="before").value == "merged"
     assert app.selectbox(key="after").value == "calibrated:featcal"
     run = open_run(root / "full")
@@ -71,9 +71,9 @@ def test_nothing_measured_is_not_the_same_as_no_flip(open_app: Open, root: Path)
     for flips, words, icon in ((False, "No decision flips.", "check"), (None, "not measured", "info")):
         column = pa.array([flips] * len(rows), rows.schema.field(at).type)
         pq.write_table(rows.set_column(at, rows.schema.field(at), column), file)
-        (shown,) = [box for box in open_app(root, "output").info if words in box.value]
+        (shown,) = [box for box in open_app(root, "samples", part="Decisions").info if words in box.value]
         assert shown.icon == f":material/{icon}:"
-    assert "No decision flips" not in said(open_app(root, "output"))
+    assert "No decision flips" not in said(open_app(root, "samples", part="Decisions"))
 
 
 @pytest.mark.parametrize("table", ["accuracy", "outputs", "calibration"])
@@ -84,7 +84,7 @@ def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root:
     (folder / "README.md").write_text("# card")
     file = root / "full" / "tables" / f"{table}.parquet"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    app = open_app(root, "calibrate")
+    app = open_app(root, "repair")
     labels = [button.label for button in app.get("download_button")]
     assert "Calibrated checkpoint (2.0 MB)" in labels and "Model card" in labels
     assert app.error and all(table in element.value for element in app.error)
@@ -97,7 +97,7 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
     write_full_run(tmp_path / "two", variants=("base", "merged", "calibrated:first", "calibrated:second"))
 
     def at(**query: str) -> AppTest:
-        return open_app(tmp_path, "calibrate", **query)
+        return open_app(tmp_path, "repair", **query)
 
     assert at().selectbox(key="calibration").value == "second"
     assert at(calibration="nosuch").selectbox(key="calibration").value == "second"
@@ -110,7 +110,7 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
 
 
 def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> None:
-    app = open_app(root, "compare", task="dtd")
+    app = open_app(root, "repair", repair="Compare", task="dtd")
     assert app.dataframe[0].value["task"].tolist() == ["dtd"]
     assert set(shown_data(app)[0]["task"]) == {"dtd"}
     with pytest.raises(DataError, match="only one of the runs has the task 'none'"):
@@ -128,7 +128,7 @@ def test_the_curves_follow_the_run_where_only_the_marks_of_a_variant_change(
     open_app: Open, tmp_path: Path
 ) -> None:
     write_full_run(tmp_path / "run", variants=("merged", "calibrated:first", "calibrated:second"))
-    app = open_app(tmp_path, "compare", before="merged", after="calibrated:second")
+    app = open_app(tmp_path, "repair", repair="Compare", before="merged", after="calibrated:second")
     before = _colour(app)
     with RunWriter.resume(tmp_path / "run") as writer:
         writer.remove_calibration("first")
@@ -154,7 +154,7 @@ def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field
     open_app: Open, root: Path
 ) -> None:
     write_full_run(root / "other", name="other", size=Size(samples=12))
-    app = open_app(root, "compare", run=open_run(root / "full").id)
+    app = open_app(root, "repair", repair="Compare", run=open_run(root / "full").id)
     app.selectbox(key="with").set_value(open_run(root / "other").id).run()
     (warning,) = app.warning
     assert "diagnosis samples of cars, mnist, dtd" in warning.value.replace("\\", "")
@@ -163,13 +163,13 @@ def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field
 
 def test_a_run_with_one_model_points_to_calibration(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "single", variants=("merged",))
-    app = open_app(tmp_path, "compare")
+    app = open_app(tmp_path, "repair", repair="Compare")
     assert "one model only" in said(app) and not app.error
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_format_that_fails_says_why_and_the_others_are_offered(open_app: Open, root: Path) -> None:
-    app = open_app(root, "report")
+    app = open_app(root, "export")
     app.multiselect(key="formats").set_value(["html-light", "json", "csv"])
     app.button[0].click().run()
     (error,) = app.error
@@ -185,7 +185,7 @@ def test_a_format_that_fails_says_why_and_the_others_are_offered(open_app: Open,
 
 @pytest.mark.usefixtures("stand_in")
 def test_what_was_built_of_a_run_is_not_offered_once_the_run_has_changed(open_app: Open, root: Path) -> None:
-    app = open_app(root, "report")
+    app = open_app(root, "export")
     app.button[0].click().run()
     assert app.get("download_button")
     manifest = root / "full" / "manifest.json"
@@ -214,7 +214,7 @@ def test_a_single_file_is_handed_out_as_it_is() -> None:
 
 
 def test_the_self_checks_are_listed_with_their_verdicts(open_app: Open, root: Path) -> None:
-    app = open_app(root, "report")
+    app = open_app(root, "export")
     app.radio(key="export").set_value("Checks").run()
     from driftlens.records.checks import self_checks
 

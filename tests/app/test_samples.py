@@ -19,8 +19,8 @@ from driftlens.records.layout import texts_file, thumbs_file
 from driftlens.records.run import open_run
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.samples import decisions, pictures
-from driftlens_app.views.features import _selected, sample_rows
 from driftlens_app.views.output import flipped
+from driftlens_app.views.samples import _selected, sample_rows
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import sample_curves
 from driftlens_reports.charts.picking import scored_samples
@@ -33,7 +33,7 @@ def test_samples_are_listed_by_falling_drift_with_the_numbers_of_the_table(
     open_app: Open, root: Path
 ) -> None:
     run = open_run(root / "full")
-    app = open_app(root, "features", task="mnist")
+    app = open_app(root, "samples", task="mnist")
     rows = app.dataframe[-1].value
     table = run.samples("mnist", "merged", "final").set_index("sample_id")["drift_l2"]
     assert rows["drift, merged"].tolist() == sorted(table, reverse=True)
@@ -48,13 +48,13 @@ def test_samples_of_text_are_shown_with_what_they_ask(
     texts = {name: f"<b>question {name}</b>" for name in run.sample_ids("mnist")}
     (run.path / texts_file("mnist")).parent.mkdir(exist_ok=True)
     (run.path / texts_file("mnist")).write_text(json.dumps(texts))
-    app = open_app(root, "features", task="mnist")
+    app = open_app(root, "samples", task="mnist")
     rows = app.dataframe[-1].value
     assert rows["text"].tolist() == [texts[name] for name in rows["sample_id"]]
     bare = run.samples().assign(label=None)
     run._frames["samples"] = bare
     monkeypatch.setattr("driftlens_app.runs.open_run", lambda _folder: run)
-    assert "class" not in open_app(root, "features", task="cars").dataframe[-1].value
+    assert "class" not in open_app(root, "samples", task="cars").dataframe[-1].value
     (trace, *_) = charts["scatter"].draw(run, ChartOptions(tasks=("mnist",))).figure.data
     assert all("&lt;b&gt;question" in text for text in trace.text)
 
@@ -84,7 +84,7 @@ def test_points_of_the_chart_carry_the_ids_by_which_they_are_selected(root: Path
 
 def test_a_chart_keeps_its_identity_when_it_comes_from_the_cache(open_app: Open, root: Path) -> None:
     """Else what a reader selects in it for the first time belongs to a chart that is gone."""
-    app = open_app(root, "features", task="cars")
+    app = open_app(root, "samples", task="cars")
     (first,) = app.get("plotly_chart")
     (again,) = app.run().get("plotly_chart")
     assert first.proto.id == again.proto.id and first.proto.spec == again.proto.spec
@@ -92,14 +92,14 @@ def test_a_chart_keeps_its_identity_when_it_comes_from_the_cache(open_app: Open,
 
 def test_few_samples_are_drawn_by_pca_only_and_the_page_says_why(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "few", size=Size(samples=6))
-    app = open_app(tmp_path, "features")
+    app = open_app(tmp_path, "samples")
     assert app.selectbox(key="method").options == ["PCA"]
     assert "need 15 samples" in said(app) and not app.error
 
 
 @pytest.mark.parametrize("read_only", [False, True], ids=["writable", "read_only"])
 def test_a_layout_that_is_not_there_is_offered_as_a_job(open_app: Open, root: Path, read_only: bool) -> None:
-    app = open_app(root, "features", read_only=read_only)
+    app = open_app(root, "samples", read_only=read_only)
     app.selectbox(key="method").set_value("tsne").run()
     assert not app.error and "driftlens project RUN" in said(app)
     assert ["Compute this layout"] * (not read_only) == [button.label for button in app.button]
@@ -107,7 +107,7 @@ def test_a_layout_that_is_not_there_is_offered_as_a_job(open_app: Open, root: Pa
 
 def test_a_stored_layout_is_drawn_with_its_seed(open_app: Open, root: Path) -> None:
     stored = project(root / "full", "cars", method="tsne", seed=3)
-    app = open_app(root, "features", task="cars")
+    app = open_app(root, "samples", task="cars")
     app.selectbox(key="method").set_value("tsne").run()
     app.number_input(key="seed").set_value(3).run()
     assert not app.button
@@ -183,7 +183,7 @@ def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Ope
     from tests.records.factory import write_run
 
     write_run(tmp_path / "bare", has_labels=False, name="bare")
-    app = open_app(tmp_path, "output", run=open_run(tmp_path / "bare").id)
+    app = open_app(tmp_path, "samples", part="Decisions", run=open_run(tmp_path / "bare").id)
     assert not app.error and "names a head" in said(app)
 
 
@@ -204,5 +204,5 @@ def test_a_damaged_file_of_pictures_is_an_error_in_its_place(open_app: Open, roo
     file = root / "full" / thumbs_file("cars")
     file.parent.mkdir()
     file.write_bytes(b"PK no archive")
-    app = open_app(root, "features", task="cars")
+    app = open_app(root, "samples", task="cars")
     assert "cars.npz" in errors(app) and app.get("plotly_chart")

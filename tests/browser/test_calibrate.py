@@ -38,7 +38,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     page: Any, writable: tuple[str, Path]
 ) -> None:
     address, run = writable
-    page.goto(f"{address}/calibrate")
+    page.goto(f"{address}/repair")
     settled(page)
     page.get_by_text("Advanced", exact=True).click()
     page.get_by_role("button", name="FeatCal calibrate").click()
@@ -96,7 +96,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
         )
         tab.goto(address)
         settled(tab)
-        tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Calibrate").click()
+        tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Repair").click()
         drawn(tab, tab.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
     page.get_by_text("Advanced", exact=True).click()
     name = page.get_by_role("textbox", name="Name")
@@ -121,7 +121,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
 def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[str, Path]) -> None:
     address, run = writable
     before = open_run(run).variants
-    page.goto(f"{address}/calibrate")
+    page.goto(f"{address}/repair")
     settled(page)
     page.get_by_text("Advanced", exact=True).click()
     page.get_by_role("textbox", name="Name").fill("given-up")
@@ -137,7 +137,7 @@ def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[st
 def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: Path) -> None:
     write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
     with serving(tmp_path / "runs", tmp_path / "log") as address:
-        page.goto(f"{address}/calibrate")
+        page.goto(f"{address}/repair")
         expect(page.get_by_test_id("stDataFrame")).to_have_count(7, timeout=60_000)
         settled(page)
         fitting = (

@@ -30,11 +30,9 @@ _COMPARED = """() => window.drawn.length && window.drawn.every(chart => chart.co
     && window.drawn.length === document.querySelectorAll('.js-plotly-plot').length"""
 
 
-@pytest.mark.parametrize(
-    "title", ["Overview", "Layer drift", "Features", "Attribution", "Alignment", "Output", "Compare"]
-)
+@pytest.mark.parametrize("title", ["Overview", "Layers", "Samples", "Bounds and alignment"])
 def test_no_chart_of_a_page_is_drawn_twice(page: Any, app_url: str, runs_folder: Path, title: str) -> None:
-    page.goto(f"{app_url}/report?run={open_run(runs_folder / 'full').id}")
+    page.goto(f"{app_url}/export?run={open_run(runs_folder / 'full').id}")
     settled(page)
     page.evaluate(_WATCH)
     page.get_by_test_id("stSidebarNav").get_by_role("link", name=title, exact=True).click()

@@ -47,7 +47,7 @@ def places(page: Any, panel: int = 1) -> dict[str, tuple[float, float]]:
 
 def features(page: Any, address: str, run: Path, **query: str) -> None:
     shown = {"run": open_run(run).id, **query}
-    page.goto(f"{address}/features?" + "&".join(f"{name}={value}" for name, value in shown.items()))
+    page.goto(f"{address}/samples?" + "&".join(f"{name}={value}" for name, value in shown.items()))
     settled(page)
 
 

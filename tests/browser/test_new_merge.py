@@ -46,7 +46,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
         assert made.manifest.merge is not None and made.manifest.name == "light-ties"
         assert made.manifest.merge["method"] == "ties" and made.manifest.merge["parameters"]["scaling"] == 0.4
 
-        page.get_by_test_id("stSidebarNav").get_by_role("link", name="New run").click()
+        page.goto(f"{address}/new_run")
         settled(page)
         page.get_by_text("New merge", exact=True).click()
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)

@@ -40,7 +40,7 @@ def test_runs_are_opened_compared_renamed_and_put_away(page: Any, root: Path, tm
         click(page, 0, 15)
         click(page, 1, 15)
         page.get_by_role("button", name="Compare").click()
-        page.wait_for_url("**/compare?**")
+        page.wait_for_url("**/repair?**")
         assert all(id in page.url for id in ids)
 
         page.goto(f"{url}/runs")

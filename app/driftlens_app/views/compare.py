@@ -15,22 +15,15 @@ from driftlens.records.compare import Comparison, compare
 from driftlens.records.reading import is_measured, percent_interval, points_interval
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
-from driftlens_app.pages import Page, path_of
+from driftlens_app.pages import path_of
 from driftlens_app.runs import folder_of, key_of, opened, run_ids
-from driftlens_app.selection import Selection, selection
+from driftlens_app.selection import TASK, Selection, selection
 from driftlens_app.settings import Settings
 from driftlens_app.show import drawn_once, is_dark, note, plain, show_data, show_drawn, show_table
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.page_curves import change_curves
 
-PAGE = Page(
-    "Compare",
-    icon=":material/difference:",
-    order=10,
-    section="Results",
-    says="What changes from one model to another, in feature units over all layers: negative drift is an improvement.",
-)
-
+_SAYS = "What changes from one model to another, over all layers: negative drift is an improvement."
 _SAME = "this run"
 _COLUMNS: dict[str, Any] = {
     "drift_before": NumberColumn("L2 drift before", format="%.4g"),
@@ -54,8 +47,9 @@ _SCORES = ("score_before", "score_change")
 
 
 def show() -> None:
-    """Draw the page."""
-    chosen = selection()
+    """Draw this part of the page Repair."""
+    st.caption(_SAYS)
+    chosen = selection(TASK)
     whole = _comparison(chosen)
     if whole is None:
         return
@@ -87,7 +81,12 @@ def _comparison(chosen: Selection) -> Comparison | None:
         pair = _pair(run, second)
     if pair is None:
         note("The run has one model only. Calibrate it, or choose another run.")
-        st.page_link(path_of("calibrate"), label="Calibrate this run", icon=":material/tune:")
+        st.page_link(
+            path_of("repair"),
+            label="Calibrate this run",
+            icon=":material/tune:",
+            query_params={"repair": "Calibrate"},
+        )
         return None
     return _compared(run, second, *pair)
 
@@ -134,9 +133,7 @@ def of_task(found: Comparison, task: str | None) -> Comparison:
     kept = {name: getattr(found, name) for name in ("layers", "tasks")}
     kept = {name: rows[rows["task"] == task] if len(rows) else rows for name, rows in kept.items()}
     if kept["tasks"].empty:
-        raise DataError(
-            f"only one of the runs has the task {task!r}", hint="Choose another task in the sidebar."
-        )
+        raise DataError(f"only one of the runs has the task {task!r}", hint="Choose another task.")
     return replace(found, **kept)
 
 
@@ -170,7 +167,3 @@ def _are_shares(rows: pd.DataFrame) -> bool:
 
 def _interval(low: float, high: float) -> str:
     return f"{low:+.4g} to {high:+.4g}" if is_measured(low) else ""
-
-
-if __name__ == "__main__":
-    show()

@@ -33,8 +33,8 @@ from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
 PAGE = Page(
     "New run",
     icon=":material/add_circle:",
-    order=20,
-    section="Start",
+    order=15,
+    is_listed=False,
     needs_run=False,
     says="Measure the drift of your own models: a spec says which, and where their data is.",
 )

@@ -1,4 +1,4 @@
-"""Output: what feature drift does to scores, decisions and probabilities."""
+"""What feature drift does to scores, decisions and probabilities."""
 
 from __future__ import annotations
 
@@ -9,20 +9,11 @@ import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.variants import title
-from driftlens_app.pages import Page
 from driftlens_app.samples import MOST_ROWS, show_samples
-from driftlens_app.selection import Selection, selection
-from driftlens_app.show import note, show_parts, show_table
+from driftlens_app.selection import TASK, VARIANTS, Selection, selection
+from driftlens_app.show import note, show_part, show_table
 from driftlens_reports.charts.chart import SECTIONS
 from driftlens_reports.charts.picking import scored_samples
-
-PAGE = Page(
-    "Output",
-    icon=":material/call_split:",
-    order=60,
-    section="Analysis",
-    says="What the drift of the final feature does to scores, decisions and probabilities.",
-)
 
 _COLUMNS = {
     "expert_pred": TextColumn("expert predicts"),
@@ -33,15 +24,15 @@ _COLUMNS = {
 }
 
 
-def show() -> None:
-    """Draw the page."""
-    chosen = selection()
+def show(part: str) -> None:
+    """Draw `part` of the page Samples."""
+    chosen = selection(TASK, VARIANTS)
     if chosen.run.outputs().empty:
         note(
             "The run has no class scores. A task has them when its spec names a head: `heads` with `classes` and "
             "`templates`, or a file with the rows of a classifier."
         )
-    part = show_parts("output", chosen.run, chosen.options(), key="output")
+    show_part("samples", part, chosen.run, chosen.options())
     if part == SECTIONS["decisions"].part:
         _flips(chosen)
     if part == SECTIONS["accuracy"].part:
@@ -103,7 +94,3 @@ def flipped(decided: pd.DataFrame) -> pd.DataFrame:
     rows = decided[decided["flipped"].astype(bool)]
     rows = rows.assign(model=rows["variant"].map(title)).sort_values("margin", ascending=False, kind="stable")
     return rows[["task", "sample_id", "model", "label", *_COLUMNS]].reset_index(drop=True)
-
-
-if __name__ == "__main__":
-    show()

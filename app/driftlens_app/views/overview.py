@@ -17,7 +17,7 @@ from driftlens_reports import facts
 from driftlens_reports.charts.chart import by_rank, charts
 from driftlens_reports.facts import check_sentence, origin_sentence
 
-PAGE = Page("Overview", icon=":material/dashboard:", order=10, section="Analysis")
+PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _MOST_STAMPS = 3
 """Warnings that stand above all else; more would push the numbers off the screen."""
 
@@ -51,7 +51,7 @@ def _show_verdict(run: DriftRun) -> None:
         show_sheet(task_sheet(run, found))
     if not found.after:
         st.page_link(
-            path_of("calibrate"), label="Not calibrated yet: calibrate this run", icon=":material/tune:"
+            path_of("repair"), label="Not calibrated yet: calibrate this run", icon=":material/tune:"
         )
 
 

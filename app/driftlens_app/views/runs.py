@@ -23,7 +23,7 @@ from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import DOTS, MODELS, dots, note, page_title, plain, show_table, shown_errors, when
 
-PAGE = Page("Runs", icon=":material/folder_open:", order=10, section="Start", needs_run=False)
+PAGE = Page("Runs", icon=":material/folder_open:", order=10, needs_run=False)
 
 _PERCENT = "%.1f %%"
 _ASIDE = {"Archive": ("archive", "archived"), "Delete": ("delete", "deleted")}
@@ -41,6 +41,8 @@ def show() -> None:
     if [run.path for run in found] == [settings.root / DEMO]:
         await_demo(settings)  # its tables come before its end: there is nothing else to look at yet
     page_title("Runs", f"In {plain(settings.root)}.")
+    if st.button("New run", icon=":material/add_circle:", key="to-new-run"):
+        st.switch_page(path_of("new_run"))
     show_new_runs(settings)
     wanted = st.text_input(
         "Filter", placeholder="part of a name, task or variant", key="filter", bind="query-params"
@@ -92,7 +94,8 @@ def _actions(ticked: list[RunSummary], settings: Settings) -> None:
             "Compare", icon=":material/difference:", key="compare"
         ):
             older, newer = sorted(readable, key=lambda run: run.created)
-            st.switch_page(path_of("compare"), query_params={RUN: older.id, "with": newer.id})
+            asked = {RUN: older.id, "repair": "Compare", "with": newer.id}
+            st.switch_page(path_of("repair"), query_params=asked)
         if settings.read_only or settings.is_one_run:
             return
         if len(readable) == len(ticked) == 1 and st.button("Rename", icon=":material/edit:", key="rename"):

@@ -361,7 +361,7 @@ _GROWTH = {
 @chart(
     "growth",
     title="Growth condition",
-    section="amplification",
+    section="growth",
     rank=30,
     needs=("layers", tuple(_GROWTH)),
     caption="Gain excess gamma (curve: amplification minus 1) and mismatch ratio eta (open markers: |m| against the "
@@ -401,7 +401,7 @@ _SPECTRAL = {
 @chart(
     "spectral",
     title="Spectral norm",
-    section="amplification",
+    section="growth",
     rank=40,
     needs=("layers", ("spectral_norm_mean",)),
     caption="Largest gain of each layer's path-averaged Jacobian in any direction: mean over the diagnosis samples it "

@@ -1,4 +1,4 @@
-"""Features: the same samples seen by the expert and by each variant, side by side, and every sample's story."""
+"""Samples: the same samples seen by the expert and by each variant, side by side, and every sample's story."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import offer
 from driftlens_app.pages import Page
 from driftlens_app.samples import show_hover_pictures, show_samples
-from driftlens_app.selection import Selection, selection
-from driftlens_app.show import note, plain, show_chart
-from driftlens_reports.charts.chart import ChartOptions, charts, parts_of
+from driftlens_app.selection import LAYER, TASK, VARIANTS, Selection, selection
+from driftlens_app.show import note, open_part, plain, show_chart
+from driftlens_app.views import output
+from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts_of
 from driftlens_reports.charts.picking import chosen_variants
 from driftlens_reports.charts.scatter import shown_task
 
 PAGE = Page(
-    "Features",
+    "Samples",
     icon=":material/scatter_plot:",
-    order=30,
-    section="Analysis",
+    order=40,
     says="The same samples through the expert and through each variant, in one layout with shared axes.",
 )
 
@@ -42,7 +42,11 @@ _MOST_FOLLOWED = 20
 
 def show() -> None:
     """Draw the page."""
-    chosen = selection()
+    part = open_part([*parts_of("samples")], key="part")
+    if part != SECTIONS["plane"].part:
+        output.show(part)
+        return
+    chosen = selection(TASK, VARIANTS, LAYER)
     run = chosen.run
     if not run.tasks or not run.manifest.layers:
         note("The run has no features yet.")
@@ -56,7 +60,7 @@ def show() -> None:
     if event is not None:
         show_hover_pictures(run, task, "chart-scatter", run.sample_ids(task))
     _samples(run, task, options, _selected(event))
-    for name in parts_of("features")[""]:
+    for name in parts_of("samples")[SECTIONS["plane"].part]:
         if name != "scatter":
             show_chart(name, run, options)
 

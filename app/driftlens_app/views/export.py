@@ -1,4 +1,4 @@
-"""Report & export: whether the run's checks hold, reports to read and hand on, figures and tables for a paper."""
+"""Export: whether the run's checks hold, reports to read and hand on, figures and tables for a paper."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from driftlens_reports.paper.style import WIDTHS
 from driftlens_reports.sections.outline import PRESETS
 
 PAGE = Page(
-    "Report & export",
+    "Export",
     icon=":material/description:",
-    order=20,
-    section="Results",
+    order=60,
     says="The run as a report, and as figures and tables for a paper.",
 )
 

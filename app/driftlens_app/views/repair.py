@@ -1,4 +1,4 @@
-"""Calibrate: settings, an estimate, the button, progress by layer, and what came of it."""
+"""Repair: settings, an estimate, the button, progress by layer, and what came of it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,23 @@ from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import key_of, opened
 from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
-from driftlens_app.show import MODELS, dots, note, plain, show_chart, show_data, show_sheet, shown_errors
+from driftlens_app.show import (
+    MODELS,
+    dots,
+    note,
+    open_part,
+    plain,
+    show_chart,
+    show_data,
+    show_sheet,
+    shown_errors,
+)
+from driftlens_app.views import compare
 
 PAGE = Page(
-    "Calibrate",
+    "Repair",
     icon=":material/tune:",
-    order=10,
-    section="Calibration",
+    order=50,
     says="Move the merged model's features back towards each expert's, layer by layer.",
 )
 
@@ -49,6 +59,9 @@ _MOST_BYTES = 1_000_000_000
 
 def show() -> None:
     """Draw the page."""
+    if open_part(("Calibrate", "Compare"), key="repair") == "Compare":
+        compare.show()
+        return
     run, settings = selection().run, Settings.from_environment()
     job = watch(run.path, "calibrate")
     if settings.read_only:
@@ -159,8 +172,8 @@ def _show_result(run: DriftRun, name: str) -> None:
         show_chart("layer-drift", run, selection().options(variants=variants))
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
-        st.page_link(path_of("features"), label="Features", icon=":material/scatter_plot:")
-        st.page_link(path_of("report"), label="Report & export", icon=":material/description:")
+        st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")
+        st.page_link(path_of("export"), label="Export", icon=":material/description:")
     with shown_errors():
         sentences, sheets = _in_words_and_sheets(run, name)
         for sentence in sentences:

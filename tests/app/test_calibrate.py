@@ -1,4 +1,4 @@
-"""The page Calibrate: its form, its button, its progress, and what it shows when the work is over."""
+"""The page Repair: its form, its button, its progress, and what it shows when the work is over."""
 
 from __future__ import annotations
 

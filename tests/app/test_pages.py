@@ -99,7 +99,7 @@ def test_a_link_to_an_unknown_run_does_not_show_another_one(open_app: Open, root
 @pytest.mark.parametrize("view", OF_A_RUN)
 def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, variants="base")
-    assert app.query_params["variants"] == ["base"]
+    assert app.query_params["variants"] == "base"
     assert not app.exception and not app.error
     assert "This is a defect of DriftLens" not in said(app)
 
@@ -228,11 +228,12 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
 
 def test_the_address_holds_what_was_chosen_on_every_page(open_app: Open, root: Path) -> None:
     app = open_app(root, "layers", task="dtd", variants="merged")
+    assert app.selectbox(key="run").options == ["a *full* run"]  # by name
     app.selectbox(key="task").set_value("cars").run()
     for view in ("overview", "new_run", "export", "samples"):
         app.switch_page(f"views/{view}.py").run()
         found = {name: app.query_params.get(name) for name in ("run", "task", "variants")}
-        assert found == {"run": [open_run(root / "full").id], "task": ["cars"], "variants": ["merged"]}, view
+        assert found == {"run": open_run(root / "full").id, "task": "cars", "variants": "merged"}, view
     assert app.selectbox(key="task").value == "cars" and app.multiselect(key="variants").value == ["merged"]
 
 

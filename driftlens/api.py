@@ -288,9 +288,10 @@ def calibrate(
         progress: how progress is shown on stderr.
         on_progress: called with every `ProgressEvent`, besides.
         cancel: a token whose `cancel()` stops the work at the next batch.
-        **options: method, preset, samples, layers, sites, top_layers; resume, replace, save_weights, attribution,
-            on_first, on_measured as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline, trust as in
-            `Access`.
+        **options: method, preset, samples, layers, sites, top_layers, and `control`, which also measures the same
+            calibration at rho 1 (rows of `sweeps()`) and names that beside the gain; resume, replace, save_weights,
+            attribution, on_first, on_measured as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline,
+            trust as in `Access`.
 
     Raises:
         DriftLensError: see the tree in `driftlens.errors`.
@@ -298,6 +299,7 @@ def calibrate(
     from driftlens.pipeline.calibrate.job import calibrate as run_calibration
     from driftlens.pipeline.calibrate.plan import CalibrationRequest
     from driftlens.pipeline.search.automatic import BEST, HELD_OUT
+    from driftlens.pipeline.search.sweep import control as measure_control
 
     given = {"lam": lam, "rho": rho, "alpha": alpha}
     settings = {**(parameters or {}), **{key: value for key, value in given.items() if value is not None}}
@@ -309,6 +311,8 @@ def calibrate(
     with _shown(progress, on_progress) as sink:
         watched: dict[str, Any] = {"on_progress": sink, "cancel": cancel, "access": access, "live": live}
         found = Run.at(run_calibration(_folder(run), request, choose=choose, **watched, **options).path)
+        if request.control:
+            found = Run.at(measure_control(found.path, name, **watched).path)
     found._live = run._live if isinstance(run, Run) else None
     return found
 

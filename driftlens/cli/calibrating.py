@@ -81,6 +81,10 @@ def calibrate(
             "search from them and, without --method, what other methods offer.",
         ),
     ] = False,
+    control: Annotated[
+        bool,
+        typer.Option("--control", help="Measure the same at rho 1 too, as the control beside the gain."),
+    ] = False,
     save_weights: Annotated[
         Path | None,
         typer.Option(help="A .safetensors file, or a folder the original library loads, with model card."),
@@ -103,6 +107,7 @@ def calibrate(
     from driftlens.pipeline.calibrate.plan import CalibrationRequest
     from driftlens.pipeline.preflight.rehearsal import rehearse
     from driftlens.pipeline.search.automatic import BEST, HELD_OUT
+    from driftlens.pipeline.search.sweep import control as measure_control
 
     given = {"lam": lam, "rho": rho, "alpha": alpha}
     request = CalibrationRequest(
@@ -115,6 +120,7 @@ def calibrate(
         layers=None if layers is None else [int(part) if part.isdigit() else part for part in parts(layers)],
         sites=None if sites is None else parts(sites),
         top_layers=top_layers,
+        control=control,
     )
     how: dict[str, Any] = {
         **{"resume": resume, "replace": replace, "save_weights": save_weights},
@@ -139,6 +145,8 @@ def calibrate(
             on_measured=show_first if job.progress != "jsonl" else None,
             **watched,
         )
+        if control:
+            finished = measure_control(run, name, access=job.access, **watched)
     for text in finished.manifest.calibrations[name].notices:
         note(f"notice: {text}")
     if as_json:

@@ -406,8 +406,8 @@ SWEEPS = Table(
     (
         _text(
             "sweep",
-            "What was varied: settings or n (samples per task), joined by `+`, or `ablation`; of another method than "
-            "FeatCal with `METHOD:` in front.",
+            "What was varied: settings or n (samples per task), joined by `+`, `ablation`, or `control` (a "
+            "calibration at rho 1); of another method than FeatCal, or of some layers, with these and `:` in front.",
         ),
         Column("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
         Column("seed", "int", "", "Seed that drew the calibration samples."),

@@ -15,6 +15,8 @@ from driftlens.variants import title
 
 ABLATION = "ablation"
 """The sweep that takes a method apart; its first point is the method as it is."""
+CONTROL = "control"
+"""The sweep of what calibrations of the run reach at rho 1, all else as it is."""
 LEVELS = ("merged", "base", "expert")
 MEASURES: dict[str, tuple[str, Kind, Kind]] = {
     "accuracy": ("accuracy", "share", "points"),
@@ -50,10 +52,19 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
     return float(values.reindex([*tasks]).mean(skipna=False))
 
 
+def scope(run: DriftRun, name: str) -> str:
+    """To which layers and sites a calibration is restricted, as the sweep of its control is called; else empty."""
+    made = run.manifest.calibrations[name]
+    is_whole = sorted(made.layers) == [layer.index for layer in run.manifest.layers if layer.role == "block"]
+    layers = "" if is_whole or not made.layers else f"layers {', '.join(map(str, sorted(made.layers)))}"
+    return "; ".join(filter(None, [layers, f"sites {', '.join(made.sites)}" if made.sites else ""]))
+
+
 def rho_control(run: DriftRun, name: str) -> str:
     """What a calibration of the run reaches at rho 1, all else as it is, where a sweep has measured that; else empty.
 
-    With another rho the anchor itself is another merge, so that this is what a gain is to be held against.
+    With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A control
+    of other layers or sites is none.
 
     Raises:
         RunError: a table can't be read.
@@ -64,6 +75,8 @@ def rho_control(run: DriftRun, name: str) -> str:
     wanted = {**made.settings, "rho": 1.0}
     # Sweeps of older runs tell neither.
     rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
+    within = rows["sweep"].str.rpartition(":")[0].str.removeprefix(made.method).str.removeprefix(":")
+    rows = rows[within == scope(run, name)]
     same = [
         at
         for at, row in rows.iterrows()

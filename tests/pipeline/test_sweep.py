@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import driftlens as dl
+from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
 from driftlens.data.samples import part_of
 from driftlens.engine.forward_order import Lane, calibrate_side_by_side
@@ -20,13 +21,13 @@ from driftlens.engine.forward_order import calibrate as calibrate_layers
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.pipeline.calibrate.job import calibrate
-from driftlens.pipeline.search.sweep import SweepRequest, sweep
+from driftlens.pipeline.search.sweep import SweepRequest, control, sweep
 from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.swept import ablation_sheets
+from driftlens.records.swept import ablation_sheets, rho_control
 from driftlens.records.verify import verify
 from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
 from tests.pipeline.world import TASKS, World
@@ -168,6 +169,36 @@ def test_a_point_equals_a_plain_calibration_of_the_same_settings(
         for measure in MEASURES:
             assert getattr(row, measure) == pytest.approx(final[measure], rel=1e-5)
         assert row.n == plain.manifest.calibrations[NAME].samples[row.task]
+
+
+def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
+    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    part = {"layers": [2], "sites": ["*c_fc"], "samples": 3, "progress": "none"}
+    run = dl.calibrate(folder, name=NAME, rho=2.0, lam=0.2, attribution=False, control=True, **part)
+    other = {"parameters": {"rho": 2.0, "lam": 0.2}, "samples": 3}
+    run = calibrate(folder, request("whole", **other), attribution=False)
+    rows = rows_of(run, "layers 2; sites *c_fc:control")
+    plain = dl.calibrate(copied(light, tmp_path / "plain"), name=NAME, rho=1.0, lam=0.2, **part)
+    for row in rows.itertuples():
+        final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
+        assert row.drift_l2_mean == pytest.approx(final["drift_l2_mean"], rel=1e-5)
+    assert tuple(rows["task"]) == TASKS and set(rows["rho"]) == {1.0}
+    assert f"relative drift {rows['drift_rel'].mean():.4f}" in rho_control(run, NAME)
+    assert not rho_control(run, "whole"), "a control of other layers is none"
+    # Another calibration's control is another point of its own sweep; one that is there is not measured again.
+    both = control(folder, "whole")
+    assert rho_control(both, "whole") and set(both.sweeps()["sweep"]) == {rows["sweep"][0], "control"}
+    assert control(folder, "whole").sweeps().equals(both.sweeps())
+
+
+def test_a_method_without_rho_has_no_control(folder: pathlib.Path) -> None:
+    asked = request(
+        method=next(name for name in calibrators if "rho" not in calibrators[name]().get_params())
+    )
+    with pytest.raises(SpecError, match="has no rho, so there is no control at rho 1"):
+        calibrate(folder, dataclasses.replace(asked, control=True))
+    assert NAME not in open_run(folder).manifest.calibrations
 
 
 def test_one_factor_at_a_time_or_all_combinations(folder: pathlib.Path) -> None:

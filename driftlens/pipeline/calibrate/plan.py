@@ -223,6 +223,16 @@ def plan_calibration(
                 f"task {task} has {len(of)} calibration samples, which {calibrator.num_folds} folds can't share",
                 hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
             )
+    if request.control and "rho" not in calibrator.get_params():
+        raise SpecError(
+            f"{method_of(request, section)} has no rho, so there is no control at rho 1",
+            hint="Its gain stands beside the merged model as it is: leave the control out.",
+        )
+    if request.control and len(counts := {len(of) for of in samples.values()}) > 1:
+        raise SpecError(
+            f"a control takes as many samples of every task; here are {min(counts)} to {max(counts)}",
+            hint="Say how many with samples (--samples), or leave the control out.",
+        )
     patterns = request.sites
     if patterns is None and section is not None:
         patterns = section.sites
@@ -354,6 +364,7 @@ class CalibrationRequest:
         layers: patterns on module paths, or layer indices, to calibrate instead of all blocks.
         sites: patterns on site paths to calibrate instead of the linear and norm modules.
         top_layers: only so many layers, those that the run's own attribution finds most of the final drift in.
+        control: whether the same is to be measured at rho 1 behind it; what can't be is refused before.
 
     Raises:
         SpecError: the name can't be one, or a count is not positive.
@@ -367,6 +378,7 @@ class CalibrationRequest:
     layers: Sequence[str | int] | None = None
     sites: Sequence[str] | None = None
     top_layers: int | None = None
+    control: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -41,7 +41,7 @@ from driftlens.pipeline.study.study import Study, TaskSamples
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.run import DriftRun, open_run
-from driftlens.records.swept import ABLATION, settings_of
+from driftlens.records.swept import ABLATION, CONTROL, rho_control, scope, settings_of
 from driftlens.records.writer import RunWriter
 from driftlens.settings import resolve
 from driftlens.spec import load_spec
@@ -60,6 +60,7 @@ class SweepRequest:
         values: a setting of every method, or `n`, the calibration samples per task -> the values to visit.
         grid: whether all combinations are visited in one sweep; otherwise each factor is varied by itself.
         ablate: whether a sweep called `ablation` takes every method apart, one declared setting at a time.
+        control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
         seeds: how many draws of the calibration samples; the first is the run's own.
         method: registered calibrators, each swept by itself; the spec's, or FeatCal, if left out.
         preset: published settings for all that is not varied, of the methods that have it.
@@ -75,6 +76,7 @@ class SweepRequest:
     samples: int | None = None
     accuracy: bool = True
     ablate: bool = False
+    control: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,10 @@ def sweep(
     if live is not None:
         _require_own_samples(request, opened.study)
     sweeps = _settings_of(request, around)
+    if request.control:
+        within = scope(open_run(folder), request.control)
+        called = around[0].named(f"{within}:{CONTROL}" if within else CONTROL)
+        sweeps[called] = [around[0].changed({"rho": 1.0})]
     for setting in {setting for settings in sweeps.values() for setting in settings}:
         if not isinstance(calibrator := setting.calibrator, ClosedForm):
             raise SpecError(
@@ -188,7 +194,8 @@ def sweep(
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     scored = [task for task, at in tasks.items() if at.test is not None and metrics_of(study, task)]
-    unsolved: dict[Setting, DriftLensError] = {}
+    plan, unsolved = opened.plan, dict[Setting, DriftLensError]()
+    chosen = {"sites": plan.patterns or None, "layers": plan.layers if request.control else None}
     with RunWriter.resume(folder) as writer:
         rows = open_run(folder).sweeps()
         is_outdated = rows["sweep"].isin(sweeps) & replace
@@ -197,7 +204,7 @@ def sweep(
         kept = rows[~is_outdated] if resume else rows[:0]
         trials = Trials(
             study,
-            opened.plan.sites,
+            plan.sites,
             {task: at.diagnosis for task, at in tasks.items()},
             functools.partial(_measured, study, accuracy=request.accuracy),
             Reporter(all_of(writer.progress, on_progress), cancel),
@@ -210,7 +217,7 @@ def sweep(
                 phase, wanted = f"{PHASE}:{seed}", scored if request.accuracy else []
                 missing = [point for point in points if not _is_there(point, seed, tasks, wanted, kept)]
                 with writer.phase(phase), suitable_threads(writer, phase, study):
-                    for setting, tried in _tried(trials, opened.plan.patterns, missing, drawn):
+                    for setting, tried in _tried(trials, chosen, missing, drawn):
                         if tried.error is not None:
                             unsolved.setdefault(setting, tried.error)
                             continue
@@ -226,6 +233,18 @@ def sweep(
     if unsolved:
         raise _incomplete(unsolved)
     return open_run(folder)
+
+
+def control(path: PathLike, name: str, **how: Any) -> DriftRun:
+    """The run with the control of a calibration: what it reaches at rho 1, all else as it is, as rows of `sweeps`.
+
+    Nothing is measured where that is there already, or where the calibration is its own control: at rho 1 the anchor
+    is the merged model. Keywords and errors are those of `sweep`.
+    """
+    run = open_run(path)
+    if run.manifest.calibrations[name].settings.get("rho", 1) == 1 or rho_control(run, name):
+        return run
+    return sweep(path, SweepRequest({}, control=name), **how)
 
 
 def _open(
@@ -249,6 +268,11 @@ def _open(
         )
         for name in dict.fromkeys(names)
     ]
+    if request.control:
+        made = open_run(folder).manifest.calibrations[request.control]
+        known = {"method": made.method, "parameters": made.settings, "sites": [*made.sites] or None}
+        count = max(made.samples.values())
+        asked = [CalibrationRequest(PHASE, samples=count, layers=[*made.layers] or None, **known)]
     opened = open_calibration(folder, asked[0], live=live, **options)
     fewest = min(map(len, opened.plan.samples.values()))
     if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
@@ -302,7 +326,7 @@ def _measured(
 
 def _tried(
     trials: Trials[dict[str, Any]],
-    patterns: Sequence[str],
+    chosen: Mapping[str, Any],
     missing: Sequence[_Point],
     samples: Mapping[str, SampleSet],
 ) -> Iterator[tuple[Setting, Tried[dict[str, Any]]]]:
@@ -316,7 +340,7 @@ def _tried(
             continue
         assert isinstance(calibrator, ClosedForm)
         few = {task: part_of(drawn, range(setting.n)) for task, drawn in samples.items()}
-        sites = select_sites(chain, sites=patterns or None, update=calibrator.update)
+        sites = select_sites(chain, **chosen, update=calibrator.update)
         try:
             tried = trials.alone(few, calibrator, sites)
         except (DataError, NumericsError) as error:
@@ -329,7 +353,7 @@ def _tried(
             for task, drawn in samples.items()
         }
         lanes = [Lane(calibrator, frozenset(range(cuts.index(at.n) + 1))) for at, calibrator in found]
-        sites = select_sites(chain, sites=patterns or None, update=update)
+        sites = select_sites(chain, **chosen, update=update)
         several = dataclasses.replace(trials, sites=sites).run(parts, lanes)
         yield from zip((setting for setting, _ in found), several, strict=True)
 
@@ -357,7 +381,7 @@ def _incomplete(unsolved: Mapping[Setting, DriftLensError]) -> DriftLensError:
 
 def _require_something(request: SweepRequest) -> None:
     """Refuse a sweep of nothing, numbers of samples or seeds that can't be, and a method without ablations."""
-    if not request.values and not request.ablate:
+    if not request.values and not request.ablate and not request.control:
         raise SpecError("a sweep needs something to vary", hint="For example --param lam=0.01,0.05,0.25.")
     for name, wanted in request.values.items():
         if not wanted:
@@ -415,7 +439,9 @@ def _is_there(
 
 def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:
     varied, now = sweep.rpartition(":")[2].split("+"), settings[0].values
-    if varied == [ABLATION]:
+    if varied == [CONTROL]:  # each calibration is a point of its own
+        varied = [*now]
+    elif varied == [ABLATION]:
         varied = [name for at in calibrators[settings[0].method].ablations for name in at]
     for name, value in now.items():
         before = [at.values[name] for at in known]

@@ -246,10 +246,12 @@ def compare(
     equal = None if second is None else equality(found.before, found.after)
     if as_json:
         same = None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.within(limit)}
+        means = [(pair, *found.mean_change(pair)[:2]) for pair in found.pairs]
         document = {
             "before": {"id": found.before.id, "name": found.before.name},
             "after": {"id": found.after.id, "name": found.after.name},
             **{name: getattr(found, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers")},
+            "means": [vars(at) | {"pair": pair, "p_value": p} for pair, at, p in means],
             "equality": same,
         }
         say_json(document)

@@ -15,7 +15,7 @@ import pandas as pd
 from driftlens.errors import DataError
 from driftlens.metrics import ACCURACY, metric_called, title_of
 from driftlens.records.compare import ScoreChange
-from driftlens.records.intervals import Interval, MeanChange
+from driftlens.records.intervals import Interval, MeanChange, mean_over_tasks, p_of
 from driftlens.records.outcomes import (
     Measure,
     TaskMeans,
@@ -239,12 +239,17 @@ def _changes(run: DriftRun, name: str, found: Sequence[ScoreChange]) -> Sheet:
 
 
 def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
+    all_paired = [(entry.split, entry.paired) for entry in found if entry.paired is not None]
+    splits, several = {split for split, _ in all_paired}, [paired for _, paired in all_paired]
+    mean = mean_over_tasks([Interval(at.difference, at.ci_low, at.ci_high, at.n) for at in several])
+    sums = [sum(counts) for counts in zip(*((at.n, at.gained, at.lost) for at in several), strict=True)]
+    last = (f"mean of {len(several)}", *splits, *sums, *_parts(mean), p_of(mean))
     return Sheet(
         f"answers-changed-{name}",
         f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
         {
             **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
-            **{"change": "points", "95 % low": "points", "95 % high": "points", "McNemar p": "p"},
+            **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
         },
         [
             (
@@ -253,9 +258,11 @@ def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
             )
             for entry in found
             if entry.paired is not None
-        ],
+        ]
+        + [last] * (len(several) > 1 == len(splits)),
         f"Change in points of {_told(at.metric for at in found if at.paired)[0]} on these samples, with Tango's "
-        "interval for paired answers, and McNemar's mid-p.",
+        "interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals (MOVER; "
+        "samples of different tasks are independent) and has its p from its own.",
     )
 
 

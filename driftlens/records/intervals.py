@@ -213,6 +213,17 @@ def mean_over_tasks(found: Sequence[Interval]) -> Interval:
     return Interval(value, value - down, value + up, sum(entry.n for entry in found))
 
 
+def p_of(found: Interval) -> float:
+    """Two-sided p that a change is 0, read off its interval: below 5 % where that excludes 0; NaN where not known.
+
+    The normal tail at as many standard errors as the interval's half towards 0 makes of the change.
+    """
+    half = found.value - found.low if found.value > 0 else found.high - found.value
+    if not half:
+        return float(found.value == 0)
+    return math.erfc(_Z * abs(found.value) / half / math.sqrt(2)) if math.isfinite(half) else math.nan
+
+
 def student(freedom: float, level: float = 0.95) -> float:
     """How many standard errors either way of a mean hold the truth in `level` of all cases; NaN without freedom."""
     from scipy.special import stdtrit

@@ -226,7 +226,9 @@ def comparison_text(found: Comparison) -> str:
     parts = [[before] if found.before is found.after else [f"before: {before}", f"after: {after}"]]
     parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
     for pair, rows in found.tasks.groupby(["before", "after"], sort=False):
-        parts.append([" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows)])
+        parts.append(
+            [" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows), *_mean(found, pair, rows)]
+        )
     if (found.tasks["score_ci_low"].notna() & ~found.tasks["score_paired"]).any():
         parts.append([_INTERVAL_NOTE])
     if found.notes:
@@ -310,6 +312,16 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         for row in rows.to_dict("records")
         if row["paired_n"]
     ]
+
+
+def _mean(found: Comparison, pair: tuple[str, str], rows: pd.DataFrame) -> list[str]:
+    change, p, num_tasks = found.mean_change(pair)
+    if num_tasks < 2 or not is_measured(change.low):
+        return []
+    is_share = metric_called(rows["metric"].iloc[0]).kind == "share"
+    change, unit, digits = (change.scaled(100), " points", ".1f") if is_share else (change, "", ".4g")
+    ends = f"{change.low:+{digits}} to {change.high:+{digits}}"
+    return [f"mean of {num_tasks} tasks: {change.value:+{digits}}{unit} ({ends}), p {p_value(p)}"]
 
 
 def _value(value: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from scipy.stats import binom, binomtest, multinomial
+from scipy.stats import binom, binomtest, multinomial, norm
 
 from driftlens.diagnostics.drift import share_intervals
 from driftlens.records.intervals import (
@@ -20,6 +20,7 @@ from driftlens.records.intervals import (
     mean_change,
     mean_interval,
     mean_over_tasks,
+    p_of,
     standard_error,
     student,
     unpaired_difference,
@@ -120,6 +121,22 @@ def test_p_is_below_5_percent_exactly_where_the_interval_excludes_0() -> None:
             assert verdicts[-1] == (found.ci_low > 0 or found.ci_high < 0), (gained, changed)
     assert 100 < sum(verdicts) < len(verdicts) - 100
     assert paired(4, 0, 40, 20).ci_low == 0, "Tango's interval alone excludes 0 here, at a p of 0.06"
+
+
+@given(st.lists(cells, min_size=1, max_size=5))
+def test_the_p_of_a_mean_over_tasks_says_what_its_interval_says(
+    tasks: list[tuple[int, int, int, int]],
+) -> None:
+    found = [paired(*at) for at in tasks]
+    mean = mean_over_tasks([Interval(at.difference, at.ci_low, at.ci_high, at.n) for at in found])
+    assert (p_of(mean) < 0.05) == (mean.low > 0 or mean.high < 0)
+    assert p_of(Interval(-mean.value, -mean.high, -mean.low)) == p_of(mean)
+
+
+def test_the_p_of_a_symmetric_interval_is_that_of_its_standard_errors() -> None:
+    assert p_of(Interval(0.06, 0.06 - 1.959964 * 0.02, 1.0)) == pytest.approx(2 * norm.sf(3), rel=1e-4)
+    assert p_of(Interval(0.0, 0.0, 0.0)) == 1 and p_of(Interval(0.1, 0.1, 0.1)) == 0
+    assert math.isnan(p_of(Interval(0.1))) and math.isnan(p_of(Interval(math.nan)))
 
 
 def test_wilson_covers_the_truth_about_95_times_in_100() -> None:

@@ -12,9 +12,9 @@ from scipy import stats
 from driftlens.records import outcomes
 from driftlens.records.before_after import final_drift_changes, score_change_note, score_changes
 from driftlens.records.compare import compare
-from driftlens.records.intervals import mcnemar, unpaired_difference
+from driftlens.records.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
 from driftlens.records.outcomes import score_change
-from driftlens.records.reading import points
+from driftlens.records.reading import p_value, points
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens_reports.build import Report
@@ -88,6 +88,13 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: path
     assert rows["cars"]["score_paired"] and not rows["dtd"]["score_paired"]
     said = comparison_text(compare(run))
     assert "McNemar p < .001" in said and "too wide" in said
+    mean, p, num_tasks = compare(run).mean_change(("merged", VARIANT))
+    ends = [100 * end for end in (mean.value, mean.low, mean.high)]
+    assert mean == mean_over_tasks([Interval(e.change, e.low, e.high) for e in (paired, unpaired)])
+    assert (
+        f"mean of {num_tasks} tasks: {ends[0]:+.1f} points ({ends[1]:+.1f} to {ends[2]:+.1f}), p {p_value(p)}"
+        in said
+    )
 
 
 def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
@@ -98,10 +105,23 @@ def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:
     assert list(found.rows) == [(e.task, e.change, e.low, e.high, e.n) for e in entries]
     assert score_change_note(entries) in found.note
     answers = [entry.paired for entry in entries if entry.paired is not None]
-    assert [row[1:] for row in tables[f"answers-changed-{NAME}"].rows] == [
+    *rows, last = tables[f"answers-changed-{NAME}"].rows
+    assert [row[1:] for row in rows] == [
         ("diagnosis", 24, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
         for at in answers
     ]
+    mean = mean_over_tasks([Interval(at.difference, at.ci_low, at.ci_high, at.n) for at in answers])
+    sums = sum(at.gained for at in answers), sum(at.lost for at in answers)
+    assert last == (
+        f"mean of {len(answers)}",
+        "diagnosis",
+        24 * len(answers),
+        *sums,
+        mean.value,
+        mean.low,
+        mean.high,
+        p_of(mean),
+    )
     drifts = tables[f"before-after-{NAME}"]
     at = [column.name for column in drifts.columns].index("L2 drift +-")
     final = run.layers("cars", "merged", "final").iloc[0]

@@ -270,9 +270,9 @@ def _open(
     ]
     if request.control:
         made = open_run(folder).manifest.calibrations[request.control]
-        known = {"method": made.method, "parameters": made.settings, "sites": [*made.sites] or None}
-        count = max(made.samples.values())
-        asked = [CalibrationRequest(PHASE, samples=count, layers=[*made.layers] or None, **known)]
+        count, layers, sites = max(made.samples.values()), [*made.layers] or None, [*made.sites] or None
+        values = made.method, None, made.settings, count, layers, sites
+        asked = [CalibrationRequest(PHASE, *values)]
     opened = open_calibration(folder, asked[0], live=live, **options)
     fewest = min(map(len, opened.plan.samples.values()))
     if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take

@@ -288,10 +288,9 @@ def calibrate(
         progress: how progress is shown on stderr.
         on_progress: called with every `ProgressEvent`, besides.
         cancel: a token whose `cancel()` stops the work at the next batch.
-        **options: method, preset, samples, layers, sites, top_layers, and `control`, which also measures the same
-            calibration at rho 1 (rows of `sweeps()`) and names that beside the gain; resume, replace, save_weights,
-            attribution, on_first, on_measured as for `driftlens.pipeline.calibrate.job.calibrate`; device, offline,
-            trust as in `Access`.
+        **options: method, preset, samples, layers, sites, top_layers, control (the same at rho 1 too); resume, replace,
+            save_weights, attribution, on_first, on_measured as for `driftlens.pipeline.calibrate.job.calibrate`;
+            device, offline, trust as in `Access`.
 
     Raises:
         DriftLensError: see the tree in `driftlens.errors`.

@@ -44,6 +44,7 @@ Sites = Annotated[
         "and norm modules if left out."
     ),
 ]
+Control = Annotated[bool, typer.Option("--control", help="Measure the same at rho 1 too.")]
 Parameters = Annotated[
     list[str] | None,
     typer.Option(
@@ -81,10 +82,7 @@ def calibrate(
             "search from them and, without --method, what other methods offer.",
         ),
     ] = False,
-    control: Annotated[
-        bool,
-        typer.Option("--control", help="Measure the same at rho 1 too, as the control beside the gain."),
-    ] = False,
+    control: Control = False,
     save_weights: Annotated[
         Path | None,
         typer.Option(help="A .safetensors file, or a folder the original library loads, with model card."),

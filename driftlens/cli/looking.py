@@ -236,7 +236,9 @@ def compare(
 ) -> None:
     """Show what changes between two runs or two variants: drift, flips, accuracy with intervals."""
     from driftlens.records.compare import compare as compared
+    from driftlens.records.compare import mean_score_change
     from driftlens.records.equality import TOLERANCE, equality
+    from driftlens.records.intervals import p_of
     from driftlens_reports.terminal import comparison_text, equality_text
 
     found = compared(first, second, before=before, after=after, allow_mismatch=allow_mismatch)
@@ -246,12 +248,13 @@ def compare(
     equal = None if second is None else equality(found.before, found.after)
     if as_json:
         same = None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.within(limit)}
-        means = [(pair, *found.mean_change(pair)[:2]) for pair in found.pairs]
+        by_pair = found.tasks.groupby(["before", "after"], sort=False)
+        means = [(pair, mean_score_change(rows)) for pair, rows in by_pair]
         document = {
             "before": {"id": found.before.id, "name": found.before.name},
             "after": {"id": found.after.id, "name": found.after.name},
             **{name: getattr(found, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers")},
-            "means": [vars(at) | {"pair": pair, "p_value": p} for pair, at, p in means],
+            "means": [{"pair": pair, **vars(at), "p_value": p_of(at)} for pair, at in means],
             "equality": same,
         }
         say_json(document)

@@ -239,11 +239,15 @@ def _changes(run: DriftRun, name: str, found: Sequence[ScoreChange]) -> Sheet:
 
 
 def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
-    all_paired = [(entry.split, entry.paired) for entry in found if entry.paired is not None]
-    splits, several = {split for split, _ in all_paired}, [paired for _, paired in all_paired]
-    mean = mean_over_tasks([Interval(at.difference, at.ci_low, at.ci_high, at.n) for at in several])
-    sums = [sum(counts) for counts in zip(*((at.n, at.gained, at.lost) for at in several), strict=True)]
-    last = (f"mean of {len(several)}", *splits, *sums, *_parts(mean), p_of(mean))
+    rows: list[tuple[Any, ...]] = [
+        (entry.task, entry.split, at.n, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
+        for entry in found
+        if (at := entry.paired) is not None
+    ]
+    if len(rows) > 1 and len({row[1] for row in rows}) == 1:
+        mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
+        sums = [sum(row[at] for row in rows) for at in (2, 3, 4)]
+        rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *_parts(mean), p_of(mean)))
     return Sheet(
         f"answers-changed-{name}",
         f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
@@ -251,15 +255,7 @@ def _answers(name: str, found: Sequence[ScoreChange]) -> Sheet:
             **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
             **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
         },
-        [
-            (
-                *(entry.task, entry.split, entry.paired.n, entry.paired.gained, entry.paired.lost),
-                *(entry.paired.difference, entry.paired.ci_low, entry.paired.ci_high, entry.paired.p_value),
-            )
-            for entry in found
-            if entry.paired is not None
-        ]
-        + [last] * (len(several) > 1 == len(splits)),
+        rows,
         f"Change in points of {_told(at.metric for at in found if at.paired)[0]} on these samples, with Tango's "
         "interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals (MOVER; "
         "samples of different tasks are independent) and has its p from its own.",

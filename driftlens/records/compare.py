@@ -20,7 +20,6 @@ from driftlens.records.intervals import (
     mcnemar,
     mean_change,
     mean_over_tasks,
-    p_of,
     unpaired_difference,
 )
 from driftlens.records.reading import is_measured
@@ -58,17 +57,6 @@ class Comparison:
     tasks: pd.DataFrame
     mismatches: tuple[str, ...]
     notes: tuple[str, ...] = ()
-
-    def mean_change(self, pair: tuple[str, str]) -> tuple[Interval, float, int]:
-        """The change of the mean score over tasks of one metric, by each task's own; its p; how many tasks these are.
-
-        NaN where a task was not measured, or tasks are judged by different metrics.
-        """
-        rows = self.tasks[(self.tasks["before"] == pair[0]) & (self.tasks["after"] == pair[1])]
-        ends = rows[["score_change", "score_ci_low", "score_ci_high"]].astype(float).to_numpy()
-        is_one = rows["metric"].nunique() == 1
-        mean = mean_over_tasks([Interval(*at) for at in ends] if is_one else [])
-        return mean, p_of(mean), len(rows)
 
     def _repr_html_(self) -> str:
         """What changes on every task, for notebooks."""
@@ -155,6 +143,12 @@ def compare(
         mismatches=found,
         notes=tuple(_unverified(first, second, tasks)),
     )
+
+
+def mean_score_change(rows: pd.DataFrame) -> Interval:
+    """The mean over the tasks of one pair, each with its own interval; NaN where metrics differ, or one is missing."""
+    ends = rows[["score_change", "score_ci_low", "score_ci_high"]].astype(float).to_numpy()
+    return mean_over_tasks([Interval(*at) for at in ends] if rows["metric"].nunique() == 1 else [])
 
 
 def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:

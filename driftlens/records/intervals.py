@@ -214,14 +214,9 @@ def mean_over_tasks(found: Sequence[Interval]) -> Interval:
 
 
 def p_of(found: Interval) -> float:
-    """Two-sided p that a change is 0, read off its interval: below 5 % where that excludes 0; NaN where not known.
-
-    The normal tail at as many standard errors as the interval's half towards 0 makes of the change.
-    """
+    """Two-sided p that a change is 0, by the half of its interval towards 0: below 5 % where that excludes 0."""
     half = found.value - found.low if found.value > 0 else found.high - found.value
-    if not half:
-        return float(found.value == 0)
-    return math.erfc(_Z * abs(found.value) / half / math.sqrt(2)) if math.isfinite(half) else math.nan
+    return math.erfc(_Z * abs(found.value) / half / math.sqrt(2)) if half else float(found.value == 0)
 
 
 def student(freedom: float, level: float = 0.95) -> float:

@@ -16,7 +16,6 @@ from driftlens.variants import title
 ABLATION = "ablation"
 """The sweep that takes a method apart; its first point is the method as it is."""
 CONTROL = "control"
-"""The sweep of what calibrations of the run reach at rho 1, all else as it is."""
 LEVELS = ("merged", "base", "expert")
 MEASURES: dict[str, tuple[str, Kind, Kind]] = {
     "accuracy": ("accuracy", "share", "points"),
@@ -63,8 +62,7 @@ def scope(run: DriftRun, name: str) -> str:
 def rho_control(run: DriftRun, name: str) -> str:
     """What a calibration of the run reaches at rho 1, all else as it is, where a sweep has measured that; else empty.
 
-    With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A control
-    of other layers or sites is none.
+    With another rho the anchor itself is another merge, so that this is what a gain is to be held against.
 
     Raises:
         RunError: a table can't be read.
@@ -75,8 +73,9 @@ def rho_control(run: DriftRun, name: str) -> str:
     wanted = {**made.settings, "rho": 1.0}
     # Sweeps of older runs tell neither.
     rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
-    within = rows["sweep"].str.rpartition(":")[0].str.removeprefix(made.method).str.removeprefix(":")
-    rows = rows[within == scope(run, name)]
+    rows = rows[
+        rows["sweep"].str.rpartition(":")[0].str.removeprefix(made.method).str.lstrip(":") == scope(run, name)
+    ]
     same = [
         at
         for at, row in rows.iterrows()

@@ -13,9 +13,9 @@ from driftlens.metrics import ACCURACY, METRICS, metric_called, title_of
 from driftlens.projection import Projection
 from driftlens.records.before_after import calibration_sheets, selection_sentences
 from driftlens.records.checks import CheckReport, self_checks
-from driftlens.records.compare import Comparison
+from driftlens.records.compare import Comparison, mean_score_change
 from driftlens.records.equality import Equality
-from driftlens.records.intervals import Interval, mean_over_tasks, wilson
+from driftlens.records.intervals import Interval, mean_over_tasks, p_of, wilson
 from driftlens.records.listing import RunSummary
 from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import (
@@ -226,9 +226,7 @@ def comparison_text(found: Comparison) -> str:
     parts = [[before] if found.before is found.after else [f"before: {before}", f"after: {after}"]]
     parts += [[f"Not the same in both: {text}" for text in found.mismatches]] if found.mismatches else []
     for pair, rows in found.tasks.groupby(["before", "after"], sort=False):
-        parts.append(
-            [" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows), *_mean(found, pair, rows)]
-        )
+        parts.append([" -> ".join(map(title, pair)), *_task_lines(rows), *_notes(rows), *_mean(rows)])
     if (found.tasks["score_ci_low"].notna() & ~found.tasks["score_paired"]).any():
         parts.append([_INTERVAL_NOTE])
     if found.notes:
@@ -314,14 +312,13 @@ def _notes(rows: pd.DataFrame) -> list[str]:
     ]
 
 
-def _mean(found: Comparison, pair: tuple[str, str], rows: pd.DataFrame) -> list[str]:
-    change, p, num_tasks = found.mean_change(pair)
-    if num_tasks < 2 or not is_measured(change.low):
+def _mean(rows: pd.DataFrame) -> list[str]:
+    change = mean_score_change(rows)
+    if len(rows) < 2 or not is_measured(change.low):
         return []
-    is_share = metric_called(rows["metric"].iloc[0]).kind == "share"
-    change, unit, digits = (change.scaled(100), " points", ".1f") if is_share else (change, "", ".4g")
-    ends = f"{change.low:+{digits}} to {change.high:+{digits}}"
-    return [f"mean of {num_tasks} tasks: {change.value:+{digits}}{unit} ({ends}), p {p_value(p)}"]
+    own = {"change": change.value, "ci_low": change.low, "ci_high": change.high}
+    _, mean, ends = _score_cells({**rows.iloc[0], **{f"score_{at}": value for at, value in own.items()}})
+    return [f"mean change over {len(rows)} tasks: {mean} ({ends}), p {p_value(p_of(change))}"]
 
 
 def _value(value: float) -> str:

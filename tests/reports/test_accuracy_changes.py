@@ -11,10 +11,10 @@ from scipy import stats
 
 from driftlens.records import outcomes
 from driftlens.records.before_after import final_drift_changes, score_change_note, score_changes
-from driftlens.records.compare import compare
+from driftlens.records.compare import compare, mean_score_change
 from driftlens.records.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
 from driftlens.records.outcomes import score_change
-from driftlens.records.reading import p_value, points
+from driftlens.records.reading import p_value, points, points_interval
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from driftlens_reports.build import Report
@@ -88,13 +88,10 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: path
     assert rows["cars"]["score_paired"] and not rows["dtd"]["score_paired"]
     said = comparison_text(compare(run))
     assert "McNemar p < .001" in said and "too wide" in said
-    mean, p, num_tasks = compare(run).mean_change(("merged", VARIANT))
-    ends = [100 * end for end in (mean.value, mean.low, mean.high)]
+    mean = mean_score_change(compare(run).tasks)
     assert mean == mean_over_tasks([Interval(e.change, e.low, e.high) for e in (paired, unpaired)])
-    assert (
-        f"mean of {num_tasks} tasks: {ends[0]:+.1f} points ({ends[1]:+.1f} to {ends[2]:+.1f}), p {p_value(p)}"
-        in said
-    )
+    told = f"{points(mean.value)} ({points_interval(mean.low, mean.high)}), p {p_value(p_of(mean))}"
+    assert f"mean change over 2 tasks: {told}" in said
 
 
 def test_the_report_tells_the_same_numbers(tmp_path: pathlib.Path) -> None:

@@ -224,15 +224,7 @@ def plan_calibration(
                 hint=f"Bring more samples, or set folds to at most {len(of)}; cv=off needs one sample.",
             )
     if request.control and "rho" not in calibrator.get_params():
-        raise SpecError(
-            f"{method_of(request, section)} has no rho, so there is no control at rho 1",
-            hint="Its gain stands beside the merged model as it is: leave the control out.",
-        )
-    if request.control and len(counts := {len(of) for of in samples.values()}) > 1:
-        raise SpecError(
-            f"a control takes as many samples of every task; here are {min(counts)} to {max(counts)}",
-            hint="Say how many with samples (--samples), or leave the control out.",
-        )
+        raise SpecError(f"{method_of(request, section)} has no rho, so there is no control at rho 1")
     patterns = request.sites
     if patterns is None and section is not None:
         patterns = section.sites
@@ -364,7 +356,7 @@ class CalibrationRequest:
         layers: patterns on module paths, or layer indices, to calibrate instead of all blocks.
         sites: patterns on site paths to calibrate instead of the linear and norm modules.
         top_layers: only so many layers, those that the run's own attribution finds most of the final drift in.
-        control: whether the same is to be measured at rho 1 behind it; what can't be is refused before.
+        control: whether the same is to be measured at rho 1 behind it, which needs a method with rho.
 
     Raises:
         SpecError: the name can't be one, or a count is not positive.

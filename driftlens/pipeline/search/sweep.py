@@ -175,9 +175,8 @@ def sweep(
         _require_own_samples(request, opened.study)
     sweeps = _settings_of(request, around)
     if request.control:
-        within = scope(open_run(folder), request.control)
-        called = around[0].named(f"{within}:{CONTROL}" if within else CONTROL)
-        sweeps[called] = [around[0].changed({"rho": 1.0})]
+        called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
+        sweeps[around[0].named(called)] = [around[0].changed({"rho": 1.0})]
     for setting in {setting for settings in sweeps.values() for setting in settings}:
         if not isinstance(calibrator := setting.calibrator, ClosedForm):
             raise SpecError(
@@ -236,11 +235,7 @@ def sweep(
 
 
 def control(path: PathLike, name: str, **how: Any) -> DriftRun:
-    """The run with the control of a calibration: what it reaches at rho 1, all else as it is, as rows of `sweeps`.
-
-    Nothing is measured where that is there already, or where the calibration is its own control: at rho 1 the anchor
-    is the merged model. Keywords and errors are those of `sweep`.
-    """
+    """The run with what a calibration reaches at rho 1, measured unless it is there; otherwise as `sweep`."""
     run = open_run(path)
     if run.manifest.calibrations[name].settings.get("rho", 1) == 1 or rho_control(run, name):
         return run
@@ -270,9 +265,10 @@ def _open(
     ]
     if request.control:
         made = open_run(folder).manifest.calibrations[request.control]
-        count, layers, sites = max(made.samples.values()), [*made.layers] or None, [*made.sites] or None
-        values = made.method, None, made.settings, count, layers, sites
-        asked = [CalibrationRequest(PHASE, *values)]
+        count, sites = max(made.samples.values()), [*made.sites] or None
+        asked = [
+            CalibrationRequest(PHASE, made.method, None, made.settings, count, made.layers or None, sites)
+        ]
     opened = open_calibration(folder, asked[0], live=live, **options)
     fewest = min(map(len, opened.plan.samples.values()))
     if wanted > fewest:  # of samples that were handed in as many were taken as calibrations take
@@ -439,9 +435,8 @@ def _is_there(
 
 def _require_same_rest(sweep: str, settings: Sequence[Setting], known: Collection[Setting]) -> None:
     varied, now = sweep.rpartition(":")[2].split("+"), settings[0].values
-    if varied == [CONTROL]:  # each calibration is a point of its own
-        varied = [*now]
-    elif varied == [ABLATION]:
+    varied = [*now] if varied == [CONTROL] else varied  # each calibration is a point of its own
+    if varied == [ABLATION]:
         varied = [name for at in calibrators[settings[0].method].ablations for name in at]
     for name, value in now.items():
         before = [at.values[name] for at in known]

@@ -62,6 +62,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
 def test_from_the_first_visit_to_the_repaired_model_by_pressing_only_buttons(
     page: Any, world: World, tmp_path: Path
 ) -> None:
+    (tmp_path / "runs").mkdir()
     run = roomy_run(world, tmp_path / "runs").path
     page.set_viewport_size({"width": 1440, "height": 900})
     with serving(run.parent, tmp_path / "log") as address:

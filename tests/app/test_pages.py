@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.run import open_run
-from driftlens.records.verdict import verdict
+from driftlens.records.verdict import shareable, verdict
 from driftlens_app.pages import pages
 from tests.app.conftest import Open, shown_data
 from tests.records.full_run import write_full_run
@@ -188,7 +188,7 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     (shown,) = (
         text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("Accuracy")
     )
-    assert shown == "\n\n".join(verdict(run).sentences) and str(run.path) in shown
+    assert shown == shareable(run, "\n\n".join(verdict(run).sentences)) and str(run.path) not in shown
     assert [row[0] for row in app.dataframe[0].value.to_numpy()] == [*run.tasks, f"mean of {len(run.tasks)}"]
     origins = [line for line in said(app).splitlines() if line.startswith("- ") and "final drift:" in line]
     assert [line[:9] for line in origins] == ["- mnist: "] and not app.metric
@@ -204,12 +204,11 @@ def test_a_link_brings_back_run_task_and_layer(open_app: Open, root: Path) -> No
     assert wrong.selectbox(key="task").value is None and not wrong.error
 
 
-def test_a_run_without_a_calibration_points_to_the_page_that_makes_one(
-    open_app: Open, tmp_path: Path
-) -> None:
+def test_a_button_beside_the_verdict_leads_to_the_page_that_repairs(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "merged", variants=("base", "merged"))
     app = open_app(tmp_path, "overview")
-    assert "Not calibrated yet" in app.get("page_link")[0].proto.label
+    app.button(key="to-repair").click().run()
+    assert app.title[0].value == "Repair" and not app.error
 
 
 def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Path) -> None:

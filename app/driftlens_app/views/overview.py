@@ -8,7 +8,7 @@ import streamlit as st
 from driftlens.records.checks import self_checks
 from driftlens.records.reading import is_measured, size
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import task_sheet, verdict
+from driftlens.records.verdict import shareable, task_sheet, verdict
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.selection import Selection, selection
@@ -46,13 +46,12 @@ def show() -> None:
 def _show_verdict(run: DriftRun) -> None:
     found = verdict(run)
     with st.container(border=True):
-        st.markdown("\n\n".join(map(plain, found.sentences)))
+        st.markdown("\n\n".join(plain(shareable(run, text)) for text in found.sentences))
+        # The least that answers "what to do": the page it leads to has the default in place.
+        if st.button("Repair", type="primary", icon=":material/build:", key="to-repair"):
+            st.switch_page(path_of("repair"))
     if found.means:
         show_sheet(task_sheet(run, found))
-    if not found.after:
-        st.page_link(
-            path_of("repair"), label="Not calibrated yet: calibrate this run", icon=":material/tune:"
-        )
 
 
 def _origins(chosen: Selection) -> None:
@@ -70,10 +69,18 @@ def _origins(chosen: Selection) -> None:
 
 
 def _list_self_checks(run: DriftRun) -> None:
-    st.subheader("Self-checks", anchor=False, help="Claims that are exact in theory, tested on this run.")
-    for check in self_checks(run).results:
-        icon = "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
-        st.markdown(f":material/{icon}: {plain(check_sentence(check))}")
+    results = self_checks(run).results
+    bad = sum(is_measured(check.value) and check.status != "pass" for check in results)
+    says, badge = (f"{bad} of the self-checks fail", "warning") if bad else ("Self-checks hold", "verified")
+    if not any(is_measured(check.value) for check in results):
+        says, badge = "Self-checks were not measured", "remove"
+    with st.expander(says, icon=f":material/{badge}:"):
+        st.caption("Claims that are exact in theory, tested on this run.")
+        for check in results:
+            icon = (
+                "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
+            )
+            st.markdown(f":material/{icon}: {plain(check_sentence(check))}")
 
 
 def _provenance(run: DriftRun) -> None:

@@ -13,7 +13,7 @@ from streamlit.testing.v1 import AppTest
 from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.run import open_run
 from driftlens.records.verdict import shareable, verdict
-from driftlens_app.pages import pages
+from driftlens_app.pages import pages, path_of
 from tests.app.conftest import Open, shown_data
 from tests.records.full_run import write_full_run
 
@@ -188,8 +188,21 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     (shown,) = (
         text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("Accuracy")
     )
-    assert shown == shareable(run, "\n\n".join(verdict(run).sentences)) and str(run.path) not in shown
-    assert [row[0] for row in app.dataframe[0].value.to_numpy()] == [*run.tasks, f"mean of {len(run.tasks)}"]
+    assert shown == "\n\n".join(shareable(run, text) for text in verdict(run).sentences)
+    assert str(run.path) not in said(app) and "Next: `driftlens" in shown
+    rows, right = app.dataframe[0].value.set_index("task"), run.accuracy().query("metric == 'accuracy'")
+    last = [name for name in run.variants if name.startswith("calibrated:")][-1]
+    right = 100 * right.pivot(index="task", columns="variant", values="value")
+    assert [*rows.index] == [
+        *(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index
+    ]
+    for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
+        assert rows[column].tolist() == pytest.approx(right.loc[rows.index, variant].tolist())
+    for task in run.tasks:
+        curve = run.layers(task, last).sort_values("layer")["drift_rel"].tolist()
+        assert list(rows.loc[task, "by layer"]) == curve
+        assert rows.loc[task, "relative drift"] == pytest.approx(100 * curve[-1])
+    assert "Where merged's final drift comes from" in said(app)
     origins = [line for line in said(app).splitlines() if line.startswith("- ") and "final drift:" in line]
     assert [line[:9] for line in origins] == ["- mnist: "] and not app.metric
 
@@ -204,11 +217,12 @@ def test_a_link_brings_back_run_task_and_layer(open_app: Open, root: Path) -> No
     assert wrong.selectbox(key="task").value is None and not wrong.error
 
 
-def test_a_button_beside_the_verdict_leads_to_the_page_that_repairs(open_app: Open, tmp_path: Path) -> None:
+def test_a_run_leads_to_its_repair_by_a_button(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "merged", variants=("base", "merged"))
     app = open_app(tmp_path, "overview")
     app.button(key="to-repair").click().run()
-    assert app.title[0].value == "Repair" and not app.error
+    assert app.title[0].value == pages()[path_of("repair")].title and not app.error
+    assert open_run(tmp_path / "merged").id in app.query_params["run"]
 
 
 def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Path) -> None:
@@ -239,7 +253,7 @@ def test_the_address_holds_what_was_chosen_on_every_page(open_app: Open, root: P
 def test_every_chart_stands_above_its_data(open_app: Open, root: Path) -> None:
     app = open_app(root, "overview")
     charts, data = app.get("plotly_chart"), shown_data(app)
-    assert len(charts) == len(data) == 2
+    assert len(charts) == len(data) == 1
     assert all(map(len, data))
 
 

@@ -41,6 +41,21 @@ def test_choosing_a_task_changes_the_page_and_the_link_keeps_it(
     other.context.close()
 
 
+def test_a_click_on_a_row_of_the_overview_chooses_its_task(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    page.goto(f"{app_url}/overview?run={open_run(runs_folder / 'merged').id}")
+    table = page.get_by_test_id("stDataFrame").first.locator("canvas").first
+    table.wait_for()
+    settled(page)
+    box = table.bounding_box()
+    page.mouse.click(box["x"] + 150, box["y"] + 52)  # the first row, below the head
+    page.wait_for_url("**task=*")
+    settled(page)
+    origins = page.get_by_role("listitem").filter(has_text="final drift: layer")
+    expect(origins).to_have_count(1, timeout=60_000)
+
+
 def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, runs_folder: Path) -> None:
     run = open_run(runs_folder / "merged")
     page.goto(f"{app_url}/overview?run={run.id}&task=dtd")

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import zlib
+from typing import Any, Literal
+
 import pandas as pd
 import streamlit as st
+from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, TextColumn
 
 from driftlens.records.checks import self_checks
-from driftlens.records.reading import is_measured, size
+from driftlens.records.reading import Sheet, is_measured, size
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import shareable, task_sheet, verdict
+from driftlens.records.verdict import Verdict, shareable, task_sheet, verdict
+from driftlens.variants import part_of, title
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
-from driftlens_app.selection import Selection, selection
-from driftlens_app.show import note, page_title, plain, show_chart, show_sheet, shown_errors, when
+from driftlens_app.samples import pictures
+from driftlens_app.selection import MEASURE, RUN, TASK, VARIANTS, Selection, selection
+from driftlens_app.show import (
+    DOTS,
+    dots,
+    note,
+    page_title,
+    plain,
+    show_drawn,
+    show_table,
+    shown_errors,
+    when,
+)
 from driftlens_reports import facts
-from driftlens_reports.charts.chart import by_rank, charts
+from driftlens_reports.charts.page_curves import mean_curves
 from driftlens_reports.facts import check_sentence, origin_sentence
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
@@ -34,12 +50,14 @@ def show() -> None:
             st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
     with shown_errors():
         _show_verdict(chosen.run)
-    for chart in by_rank(entry for entry in charts.values() if "overview" in entry.presets):
-        show_chart(chart.name, chosen.run, chosen.options())
+    chosen = selection(TASK, VARIANTS, MEASURE)
+    with shown_errors():
+        # No chart of reports: those of single tasks are on Layers.
+        drawn = mean_curves(chosen.run, chosen.options())
+        st.subheader("Drift by layer", anchor=False, help="A line below that of merged has come nearer.")
+        show_drawn("mean-drift", chosen.run.id, drawn)
     with shown_errors():
         _origins(chosen)
-    with shown_errors():
-        _list_self_checks(chosen.run)
     _provenance(chosen.run)
 
 
@@ -47,36 +65,106 @@ def _show_verdict(run: DriftRun) -> None:
     found = verdict(run)
     with st.container(border=True):
         st.markdown("\n\n".join(plain(shareable(run, text)) for text in found.sentences))
-        # The least that answers "what to do": the page it leads to has the default in place.
-        if st.button("Repair", type="primary", icon=":material/build:", key="to-repair"):
-            st.switch_page(path_of("repair"))
+        with st.container(horizontal=True, vertical_alignment="center"):
+            is_next = any(word in found.command for word in (" calibrate ", " advise "))
+            kind: Literal["primary", "secondary"] = "primary" if is_next else "secondary"
+            if st.button("Repair", type=kind, icon=":material/build:", key="to-repair"):
+                st.switch_page(path_of("repair"), query_params={RUN: run.id})
+            _self_checks(run)
     if found.means:
-        show_sheet(task_sheet(run, found))
+        _task_table(run, found)
+
+
+def _task_table(run: DriftRun, found: Verdict) -> None:
+    """A row per task, the worst first; a click on one chooses its task on every page."""
+    sheet = task_sheet(run, found)
+    rows = task_rows(run, found, sheet)
+    shares = {head: kind for head, kind in sheet.kinds.items() if kind in ("share", "points", "number")}
+    formats = {"share": "%.1f %%", "points": "%+.1f", "number": "%.3g"}
+    columns: dict[str, Any] = {head: NumberColumn(format=formats[kind]) for head, kind in shares.items()}
+    ends = "95 % interval"
+    columns |= {
+        "picture": ImageColumn("", width=48),
+        "0 to 100 %": DOTS,
+        "by layer": AreaChartColumn(
+            "drift by layer", width=100, y_min=0.0, help="Relative drift from the first layer to the last."
+        ),
+        ends: TextColumn(ends),
+    }
+    tasks = rows["task"].tolist()
+    key = f"tasks-{zlib.crc32(repr((run.id, tasks)).encode())}"
+
+    def choose() -> None:
+        ticked = st.session_state[key]["selection"]["cells"]
+        if ticked:
+            st.session_state[TASK] = tasks[ticked[0][0]]
+
+    st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()))
+    show_table(rows, columns, key=key, alt=sheet.title, on_select=choose, selection_mode="single-cell")
+    st.caption("Worst first. A click on a row chooses its task on every page.")
+
+
+def task_rows(run: DriftRun, found: Verdict, sheet: Sheet) -> pd.DataFrame:
+    """The rows of the verdict's table as the page shows them, in percent and the worst task first."""
+    rows = sheet.frame()
+    rows = rows[rows["task"].isin(run.tasks)]
+    heads = dict(zip(found.means, [*sheet.kinds][1:], strict=False))
+    last = next(name for name in (found.after, found.merged) if name in heads)
+    sign = 1 if found.measure.worse == "lower" else -1
+    loss = sign * (rows[heads["expert"]] - rows[heads[last]]) if "expert" in heads else rows[heads[last]]
+    rows = rows.loc[loss.astype(float).sort_values(ascending=False, kind="stable").index]
+    lows = dict(zip(sheet.frame()["task"], sheet.columns().get("95 % low", ()), strict=False))
+    shown = pd.DataFrame({"task": rows["task"]})
+    images = [pictures(run, task, run.sample_ids(task)[:1]) for task in shown["task"]]
+    if any(image and image[0] for image in images):
+        shown.insert(0, "picture", [image[0] if image else None for image in images])
+    if found.measure.kind == "share":
+        roles = {part_of(name): head for name, head in heads.items()}
+        if found.merged in heads:
+            roles["merged"] = heads[found.merged]  # a baseline may take its place
+        named = {role if role != "expert" else "experts": head for role, head in roles.items()}
+        shown["0 to 100 %"] = [
+            dots({name: row[head] for name, head in named.items() if is_measured(row[head])})
+            for row in rows.to_dict("records")
+        ]
+    layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
+    shown["by layer"] = shown["task"].map(layers)
+    for head, kind in [*sheet.kinds.items()][1:]:
+        if head == "95 % low":
+            shown["95 % interval"] = rows["task"].map(lows)
+        elif head != "95 % high":
+            shown[head] = (
+                rows[head]
+                if kind == "text"
+                else rows[head].astype(float) * (100 if kind in ("share", "points") else 1)
+            )
+    return shown.reset_index(drop=True)
 
 
 def _origins(chosen: Selection) -> None:
+    found = [entry for entry in facts.origins(chosen.run) if entry.task in chosen.tasks]
+    of = f"{title(found[0].variant)}'s" if found else "the"
     st.subheader(
-        "Where the final drift comes from",
+        plain(f"Where {of} final drift comes from"),
         anchor=False,
         help="The three layers with the largest share of each task's final drift, by attribution.",
     )
     offer_attribution(chosen.run)
-    found = [entry for entry in facts.origins(chosen.run) if entry.task in chosen.tasks]
     if not any(entry.layers for entry in found):
         note("Neither shares nor local mismatch were measured in this run.")
         return
     st.markdown("\n".join(f"- {plain(origin_sentence(entry))}" for entry in found))
 
 
-def _list_self_checks(run: DriftRun) -> None:
-    results = self_checks(run).results
-    bad = sum(is_measured(check.value) and check.status != "pass" for check in results)
-    says, badge = (f"{bad} of the self-checks fail", "warning") if bad else ("Self-checks hold", "verified")
-    if not any(is_measured(check.value) for check in results):
-        says, badge = "Self-checks were not measured", "remove"
-    with st.expander(says, icon=f":material/{badge}:"):
-        st.caption("Claims that are exact in theory, tested on this run.")
-        for check in results:
+def _self_checks(run: DriftRun) -> None:
+    """One badge; behind it, every claim that is exact in theory and how large its error gets in this run."""
+    found = self_checks(run)
+    failed = len(found.failed)
+    label = f"Self-checks failed: {failed}" if failed else "Self-checks hold"
+    if not found.count("pass") and not failed:
+        label = "No self-check was measured"
+    with st.popover(label, icon=f":material/{'warning' if failed else 'verified'}:"):
+        for check in found.results:
             icon = (
                 "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
             )

@@ -51,7 +51,6 @@ class Place:
 SECTIONS: Mapping[str, Place] = MappingProxyType(
     {
         "drift": Place("layers", "layers", "Drift"),
-        "tasks": Place("layers"),
         "contributions": Place("origins", "layers", "Sources"),
         "mismatch": Place("decomposition", "layers", "Mismatch and propagation"),
         "amplification": Place("decomposition", "layers", "Amplification"),
@@ -123,7 +122,7 @@ class Chart:
         caption: one sentence that says what is plotted, with n, dispersion and split.
         hint: how to read it, and what it can't tell.
         needs: a table of the run, and the columns of it that the chart can't do without.
-        presets: the report presets that it belongs to besides `full`; `overview` is the dashboard's first page.
+        presets: the report presets that it belongs to besides `full`.
         per_sample: whether it has a mark for every sample: only a report that asks for raw data shows it.
         rows: the rows that it draws, where a number in every needed column is not enough to have any.
         also: what a spec must give besides for there to be rows.

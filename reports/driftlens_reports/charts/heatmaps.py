@@ -178,9 +178,9 @@ def _task_cells(
 @chart(
     "heatmap",
     title="Drift by task and layer",
-    section="tasks",
+    section="drift",
     rank=20,
-    presets=("overview", "standard", "calibration"),
+    presets=("standard", "calibration"),
     needs=("layers", ("drift_l2_mean",)),
     caption="Drift from the task's expert leaving each layer, mean over diagnosis samples without a band, tasks down "
     "and layers across, one panel per variant on one colour scale.",

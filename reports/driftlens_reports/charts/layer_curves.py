@@ -218,7 +218,7 @@ _DRIFTS = {
     title="Drift by layer",
     section="drift",
     rank=10,
-    presets=("overview", "summary", "standard", "calibration"),
+    presets=("summary", "standard", "calibration"),
     needs=("layers", ("drift_l2_mean",)),
     caption="Drift from the task's expert leaving each layer: mean over diagnosis samples, with the band that "
     "the notes name, one panel per task.",

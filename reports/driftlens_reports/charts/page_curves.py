@@ -1,6 +1,8 @@
-"""Curves that only the dashboard draws: of one sample, and of a comparison."""
+"""Curves that only the dashboard draws: of the mean over tasks, of one sample, and of a comparison."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pandas as pd
 
@@ -8,15 +10,64 @@ from driftlens.errors import DataError
 from driftlens.records.compare import Comparison
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
-from driftlens.records.schema import SAMPLES
+from driftlens.records.schema import LAYERS, SAMPLES
+from driftlens.variants import is_control
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
-from driftlens_reports.charts.picking import chosen_variants, ordered
-from driftlens_reports.charts.theme import TICK_NUMBER
-from driftlens_reports.charts.words import by_variant, counted
+from driftlens_reports.charts.marks import gapped
+from driftlens_reports.charts.panels import titled, value_axis
+from driftlens_reports.charts.picking import chosen_variants, layer_rows, ordered
+from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look, palette
+from driftlens_reports.charts.words import by_variant, counted, final_sentence, label, shown
 
-_DRIFT = "drift"
+_MEAN, _DRIFT = "mean drift", "drift"
 _SHARE, _CHANGE = "share of final drift", "change of mean drift"
+
+
+def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Mean drift over tasks by layer, a line per variant, with a thin one for each task; controls wait in the legend.
+
+    Raises:
+        DataError: the run has no drift of these variants.
+        RunError: the layer table can't be read.
+    """
+    column = "drift_rel" if options.relative else "drift_l2_mean"
+    rows = layer_rows(run, replace(options, tasks=None))
+    if not rows[column].notna().any():
+        raise DataError("no drift was measured in this run", hint=f"`{LAYERS.filled_by([column])}` adds it.")
+    by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
+    means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()  # of other tasks, it would jump
+    means = ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
+    means = _placed(run, means)
+    what = "drift / expert norm" if options.relative else "mean L2 drift"
+    kind = Curves(_MEAN, titled(what, "layers", column), value_axis(options))
+    figure = draw_curves(run, means, kind, dark=options.dark, titles=[""])
+    grey, num_means = palette(options.dark).quiet, len(figure.data)
+    for trace in figure.data:
+        if is_control(str(trace.legendgroup)):
+            trace.update(visible="legendonly", line={"color": grey, "dash": "dot", "width": 1}, mode="lines")
+    for (task, variant), part in rows.groupby(["task", "variant"], sort=False):
+        is_chosen = task in (options.tasks or ())
+        style = look(run.variants, str(variant), dark=options.dark)
+        line = {"color": style.colour, "width": 1.5 if is_chosen else 0.75}
+        called = f"{label(str(task))}, {shown(str(variant))}: "
+        figure.add_scatter(
+            x=part["layer"].tolist(),
+            y=gapped(part[column].astype(float)),
+            mode="lines",
+            line=line,
+            opacity=1.0 if is_chosen else 0.45,
+            legendgroup=str(variant),
+            showlegend=False,
+            visible="legendonly" if is_control(str(variant)) else True,
+            hovertemplate=f"{called}%{{y:{NUMBER}}} (layer %{{x}})<extra></extra>",
+        )
+    figure.data = (*figure.data[num_means:], *figure.data[:num_means])  # thin lines below
+    figure.layout.hovermode = "closest"
+    figure.layout.uirevision = f"{run.id} mean {options.relative}"
+    alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {final_sentence(means, _MEAN)}"
+    note = f"Thick: mean over {counted(len(run.tasks), 'task')}; thin: each task."
+    return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
 
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:

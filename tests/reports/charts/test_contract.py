@@ -45,7 +45,7 @@ def test_its_words_are_whole_sentences(name: str) -> None:
 @every_chart
 def test_it_stands_somewhere_and_names_columns_that_there_are(name: str) -> None:
     chart = charts[name]
-    assert chart.place.report in TITLES and set(chart.presets) <= {*PRESETS, "overview"} - {"full"}
+    assert chart.place.report in TITLES and set(chart.presets) <= {*PRESETS} - {"full"}
     table, columns = chart.needs
     assert columns and set(columns) <= set(TABLES[table].names)
     if chart.place.page:

@@ -30,7 +30,7 @@ from driftlens.records.contents import attach
 from driftlens.records.listing import current_state
 from driftlens.records.run import DriftRun, open_run
 from driftlens_reports import facts
-from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn
+from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
 from driftlens_reports.charts.words import overlap_notes
 from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, Table, frame_table
 from driftlens_reports.sections import findings, setup, verdict
@@ -239,7 +239,9 @@ def _run_info(run: DriftRun) -> RunInfo:
 def _html(run: DriftRun, made: Composed) -> dict[str, bytes]:
     from driftlens_reports.formats.page import interactive_page
 
-    return {"report.html": interactive_page(made.content, made.drawn)}
+    options = ChartOptions(dark=True)
+    dark = {name: charts[name].render(run, options).figure for name in made.drawn}
+    return {"report.html": interactive_page(made.content, made.drawn, dark)}
 
 
 def _html_light(run: DriftRun, made: Composed) -> dict[str, bytes]:

@@ -128,10 +128,17 @@ def test_a_page_is_quiet_follows_the_colour_scheme_and_is_not_long(
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
     is_dark = opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert background == ("rgb(22, 22, 22)" if is_dark else "rgb(255, 255, 255)")
-    turned = opened.page.evaluate(
-        "[...document.querySelectorAll('.plot')].map(plot => getComputedStyle(plot).filter)"
+    surfaces = opened.page.evaluate(
+        "[...document.querySelectorAll('.plot .main-svg')].map(plot => plot.style.background)"
     )
-    assert {text.partition("(")[0] for text in turned} <= ({"invert"} if is_dark else {"none"})
+    assert {text for text in surfaces if text} <= {background}
+    if name == "report.html":
+        assert background in surfaces
+        opened.page.emulate_media(color_scheme="light" if is_dark else "dark")
+        opened.page.wait_for_function(
+            "before => document.querySelector('.plot .main-svg').style.background !== before", arg=background
+        )
+        opened.page.emulate_media(color_scheme="dark" if is_dark else "light")
     assert opened.page.locator("h1").inner_text() == "<b>full</b>"
     for width in (420, 1440):
         opened.page.set_viewport_size({"width": width, "height": 900})

@@ -13,6 +13,7 @@ import pathlib
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from driftlens.records.reading import written
@@ -52,12 +53,15 @@ _LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
 _FONT_SIZE = re.compile(r"font:[^;]*?([\d.]+)px")
 
 
-def interactive_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
+def interactive_page(
+    content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] = MappingProxyType({})
+) -> bytes:
     """The report as one HTML file that asks the network for nothing; it follows a reader's wish for dark colours.
 
     Args:
         content: what the report says.
         drawn: the drawn charts, by name of the figure.
+        dark: the same in dark colours; the page holds what differs.
     """
     from plotly.offline import get_plotlyjs
 
@@ -70,8 +74,19 @@ def interactive_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> byte
     # Our two scripts and nothing else; images that plotly makes of a chart, and the styles it sets on elements.
     policy = f"script-src {' '.join(sources)}; style-src 'unsafe-inline'; img-src data: blob:"
     plots = {name: json.loads(entry.figure.to_json()) for name, entry in drawn.items()}
+    for name, figure in dark.items():
+        plots[name]["dark"] = _other(plots[name], json.loads(figure.to_json()))
     shown = {name for name, table in _data_tables(content).items() if len(table.rows) <= _MOST_ROWS}
     return _render(content, shown, plots=plots, scripts=scripts, policy=policy)
+
+
+def _other(light: Any, dark: Any) -> Any:
+    """What of `dark` differs, in the same nesting; lists of traces and annotations by position, others whole."""
+    if isinstance(dark, list) and any(isinstance(each, dict) for each in dark):
+        light, dark = dict(enumerate(light)), dict(enumerate(dark))
+    if not isinstance(light, dict) or not isinstance(dark, dict):
+        return dark
+    return {key: _other(light.get(key), value) for key, value in dark.items() if value != light.get(key)}
 
 
 def light_page(content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:

@@ -6,11 +6,25 @@
   const waiting = new Set(document.querySelectorAll(".plot"));
   const drawn = [];
 
-  const draw = (plot) => {
-    const { data, layout } = JSON.parse(document.getElementById(plot.dataset.figure).textContent);
+  // A figure's `dark` holds what differs in dark colours, nested as the figure is; paper is light.
+  const scheme = matchMedia("(prefers-color-scheme: dark)");
+  const paint = (figure, other) => {
+    for (const [key, value] of Object.entries(other)) {
+      const isNested = value !== null && typeof value === "object" && !Array.isArray(value);
+      if (isNested && typeof figure[key] === "object" && figure[key] !== null) paint(figure[key], value);
+      else figure[key] = value;
+    }
+  };
+  const show = (plot, isDark) => {
+    const { dark, data, layout } = JSON.parse(document.getElementById(plot.dataset.figure).textContent);
+    const figure = { data, layout };
+    if (isDark && dark) paint(figure, dark);
+    return Plotly.react(plot, data, layout, { responsive: true, displaylogo: false });
+  };
+  const draw = (plot, isDark = scheme.matches) => {
     waiting.delete(plot);
-    Plotly.newPlot(plot, data, layout, { responsive: true, displaylogo: false });
     drawn.push(plot);
+    return show(plot, isDark);
   };
   const drawSoon = () => {
     const next = [...waiting].find((plot) => plot.closest("details:not([open])") === null);
@@ -31,11 +45,16 @@
   window.addEventListener("hashchange", openTarget);
   window.addEventListener("beforeprint", () => {
     for (const part of document.querySelectorAll("details.part")) part.open = true;
-    for (const plot of waiting) draw(plot);
+    for (const plot of drawn) if (scheme.matches) show(plot, false);
+    for (const plot of waiting) draw(plot, false);
     for (const plot of drawn) Plotly.relayout(plot, { autosize: false, width: PRINTED_WIDTH });
   });
   window.addEventListener("afterprint", () => {
     for (const plot of drawn) Plotly.relayout(plot, { autosize: true, width: null });
+    if (scheme.matches) for (const plot of drawn) show(plot, true);
+  });
+  scheme.addEventListener("change", () => {
+    for (const plot of drawn) show(plot, scheme.matches);
   });
   openTarget();
   drawSoon();

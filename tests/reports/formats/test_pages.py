@@ -14,6 +14,7 @@ import pytest
 from driftlens.records.run import open_run
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
+from driftlens_reports.charts.theme import DARK, LIGHT
 from driftlens_reports.formats.page import interactive_page
 from tests.records.full_run import Size, write_full_run
 from tests.reports.conftest import HOSTILE
@@ -129,7 +130,13 @@ def test_embedded_charts_are_the_charts_and_never_end_their_element(
     for page in (Page(interactive), hostile_pages[0]):
         embedded = {str(a["id"]): text for a, text in page.scripts if a.get("type") == "application/json"}
         assert embedded and not any("<" in text for text in embedded.values())
-        assert all(set(json.loads(text)) == {"data", "layout"} for text in embedded.values())
+        for text in embedded.values():
+            figure = json.loads(text)
+            assert set(figure) == {"data", "layout", "dark"} and "uid" not in figure["dark"]
+            assert figure["layout"]["paper_bgcolor"] == LIGHT.surface
+            assert figure["dark"]["layout"]["paper_bgcolor"] == DARK.surface
+            assert set(map(int, figure["dark"].get("data", {}))) < {*range(len(figure["data"]) + 1)}
+            assert len(json.dumps(figure["dark"])) < len(text) / 2, "no more than what differs"
     ids = {attributes["id"] for attributes, _ in Page(interactive).scripts if "id" in attributes}
     assert ids == {f"plot-{figure.name}" for figure in standard.content.figures}
 

@@ -239,8 +239,7 @@ def _run_info(run: DriftRun) -> RunInfo:
 def _html(run: DriftRun, made: Composed) -> dict[str, bytes]:
     from driftlens_reports.formats.page import interactive_page
 
-    options = ChartOptions(dark=True)
-    dark = {name: charts[name].render(run, options).figure for name in made.drawn}
+    dark = {name: charts[name].render(run, ChartOptions(dark=True)).figure for name in made.drawn}
     return {"report.html": interactive_page(made.content, made.drawn, dark)}
 
 

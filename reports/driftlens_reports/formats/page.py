@@ -13,7 +13,6 @@ import pathlib
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from driftlens.records.reading import written
@@ -54,7 +53,7 @@ _FONT_SIZE = re.compile(r"font:[^;]*?([\d.]+)px")
 
 
 def interactive_page(
-    content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] = MappingProxyType({})
+    content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] | None = None
 ) -> bytes:
     """The report as one HTML file that asks the network for nothing; it follows a reader's wish for dark colours.
 
@@ -65,16 +64,15 @@ def interactive_page(
     """
     from plotly.offline import get_plotlyjs
 
-    own = pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8")
-    scripts = (get_plotlyjs(), own)
+    scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))
     sources = [f"'{_digest(source)}'" for source in scripts]
     if any(trace.type.endswith("gl") for entry in drawn.values() for trace in entry.figure.data):
         # Plotly's WebGL traces compile their drawing commands; only a report with raw points has any.
         sources.append("'unsafe-eval'")
-    # Our two scripts and nothing else; images that plotly makes of a chart, and the styles it sets on elements.
+    # Two scripts of ours, and what plotly needs: images that it makes of charts, and styles that it sets.
     policy = f"script-src {' '.join(sources)}; style-src 'unsafe-inline'; img-src data: blob:"
     plots = {name: json.loads(entry.figure.to_json()) for name, entry in drawn.items()}
-    for name, figure in dark.items():
+    for name, figure in (dark or {}).items():
         plots[name]["dark"] = _other(plots[name], json.loads(figure.to_json()))
     shown = {name for name, table in _data_tables(content).items() if len(table.rows) <= _MOST_ROWS}
     return _render(content, shown, plots=plots, scripts=scripts, policy=policy)

@@ -21,7 +21,7 @@ from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import processes, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.watching import log_text
-from tests.app.conftest import Open, opened_drawers, until
+from tests.app.conftest import Open, opened_drawers, shown_data, until
 from tests.app.test_jobs import finish, state, step
 from tests.app.test_pages import errors, said
 from tests.records.full_run import write_full_run
@@ -102,6 +102,9 @@ def test_progress_is_shown_and_a_second_tab_attaches(open_app: Open, root: Path,
     assert bar.proto.text == "Solving" and 0 < bar.proto.value < 34, (
         "of the whole, of which solving is a part"
     )
+    rows = next(rows for rows in shown_data(app) if "role" in rows and "drift" not in rows)
+    calibrated = rows[rows["variant"] == "calibrated:steady"]
+    assert calibrated["layer"].tolist() == [2] and calibrated["mean drift"].tolist() == [1.5]
     other = open_app(root, "repair")
     assert is_disabled(other, "FeatCal calibrate") and "layer 3 of 6" in said(other)
     assert len(processes._CHILDREN) == 1

@@ -21,7 +21,7 @@ from driftlens_app.calibration import CalibrationSettings
 from driftlens_app.jobs import Job, cancel, command_line, processes, start, watch
 from driftlens_app.jobs.record import job_of
 from driftlens_app.jobs.requests import analyze_request, calibrate_request, demo_request, project_request
-from driftlens_app.jobs.watching import log_text
+from driftlens_app.jobs.watching import log_text, running_drift
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 
@@ -52,15 +52,16 @@ def finish(run: Path) -> None:
         step(run, number)
 
 
-def test_a_job_goes_from_starting_to_done(run: Path) -> None:
-    begin(run, "steady")
+def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None:
+    job = begin(run, "steady")
     assert state(run) in ("starting", "running")
     until(lambda: (view := watch(run)) is not None and view.progress is not None, "it has said something")
     step(run, 0)
     until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "the first layer is done")  # type: ignore[union-attr]
-    assert state(run) == "running"
+    assert state(run) == "running" and running_drift(job) == {2: 1.5}
     finish(run)
     until(lambda: state(run) == "done", "it is done")
+    assert running_drift(job) == {2: 1.5, 3: 0.75, 4: 0.5}
 
 
 def test_a_job_of_another_kind_leaves_the_record_of_the_last_one(run: Path) -> None:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from driftlens.errors import Cancelled, RunError
 from driftlens.progress import ProgressEvent
-from driftlens.records.layout import COMPARISON, STATUS
+from driftlens.records.layout import COMPARISON, EVENTS, STATUS
 from driftlens.records.status import Failure, Status, read_status
 from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.jobs.processes import exit_code, insist
@@ -30,7 +30,7 @@ SILENT_SECONDS = 30.0
 _START_TOLERANCE = 2.0
 _LIVE = ("starting", "running", "cancelling")
 _EVENT = TypeAdapter(ProgressEvent)
-_TAIL_BYTES = 65_536
+_TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,19 @@ def last_progress(log: Path) -> ProgressEvent | None:
         return None
 
 
+def running_drift(job: Job) -> dict[int, float]:
+    """Mean drift at the boundary behind each layer that the job has calibrated, by layer index."""
+    found: dict[int, float] = {}
+    for event in map(_object, _lines(job.run / EVENTS, _EVENT_BYTES)):
+        if event is None or str(event.get("time", "")) < job.started:
+            continue  # half a line, left for the next look, or an earlier job's
+        numbers = event.get("metrics", event)
+        layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
+        if isinstance(layer, int | float) and isinstance(drift, int | float):
+            found[int(layer)] = float(drift)
+    return dict(sorted(found.items()))
+
+
 def _said(line: str) -> str:
     """What a line says to a person; beside progress as JSON, remarks are JSON too."""
     remark = _object(line) if line.startswith('{"event": "log"') else None
@@ -169,15 +182,15 @@ def _object(line: str) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
-def _lines(file: Path) -> list[str]:
+def _lines(file: Path, most: int = _TAIL_BYTES) -> list[str]:
     """The lines that begin in the last bytes of a file; none where it can't be read, or leaves the root."""
     if not is_file_inside(file):
         return []
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
-            opened.seek(max(0, size - _TAIL_BYTES))
+            opened.seek(max(0, size - most))
             lines = opened.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return lines if size <= _TAIL_BYTES else lines[1:]
+    return lines if size <= most else lines[1:]

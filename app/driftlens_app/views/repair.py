@@ -23,7 +23,7 @@ from driftlens_app.calibration import CalibrationSettings, calibration_form
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import calibrate_request, sweep_request
-from driftlens_app.jobs.watching import is_at_work
+from driftlens_app.jobs.watching import is_at_work, running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.outlook import show_findings, show_outlook
 from driftlens_app.pages import Page, path_of
@@ -38,10 +38,12 @@ from driftlens_app.show import (
     plain,
     show_chart,
     show_data,
+    show_drawn,
     show_sheet,
     shown_errors,
 )
 from driftlens_app.views import compare
+from driftlens_reports.charts.page_curves import running_curve
 
 PAGE = Page(
     "Repair",
@@ -78,7 +80,7 @@ def show() -> None:
         )
         _act(run, wanted, pressed, blocked=blocked)
     with right:
-        show_live(run.path, functools.partial(_first_numbers, run))
+        show_live(run.path, functools.partial(_curve, run))
         if job is not None and job.state in BAD_ENDS:
             show_ended(job)
             if not settings.read_only:
@@ -128,11 +130,16 @@ def _offer_to_continue(run: DriftRun, job: Job, *, may_export: bool) -> None:
             st.rerun()
 
 
-def _first_numbers(run: DriftRun, view: View) -> None:
-    """Draw the page again once drift and accuracy are measured: it shows them beside the work that goes on."""
+def _curve(run: DriftRun, view: View) -> None:
+    """Draw the curve as far as layers are solved, and the whole page again once drift and accuracy are measured."""
+    if view.job.kind != "calibrate":
+        return
     name = view.job.name
     if opened(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
-        st.rerun()
+        st.rerun()  # it shows the first numbers beside the work that goes on
+    if found := running_drift(view.job):
+        drawn = running_curve(run, name, found, dark=selection().options().dark)
+        show_drawn("running", run.id, drawn)
 
 
 def _results(run: DriftRun, job: View | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pandas as pd
@@ -11,7 +12,7 @@ from driftlens.records.compare import Comparison
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import LAYERS, SAMPLES
-from driftlens.variants import is_control
+from driftlens.variants import calibrated, is_control
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
 from driftlens_reports.charts.marks import gapped
@@ -68,6 +69,47 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {final_sentence(means, _MEAN)}"
     note = f"Thick: mean over {counted(len(run.tasks), 'task')}; thin: each task."
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
+
+
+def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark: bool) -> Drawn:
+    """Mean drift by layer: one line for the merged model, one for the calibration as far as it has come.
+
+    Args:
+        run: the run that is being calibrated.
+        name: of the calibration; the run need not have it yet.
+        found: the calibrated model's mean drift behind each finished layer, by layer index.
+        dark: which theme.
+
+    Raises:
+        RunError: the layer table can't be read.
+    """
+    measured, variant = run.layers(), calibrated(name)
+    merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
+    lines = {"merged": merged, variant: pd.Series(found, dtype=float).sort_index()}
+    rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
+    rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
+    rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
+    title = titled("mean L2 drift", "layers", "drift_l2_mean")
+    kind = Curves(_MEAN, title, {"tickformat": TICK_NUMBER, "rangemode": "tozero"})
+    # Already its look of later: shades and marks follow from the variants that come before it.
+    known = list(dict.fromkeys([*run.variants, *rows["variant"]]))
+    figure = draw_curves(run, rows, kind, dark=dark, variants=known, titles=[""])
+    figure.layout.uirevision = f"{run.id} running {name}"
+    said = "No layer is calibrated yet."
+    if found:
+        layer = max(found)
+        before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
+        done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
+        said = f"{done} so far; at layer {layer}: calibrated {number(found[layer])}{before}."
+    return Drawn(
+        figure,
+        alt=f"Mean drift by layer while the calibration runs. {said}",
+        data=rows[["variant", "layer", "role", "path", _MEAN]],
+        notes=(
+            "Mean over tasks.",
+            "Merged: diagnosis samples; the calibration: calibration samples while it runs.",
+        ),
+    )
 
 
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:

@@ -18,8 +18,8 @@ _ICON = (
     '<path d="M12 46 Q34 46 52 16" stroke="#FFFFFF"/><path d="M12 46 Q34 46 52 38" stroke="#E69F00"/></svg>'
 )
 _WORDMARK = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 200 48"><g transform="scale(.75)">{icon}</g><text x="60" '
-    'y="34" font-family="sans-serif" font-size="29" font-weight="600" fill="{ink}">DriftLens</text></svg>'
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 200 48">{icon}<text x="60" y="34" font-family="sans-serif" '
+    'font-size="29" font-weight="600" fill="{ink}">DriftLens</text></svg>'
 )
 _ABOUT = (
     "**DriftLens** measures, explains and repairs the feature drift of merged neural networks. "
@@ -32,7 +32,10 @@ def main() -> None:
     # Streamlit shows its menu, with the choice of theme, only where there is an entry of ours.
     st.set_page_config(page_title="DriftLens", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
     st.logo(
-        _WORDMARK.format(icon=_ICON, ink="#F2F2F2" if is_dark() else "#161616"),
+        _WORDMARK.format(
+            icon=_ICON.replace("<svg", '<svg width="48" height="48"', 1),
+            ink="#F2F2F2" if is_dark() else "#161616",
+        ),
         size="large",
         icon_image=_ICON,
     )

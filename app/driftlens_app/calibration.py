@@ -248,7 +248,7 @@ def calibration_form(
                 names,
                 index=names.index(start.method),
                 format_func=lambda name: known[name].title,
-                key="method",
+                key="calibrator",
             )
             if called != start.method:
                 start = CalibrationSettings(called, called, known[called].preset_for(adapter)).with_free_name(

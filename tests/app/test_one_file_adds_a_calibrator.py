@@ -78,7 +78,7 @@ def toys(worker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(open_app: Open, root: Path, method: str) -> AppTest:
     app = open_app(root, "repair")
     assert not errors(app)
-    app.selectbox(key="method").set_value(method)
+    app.selectbox(key="calibrator").set_value(method)
     return app.run()
 
 
@@ -101,7 +101,7 @@ def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
     assert (pull.label, pull.value, pull.min) == ("pull", None, 0.0) and "How strongly" not in pull.help
     assert "how strongly towards 1" in pull.help and "0.5" in pull.help.replace("\\", "")
 
-    app.selectbox(key="method").set_value("toy-kinds").run()
+    app.selectbox(key="calibrator").set_value("toy-kinds").run()
     assert app.text_input(key="name").value == "toy-kinds"
     share = app.number_input(key="toy-kinds.share")
     assert (share.label, share.max) == ("Share σ", 1.0) and r"\*what\*" in share.help
@@ -133,7 +133,7 @@ def test_a_trained_one_has_its_own_fields_and_a_refused_value_starts_nothing(
     assert not [box for box in app.checkbox if box.key == "auto"], "nothing that --auto could choose"
     epochs = app.number_input(key="toy-map.epochs")
     assert (epochs.label, epochs.min, epochs.step) == ("epochs", 1, 1)
-    app.selectbox(key="method").set_value("toy-kinds").run()
+    app.selectbox(key="calibrator").set_value("toy-kinds").run()
     app.text_input(key="toy-kinds.steps").set_value("4, x")
     press(app, "Toy of kinds calibrate")
     assert "steps is" in errors(app) and "a list, each entry a whole number" in errors(app)
@@ -142,7 +142,7 @@ def test_a_trained_one_has_its_own_fields_and_a_refused_value_starts_nothing(
 
 def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path) -> None:
     app = open_app(root, "repair")
-    assert app.selectbox(key="method").options == ["FeatCal", "Residual calibration"]
+    assert app.selectbox(key="calibrator").options == ["FeatCal", "Residual calibration"]
     entry = catalogue()["calibrators"]["featcal"]
     preset = app.selectbox(key="featcal preset")
     assert preset.options[1:] == [

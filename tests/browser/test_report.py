@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from driftlens_reports.build import Report
+from driftlens_reports.charts.theme import look
 from tests.records.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
@@ -97,7 +98,9 @@ def test_the_pages_style_leaves_the_charts_colours_alone(report: Report, context
         """() => [...document.querySelectorAll('[data-figure=plot-accuracy] pattern rect')]
              .map(part => getComputedStyle(part).fill)"""
     )
-    merged = "rgb(107, 107, 107)"
+    is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    colour = look(report.run.variants, "merged", dark=is_dark).colour.removeprefix("#")
+    merged = f"rgb{tuple(bytes.fromhex(colour))}"
     assert merged in fills and "rgb(0, 0, 0)" not in fills
 
 

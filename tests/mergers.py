@@ -48,6 +48,9 @@ experts, with intervals, on calibration samples that no method has read, and say
 FeatCal pulls towards an anchor, base + rho (merged - base). At rho 1 that is the merged model. Elsewhere it is
 another merge: of methods on a straight line from the base it is the same method with rho times the scaling, of all
 others rho times the step that the method makes; each calibration says which, and measures the anchor alone beside it.
+How much of a gain is left without that other merge says `driftlens calibrate RUN --name NAME --control`: it measures
+the same calibration, with its samples, layers and sites, at rho 1 too; tables of changes name the result, and its rows
+stand in `sweeps` under `control`.
 
 ## The same every time, or in law
 

@@ -73,9 +73,8 @@ def rho_control(run: DriftRun, name: str) -> str:
     wanted = {**made.settings, "rho": 1.0}
     # Sweeps of older runs tell neither.
     rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
-    rows = rows[
-        rows["sweep"].str.rpartition(":")[0].str.removeprefix(made.method).str.lstrip(":") == scope(run, name)
-    ]
+    within = rows["sweep"].map(lambda sweep: sweep.rpartition(":")[0].removeprefix(made.method).lstrip(":"))
+    rows = rows[within == scope(run, name)]
     same = [
         at
         for at, row in rows.iterrows()

@@ -488,7 +488,7 @@ def test_a_rehearsal_names_the_candidates_and_counts_the_choice(roomy: DriftRun)
     said = {finding.subject: finding.text for finding in found.findings}
     titles = said["candidates"].split("; ")
     assert titles[:3] == ["the merged model as it is", "the base", "featcal (paper-clip)"]
-    assert titles[3:] == ["featcal with lam, alpha, rho searched", "residual", "residual with mu 0.9"]
+    assert titles[3:] == ["residual", "residual with mu 0.9", "featcal with lam, alpha, rho searched"]
     # 28 search fits of half of the samples, 7 x 4 in the end at most of three quarters, as are those of the candidates.
     most = 28 / 2 + 28 * 0.75 + 4 * 0.75 * (2 + 2 * ResidualCal.effort) + ResidualCal.effort
     assert f"about as long as {most:.0f} calibrations" in said["choosing"]

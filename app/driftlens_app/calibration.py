@@ -237,10 +237,7 @@ def calibration_form(
     best = st.button(label, type="primary", icon=":material/auto_awesome:", disabled=blocked, key=_BEST)
     st.caption(plain(_tried_by_best(known, first, first.preset_for(adapter))))
     with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
-        fresh, names = (
-            CalibrationSettings(preset=known[CalibrationSettings.method].preset_for(adapter)),
-            [*known],
-        )
+        names, fresh = [*known], CalibrationSettings(preset=first.preset_for(adapter))
         start = last or fresh.with_free_name(taken)
         if len(names) > 1:
             called = st.selectbox(
@@ -251,10 +248,10 @@ def calibration_form(
                 key="calibrator",
             )
             if called != start.method:
-                start = CalibrationSettings(called, called, known[called].preset_for(adapter)).with_free_name(
-                    taken
-                )
+                fresh = CalibrationSettings(called, called, known[called].preset_for(adapter))
+                start = fresh.with_free_name(taken)
         method = known[start.method]
+        usual = method.preset_for(adapter)
         _fill_name(start, taken)
         with st.form("calibrate", enter_to_submit=False):
             name = st.text_input(
@@ -262,10 +259,7 @@ def calibration_form(
                 key="name",
                 help="The new variant is called calibrated:NAME. Letters, digits, - _ .",
             )
-            presets = [
-                _OWN,
-                *sorted(method.presets, key=lambda name: name != known[start.method].preset_for(adapter)),
-            ]
+            presets = [_OWN, *sorted(method.presets, key=lambda name: name != usual)]
             preset = st.selectbox(
                 "Published settings",
                 presets,
@@ -325,9 +319,8 @@ def calibration_form(
             replace=replace,
         )
     if best:
-        settings = CalibrationSettings("best", preset=first.suited.get(adapter), best=True).with_free_name(
-            taken
-        )
+        wanted = CalibrationSettings("best", preset=first.suited.get(adapter), best=True)
+        settings = wanted.with_free_name(taken)
     return settings, "calibrate" if calibrate or best else "estimate" if estimate else ""
 
 

@@ -181,8 +181,18 @@ def show_sheet(sheet: Sheet, drawn: Sequence[str | None] = ()) -> None:
 
     `drawn` are pictures by `dots`, one per row.
     """
+    rows, columns = sheet_table(sheet)
+    if drawn:
+        rows.insert(1, AXIS, [*drawn])
+    st.subheader(plain(sheet.title), anchor=False)
+    show_table(rows, columns | {AXIS: DOTS}, key=sheet.name, alt=sheet.title)
+    st.caption(plain(sheet.notes()))
+
+
+def sheet_table(sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """A sheet's rows, with numbers that can be sorted as such, and how its columns are shown."""
     numbers = sheet.frame()
-    rows, columns = pd.DataFrame(sheet.columns()), {}
+    rows, columns = pd.DataFrame(sheet.columns()), dict[str, Any]()
     for head in rows:
         kind = sheet.kinds[head]
         if head.endswith(" low"):
@@ -191,15 +201,11 @@ def show_sheet(sheet: Sheet, drawn: Sequence[str | None] = ()) -> None:
             factor, digits = _NUMBERS[kind]
             rows[head] = factor * numbers[head].astype(float)
             columns[head] = NumberColumn(format=digits)
-    if drawn:
-        rows.insert(1, _AXIS, [*drawn])
-    st.subheader(plain(sheet.title), anchor=False)
-    show_table(rows, columns | {_AXIS: DOTS}, key=sheet.name, alt=sheet.title)
-    st.caption(plain(sheet.notes()))
+    return rows, columns
 
 
 MODELS = ("base", "merged", "calibrated", "experts")
-_AXIS, _WIDTH = "0 to 100 %", 180
+AXIS, _WIDTH = "0 to 100 %", 180
 DOTS = ImageColumn(
     width=_WIDTH + 16,
     help=f"{', '.join(MODELS)}: on test samples, coloured as in charts; bold what a repair changed.",

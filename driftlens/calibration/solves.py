@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def solve_linear(
     pull, moments = 0.0 if anchor is None else lam, problem.moments
     solves = "linear" in update
     factor = ridge_factor(moments.gram, pull, scale=moments.weight_sum) if solves else None
-    direction = probe(moments.gram)
-    image = torch.addmv(pull * direction, moments.gram, direction, alpha=float(moments.weight_sum))
+    direction = probe(moments.gram) if solves else None
+    image = None if direction is None else moments.weight_sum * (moments.gram @ direction) + pull * direction
     updates, start = [], 0
     for site in problem.sites:  # one by one: all at once would hold several copies of all weights
         name = f"{site.name}.weight"
@@ -44,7 +44,7 @@ def solve_linear(
         weights = _Weights.of(mine, merged, None if anchor is None else anchor[name], pull, factor)
         parameters = {name: weights.value} if solves else {}
         error = None
-        if solves:
+        if direction is not None and image is not None:
             wanted = mine.weight_sum * (mine.output_cross @ direction)
             if anchor is not None:
                 wanted = wanted + pull * (anchor[name] @ direction)
@@ -57,8 +57,7 @@ def solve_linear(
                 None if anchor is None else anchor[f"{site.name}.bias"],
                 lam=lam,
             )
-        report = replace(_report(problem, site, weights, pull), stationarity_error=error)
-        updates.append(SiteUpdate(parameters, report))
+        updates.append(SiteUpdate(parameters, _report(problem, site, weights, pull, error)))
     return updates
 
 
@@ -91,7 +90,9 @@ class _Weights:
         return cls(weight, objective, objective, None)
 
 
-def _report(problem: LinearProblem, site: Site, weights: _Weights, lam: float) -> SiteReport:
+def _report(
+    problem: LinearProblem, site: Site, weights: _Weights, lam: float, error: float | None
+) -> SiteReport:
     weight_sum = float(problem.moments.weight_sum)
     factor = weights.factor
     return SiteReport(
@@ -105,6 +106,7 @@ def _report(problem: LinearProblem, site: Site, weights: _Weights, lam: float) -
         smallest_eigenvalue=None if factor is None else factor.smallest_eigenvalue,
         task_weight_sum=weight_sum,
         task_weight_share=weight_sum / (weight_sum + lam) if site.name in problem.expert_bias else None,
+        stationarity_error=error,
     )
 
 

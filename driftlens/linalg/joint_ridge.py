@@ -193,8 +193,9 @@ def solve_joint(
         factor = factors[ridge]
         wanted: Tensor = getattr(moments, part)
         solution = factor.solve_rows(wanted.clone())
-        error = max(error, stationarity_error(solution, image + ridge * direction, wanted @ direction))
-        if tasks:
+        if not tasks:
+            error = max(error, stationarity_error(solution, image + ridge * direction, wanted @ direction))
+        else:
             residual = -ridge * solution
             for metric, of in tasks:
                 residual += metric @ (getattr(of, part) - solution @ of.gram)

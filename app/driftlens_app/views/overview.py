@@ -7,23 +7,26 @@ from typing import Any, Literal
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn, TextColumn
+from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn
 
 from driftlens.records.checks import self_checks
 from driftlens.records.reading import Sheet, is_measured, size
 from driftlens.records.run import DriftRun
 from driftlens.records.verdict import Verdict, shareable, task_sheet, verdict
-from driftlens.variants import part_of, title
+from driftlens.variants import title
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import pictures
 from driftlens_app.selection import MEASURE, RUN, TASK, VARIANTS, Selection, selection
 from driftlens_app.show import (
+    AXIS,
     DOTS,
+    MODELS,
     dots,
     note,
     page_title,
     plain,
+    sheet_table,
     show_drawn,
     show_table,
     shown_errors,
@@ -78,19 +81,7 @@ def _show_verdict(run: DriftRun) -> None:
 def _task_table(run: DriftRun, found: Verdict) -> None:
     """A row per task, the worst first; a click on one chooses its task on every page."""
     sheet = task_sheet(run, found)
-    rows = task_rows(run, found, sheet)
-    shares = {head: kind for head, kind in sheet.kinds.items() if kind in ("share", "points", "number")}
-    formats = {"share": "%.1f %%", "points": "%+.1f", "number": "%.3g"}
-    columns: dict[str, Any] = {head: NumberColumn(format=formats[kind]) for head, kind in shares.items()}
-    ends = "95 % interval"
-    columns |= {
-        "picture": ImageColumn("", width=48),
-        "0 to 100 %": DOTS,
-        "by layer": AreaChartColumn(
-            "drift by layer", width=100, y_min=0.0, help="Relative drift from the first layer to the last."
-        ),
-        ends: TextColumn(ends),
-    }
+    rows, columns = task_rows(run, found, sheet)
     tasks = rows["task"].tolist()
     key = f"tasks-{zlib.crc32(repr((run.id, tasks)).encode())}"
 
@@ -104,41 +95,37 @@ def _task_table(run: DriftRun, found: Verdict) -> None:
     st.caption("Worst first. A click on a row chooses its task on every page.")
 
 
-def task_rows(run: DriftRun, found: Verdict, sheet: Sheet) -> pd.DataFrame:
-    """The rows of the verdict's table as the page shows them, in percent and the worst task first."""
-    rows = sheet.frame()
-    rows = rows[rows["task"].isin(run.tasks)]
+def task_rows(run: DriftRun, found: Verdict, sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The verdict's table as the page shows it, the worst task first, and how its columns are shown."""
+    numbers = sheet.frame()
+    numbers = numbers[numbers["task"].isin(run.tasks)]
     heads = dict(zip(found.means, [*sheet.kinds][1:], strict=False))
     last = next(name for name in (found.after, found.merged) if name in heads)
     sign = 1 if found.measure.worse == "lower" else -1
-    loss = sign * (rows[heads["expert"]] - rows[heads[last]]) if "expert" in heads else rows[heads[last]]
-    rows = rows.loc[loss.astype(float).sort_values(ascending=False, kind="stable").index]
-    lows = dict(zip(sheet.frame()["task"], sheet.columns().get("95 % low", ()), strict=False))
-    shown = pd.DataFrame({"task": rows["task"]})
-    images = [pictures(run, task, run.sample_ids(task)[:1]) for task in shown["task"]]
-    if any(image and image[0] for image in images):
-        shown.insert(0, "picture", [image[0] if image else None for image in images])
-    if found.measure.kind == "share":
-        roles = {part_of(name): head for name, head in heads.items()}
-        if found.merged in heads:
-            roles["merged"] = heads[found.merged]  # a baseline may take its place
-        named = {role if role != "expert" else "experts": head for role, head in roles.items()}
-        shown["0 to 100 %"] = [
-            dots({name: row[head] for name, head in named.items() if is_measured(row[head])})
-            for row in rows.to_dict("records")
-        ]
+    left = numbers[heads[last]].astype(float)
+    loss = sign * (numbers[heads["expert"]].astype(float) - left) if "expert" in heads else left
+    numbers = numbers.loc[loss.sort_values(ascending=False, kind="stable").index]
+    table, columns = sheet_table(sheet)
+    columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.kinds.items() if kind == "number"}
+    rows = table.loc[numbers.index].assign(task=numbers["task"])
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
-    shown["by layer"] = shown["task"].map(layers)
-    for head, kind in [*sheet.kinds.items()][1:]:
-        if head == "95 % low":
-            shown["95 % interval"] = rows["task"].map(lows)
-        elif head != "95 % high":
-            shown[head] = (
-                rows[head]
-                if kind == "text"
-                else rows[head].astype(float) * (100 if kind in ("share", "points") else 1)
-            )
-    return shown.reset_index(drop=True)
+    rows.insert(1, "by layer", rows["task"].map(layers))
+    about = "Relative drift from the first layer to the last."
+    columns["by layer"] = AreaChartColumn("drift by layer", width=100, y_min=0.0, help=about)
+    if found.measure.kind == "share":
+        roles = zip(("base", found.merged, found.after, "expert"), MODELS, strict=True)
+        named = {role: heads[name] for name, role in roles if name in heads}
+        drawn = [
+            dots({role: row[head] for role, head in named.items() if is_measured(row[head])})
+            for row in numbers.to_dict("records")
+        ]
+        rows.insert(1, AXIS, drawn)
+        columns[AXIS] = DOTS
+    images = [pictures(run, task, run.sample_ids(task)[:1]) for task in rows["task"]]
+    if any(image and image[0] for image in images):
+        rows.insert(0, "picture", [image[0] if image else None for image in images])
+        columns["picture"] = ImageColumn("", width=48)
+    return rows.reset_index(drop=True), columns
 
 
 def _origins(chosen: Selection) -> None:

@@ -21,7 +21,18 @@ from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.selection import RUN
 from driftlens_app.settings import Settings, is_inside
-from driftlens_app.show import DOTS, MODELS, dots, note, page_title, plain, show_table, shown_errors, when
+from driftlens_app.show import (
+    AXIS,
+    DOTS,
+    MODELS,
+    dots,
+    note,
+    page_title,
+    plain,
+    show_table,
+    shown_errors,
+    when,
+)
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, needs_run=False)
 
@@ -65,7 +76,7 @@ def _table(runs: list[RunSummary], settings: Settings) -> None:
     rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
     shares = {name: NumberColumn(format=_PERCENT) for name in MODELS}
     columns = {
-        "0 to 100 %": DOTS,
+        AXIS: DOTS,
         **shares,
         "relative drift": NumberColumn(
             format=_PERCENT,
@@ -142,7 +153,7 @@ def _row(run: RunSummary) -> dict[str, object]:
         "name": run.name,
         "state": run.state,
         "merge": run.merge or None,
-        "0 to 100 %": dots(scores) if scores else None,
+        AXIS: dots(scores) if scores else None,
         **{name: 100 * scores.get(name, math.nan) for name in MODELS},
         "relative drift": 100 * run.relative,
         "tasks": len(run.tasks) or None,

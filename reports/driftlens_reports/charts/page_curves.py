@@ -1,4 +1,4 @@
-"""Curves that only the dashboard draws: of the mean over tasks, of one sample, and of a comparison."""
+"""Curves that only the dashboard draws: of means, of a calibration while it runs, of one sample, of a comparison."""
 
 from __future__ import annotations
 

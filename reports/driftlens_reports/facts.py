@@ -16,7 +16,7 @@ from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import NOT_MEASURED, Kind, Sheet, error, estimate, is_measured, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import plain
-from driftlens.records.verdict import share_of
+from driftlens.records.verdict import layer_name, share_of
 from driftlens.variants import title
 
 _SYNTHETIC = (
@@ -30,7 +30,7 @@ class Origin:
     """One layer that much of a task's final drift comes from; `amount` is what `Origins.measure` says."""
 
     layer: int
-    path: str
+    name: str
     amount: Interval
 
 
@@ -86,7 +86,7 @@ def origins(run: DriftRun) -> list[Origins]:
     if not variants or not run.manifest.layers:
         return []
     variant = "merged" if "merged" in variants else variants[-1]
-    return [_origins(run.layers(task, variant), task, variant) for task in run.tasks]
+    return [_origins(run, task, variant) for task in run.tasks]
 
 
 def stamps(run: DriftRun) -> list[str]:
@@ -102,14 +102,15 @@ def stamps(run: DriftRun) -> list[str]:
     return said + [f"Warning: {text}" for text in run.manifest.warnings]
 
 
-def _origins(rows: pd.DataFrame, task: str, variant: str) -> Origins:
+def _origins(run: DriftRun, task: str, variant: str) -> Origins:
+    rows = run.layers(task, variant)
     for column, measure in (("final_share", "share"), ("mismatch_l2_mean", "mismatch")):
         measured = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
         if len(measured):
             layers = tuple(
                 Origin(
                     int(row["layer"]),
-                    str(row["path"]),
+                    layer_name(run, int(row["layer"])),
                     share_of(row) if measure == "share" else Interval(float(row[column]), n=int(row["n"])),
                 )
                 for row in measured.to_dict("records")
@@ -125,9 +126,7 @@ def origin_sentence(origins: Origins) -> str:
     is_share = origins.measure == "share"
     what = "largest shares of the final drift" if is_share else "largest local mismatch (mean L2)"
     kind: Kind = "share" if is_share else "number"
-    layers = [
-        f"layer {entry.layer} ({entry.path}) {estimate(entry.amount, kind)}" for entry in origins.layers
-    ]
+    layers = [f"{entry.name} {estimate(entry.amount, kind)}" for entry in origins.layers]
     n = origins.layers[0].amount.n
     return f"{origins.task}: {what}: {', '.join(layers)}{f'; n = {n}' if n else ''}"
 

@@ -59,8 +59,8 @@ def test_accuracies_stand_under_their_variants(run: DriftRun) -> None:
 def test_the_largest_shares_come_first(run: DriftRun) -> None:
     cars, _ = lines_of(summary(run, verbose=True), "Where the final drift comes from")
     assert cars.strip() == (
-        "cars: largest shares of the final drift: layer 3 (visual.transformer.resblocks.1) 50.0 %, "
-        "layer 2 (visual.transformer.resblocks.0) 25.0 %, layer 1 (visual.conv1) 10.0 %"
+        "cars: largest shares of the final drift: block 1 (layer 3 of 4) 50.0 %, "
+        "block 0 (layer 2 of 4) 25.0 %, visual.conv1 (layer 1 of 4) 10.0 %"
     )
 
 

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from driftlens.records.reading import number, percent
 from driftlens.records.run import DriftRun
+from driftlens.records.verdict import layer_name
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.layer_curves import of_layers
@@ -120,7 +121,7 @@ def _layers(run: DriftRun, rows: pd.DataFrame, variants: list[str], dark: bool) 
     colours = [
         theme.shade(theme.palette(dark).sequential, layer / panels.last_layer(run)) for layer in rows["layer"]
     ]
-    return _segments(rows, panels.layer_places(rows), variants, dark).update(
+    return _segments(rows, [*map(words.literal, rows["where"])], variants, dark).update(
         error_x=_whiskers(rows, CONTRIBUTED, theme.palette(dark).ink),
         marker_color=colours,
         insidetextfont_color=[theme.readable(colour) for colour in colours],
@@ -235,7 +236,7 @@ def _bars(rows: pd.DataFrame, column: str, colour: str, dark: bool) -> go.Bar:
         showlegend=False,
         legendgroup=column,
         offsetgroup=column,
-        text=[f"{task}, {place}" for place in panels.layer_places(rows)],
+        text=[f"{task}, {place}" for place in map(words.literal, rows["where"])],
         textposition="none",
         customdata=marks.interval_texts(rows, f"{column} low", f"{column} high"),
         hovertemplate=f"%{{text}}<br>{column} %{{y:{theme.SHARE}}}%{{customdata}}<extra>{variant}</extra>",
@@ -300,7 +301,7 @@ def adjoint(run: DriftRun, options: ChartOptions) -> Drawn:
         bars = go.Bar(
             x=_spots(mean, last),
             y=mean[_MEAN].tolist(),
-            text=[place if place == REST else f"layer {place}" for place in mean["place"]],
+            text=[place if place == REST else layer_name(run, int(place)) for place in mean["place"]],
             textposition="none",
             marker=marks.hatched(theme.look(run.variants, variant, dark=options.dark)),
             hovertemplate=f"%{{text}}<br>mean of tasks %{{y:{theme.NUMBER}}}<extra></extra>",

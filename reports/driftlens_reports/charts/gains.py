@@ -139,7 +139,7 @@ def sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.figure.update_yaxes(range=reach, tickformat=theme.TICK_NUMBER)
     return Drawn(
         grid.figure,
-        alt=f"Mean gain in cosine of the {picking.layer_name(options)} over {baseline}: "
+        alt=f"Mean gain in cosine of the {picking.feature_name(run, options)} over {baseline}: "
         f"{_extremes_in_words(means, 'mean gain')}.",
         data=drawn.merge(means, on=["task", "variant"], how="left"),
         notes=(*thinned, *words.table_notes(run, rows, over_tasks=False)),

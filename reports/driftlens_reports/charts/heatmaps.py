@@ -12,6 +12,7 @@ from plotly.subplots import make_subplots
 
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
+from driftlens.records.verdict import layer_name
 from driftlens.variants import calibrated
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -153,10 +154,7 @@ def _task_cells(
 ) -> go.Figure:
     """One panel per variant of rows of the layer table, tasks down; `beyond` is a column shown behind the head."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
-    places = {
-        at.index: f"layer {at.index}: {words.literal(at.role)}, {words.literal(at.path)}"
-        for at in run.manifest.layers
-    }
+    places = {at.index: words.literal(layer_name(run, at.index)) for at in run.manifest.layers}
     layers, tasks, cells = list(places), list(dict.fromkeys(rows["task"])), []
     if beyond:
         places[layers[-1] + 1] = beyond
@@ -277,7 +275,9 @@ def group_contributions(run: DriftRun, options: ChartOptions) -> Drawn:
     """Panels of cells, with groups in the place of tasks; the scale is symmetric around zero."""
     rows = picking.chosen(run, options, run.group_contributions())
     means = rows.groupby(["variant", "group", "layer"], sort=False)["final_share"].mean()
-    cells = means.rename(CONTRIBUTED).reset_index().rename(columns={"group": "task"})
+    cells = picking.named_layers(run, means.rename(CONTRIBUTED).reset_index()).rename(
+        columns={"group": "task"}
+    )
     shades, peak = _shares(cells[[CONTRIBUTED]], options.dark), words.peak_share(cells, CONTRIBUTED)
     figure = _task_cells(run, cells, CONTRIBUTED, shades, dark=options.dark)
     return Drawn(

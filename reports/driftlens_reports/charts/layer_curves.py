@@ -94,7 +94,7 @@ def draw_curves(
     Looks go by the run's variants unless others are given; further settings are those of `panel_grid`, such as titles.
     """
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
-    last = panels.last_layer(run)
+    rows, last = picking.named_layers(run, rows), panels.last_layer(run)
     parts = [(kind, is_head) for kind in kinds for is_head in (False, True)[: 1 + (apart and kind.is_norm)]]
     names = iter(words.task_titles(tasks, [kind.name for kind in kinds]))
     titles = ["head" if is_head else next(names) for _ in tasks for _, is_head in parts]
@@ -157,9 +157,7 @@ def curve(
         **marks.named(variant, words.shown(variant), legend=legend),
         "line": {"color": style.colour, "dash": style.dash, "width": 2},
         "marker": {"color": style.colour, "symbol": style.symbol, "size": 6},
-        "text": [
-            f"{words.literal(str(rows['task'].iloc[0]))}, {place}" for place in panels.layer_places(rows)
-        ],
+        "text": [words.literal(f"{rows['task'].iloc[0]}, {where}") for where in rows["where"]],
         "hovertemplate": f"%{{text}}<br>{what} %{{y:{number}}}",
     }
     return go.Scatter(**{**settings, **changes})

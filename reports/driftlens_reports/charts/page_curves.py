@@ -12,14 +12,15 @@ from driftlens.records.compare import Comparison
 from driftlens.records.reading import number
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import LAYERS, SAMPLES
+from driftlens.records.verdict import layer_name
 from driftlens.variants import calibrated, is_control
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
 from driftlens_reports.charts.marks import gapped
 from driftlens_reports.charts.panels import titled, value_axis
-from driftlens_reports.charts.picking import chosen_variants, layer_rows, ordered
+from driftlens_reports.charts.picking import chosen_variants, layer_rows, named_layers, ordered
 from driftlens_reports.charts.theme import NUMBER, TICK_NUMBER, look, palette
-from driftlens_reports.charts.words import by_variant, counted, final_sentence, label, shown
+from driftlens_reports.charts.words import by_variant, counted, final_sentence, label, literal, shown
 
 _MEAN, _DRIFT = "mean drift", "drift"
 _SHARE, _CHANGE = "share of final drift", "change of mean drift"
@@ -61,7 +62,8 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
             legendgroup=str(variant),
             showlegend=False,
             visible="legendonly" if is_control(str(variant)) else True,
-            hovertemplate=f"{called}%{{y:{NUMBER}}} (layer %{{x}})<extra></extra>",
+            text=[*map(literal, part["where"])],
+            hovertemplate=f"{called}%{{y:{NUMBER}}}, %{{text}}<extra></extra>",
         )
     figure.data = (*figure.data[num_means:], *figure.data[:num_means])  # thin lines below
     figure.layout.hovermode = "closest"
@@ -100,7 +102,7 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
         layer = max(found)
         before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
         done = f"{counted(len(found), 'layer')} of {len(run.manifest.layers)}"
-        said = f"{done} so far; at layer {layer}: calibrated {number(found[layer])}{before}."
+        said = f"{done} so far; at {layer_name(run, layer)}: calibrated {number(found[layer])}{before}."
     return Drawn(
         figure,
         alt=f"Mean drift by layer while the calibration runs. {said}",
@@ -113,10 +115,10 @@ def running_curve(run: DriftRun, name: str, found: Mapping[int, float], *, dark:
 
 
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with each layer's role and path."""
+    """The rows with each layer's role, path and name."""
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, of) for entry in run.manifest.layers] for name, of in columns.items()}
-    return rows.merge(pd.DataFrame(layers), on="layer", how="left")
+    return named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
 
 
 def sample_curves(run: DriftRun, task: str, sample_id: str, options: ChartOptions) -> Drawn:

@@ -15,7 +15,6 @@ from driftlens.records.run import DriftRun
 from driftlens.records.schema import TABLES
 from driftlens_reports.charts.picking import ChartOptions
 from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, lay_out, palette, theme_layout
-from driftlens_reports.charts.words import literal
 
 MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
@@ -75,14 +74,6 @@ def room_beside(names: Sequence[str]) -> dict[str, int]:
     """
     longest = max((len(html.unescape(name)) for name in names), default=0)
     return {"l": _TITLE_AND_TICKS + _LETTER * longest, "r": _COLOUR_BAR}
-
-
-def layer_places(rows: pd.DataFrame) -> list[str]:
-    """Hover text for each row of a layer table: index, role, module path."""
-    return [
-        f"layer {layer}: {literal(str(role))}, {literal(str(path))}"
-        for layer, role, path in zip(rows["layer"], rows["role"], rows["path"], strict=True)
-    ]
 
 
 def parted(rows: pd.DataFrame) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from driftlens.records.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.records.reading import estimate, number, percent
 from driftlens.records.run import DriftRun
 from driftlens.records.scores import main_metrics
+from driftlens.records.verdict import layer_name
 from driftlens_reports.charts import marks, panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart, is_of_language
 
@@ -283,7 +284,7 @@ def task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     title = "mean cosine to the expert (1: same direction)"
     return Drawn(
         task_figure(run, rows, "mean cosine", title, interval=said, dark=options.dark),
-        alt=f"Mean cosine of the {picking.layer_name(options)} to the expert's over "
+        alt=f"Mean cosine of the {picking.feature_name(run, options)} to the expert's over "
         f"{words.counted(len(tasks), 'task')}: "
         f"{averages_in_words(_cosines(at_layer, tasks), 'cos_mean', has_intervals=True)}.",
         data=rows,
@@ -433,7 +434,10 @@ def alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     tasks = words.counted(params["task"].nunique(), "task")
     said = words.by_variant(
-        (variant, words.span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} (layer {row['layer']})"))
+        (
+            variant,
+            words.span(rows, _VALUE, lambda row: f"{number(row[_VALUE])} ({layer_name(run, row['layer'])})"),
+        )
         for variant, rows in layers.groupby("variant", sort=False)
     )
     return Drawn(

@@ -11,6 +11,7 @@ import pandas as pd
 from driftlens.errors import DataError, did_you_mean
 from driftlens.records.run import DriftRun
 from driftlens.records.schema import ANALYZE, TABLES
+from driftlens.records.verdict import layer_name
 from driftlens.variants import control_of, part_of
 
 
@@ -80,7 +81,12 @@ def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False)
 
 def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Rows of the layer table of the chosen tasks and variants, in that order, by layer."""
-    return chosen(run, options, run.layers())
+    return named_layers(run, chosen(run, options, run.layers()))
+
+
+def named_layers(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with what readers call each one's layer, `block 5 (layer 7 of 8)`, as `where`."""
+    return rows.assign(where=rows["layer"].map({at: layer_name(run, at) for at in rows["layer"].unique()}))
 
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
@@ -120,9 +126,13 @@ def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataF
     return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
 
 
-def layer_name(options: ChartOptions) -> str:
-    """How a sentence calls the options' layer: "final feature", "feature leaving layer 3"."""
-    return "final feature" if options.layer == "final" else f"feature leaving layer {options.layer}"
+def feature_name(run: DriftRun, options: ChartOptions) -> str:
+    """How a sentence calls the options' layer: "final feature", "feature leaving block 1 (layer 3 of 8)"."""
+    return (
+        f"feature leaving {layer_name(run, run.layer_index(options.layer))}"
+        if options.layer != "final"
+        else "final feature"
+    )
 
 
 def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:

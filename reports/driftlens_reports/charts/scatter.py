@@ -163,7 +163,7 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     said = words.by_variant(zip(others["variant"], others["mean cosine"].map(number), strict=True))
     return Drawn(
         grid.figure,
-        alt=f"{found.method} layout of the {picking.layer_name(options)} on {task}. "
+        alt=f"{found.method} layout of the {picking.feature_name(run, options)} on {task}. "
         f"Mean cosine to the expert: {said}.",
         data=drawn.merge(quality, on="variant", how="left"),
         notes=(*thinned, *_notes(run, options, task, found), *lost),

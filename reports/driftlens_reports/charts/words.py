@@ -133,7 +133,7 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
     values = by_variant(zip(there["variant"], there[column].astype(float).map(number), strict=True))
     others = rows["task"].nunique() - 1
     among = f", the highest of {others + 1} tasks" if others else ""
-    return f"At layer {last['layer'].iloc[0]}, on {task}{among}: {values}."
+    return f"At {last['where'].iloc[0]}, on {task}{among}: {values}."
 
 
 def peak_sentence(
@@ -144,7 +144,7 @@ def peak_sentence(
     for variant, part in rows[rows[column].notna()].groupby("variant", sort=False):
         values = part[column].astype(float)
         row = part.loc[values.idxmin() if lowest else values.idxmax()]
-        parts.append((variant, f"{write(float(row[column]))} ({row['task']}, layer {row['layer']})"))
+        parts.append((variant, f"{write(float(row[column]))} ({row['task']}, {row['where']})"))
     return f"{'Lowest' if lowest else 'Highest'}: {by_variant(parts)}."
 
 

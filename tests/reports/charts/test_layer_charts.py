@@ -180,7 +180,7 @@ def test_what_was_not_measured_is_named_with_the_command_that_adds_it(
 
 def rows_of(**columns: list[float]) -> pd.DataFrame:
     size = len(next(iter(columns.values())))
-    keys = {"task": "cars", "variant": "merged", "role": "block", "path": "p"}
+    keys = {"task": "cars", "variant": "merged", "role": "block", "path": "p", "where": "p (layer 1 of 4)"}
     return pd.DataFrame({**columns, "layer": range(1, size + 1)}).assign(**keys)
 
 
@@ -243,3 +243,11 @@ def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> Non
         figure = charts[name].draw(two).figure
         assert 3.5 in [shape.x0 for shape in figure.layout.shapes], name
         assert "4 decoder's first" in str(figure.to_dict()), name
+
+
+def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> None:
+    drawn = charts["layer-drift"].draw(full)
+    curves = [trace for trace in drawn.figure.data if trace.text is not None and len(trace.text) > 1]
+    last = full.manifest.layers[-1].index
+    assert curves and all(f"block 0 (layer 2 of {last})" in trace.text[1] for trace in curves)
+    assert f"(layer {last} of {last}), on " in drawn.alt

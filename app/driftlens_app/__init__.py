@@ -9,7 +9,7 @@ from a run's tables (`driftlens.records`), its charts (`driftlens_reports.charts
     from driftlens_app.selection import TASK, selection
     from driftlens_app.show import show_part
 
-    PAGE = Page("Theory", icon=":material/functions:", order=10, section="Theory", says="What the theory ...")
+    PAGE = Page("Theory", icon=":material/functions:", order=70, says="What the theory ...")
 
     def show() -> None:
         chosen = selection(TASK)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from driftlens.errors import RunError
 from driftlens_app.settings import Settings
 
 _HERE = Path(__file__).parent
@@ -59,6 +60,18 @@ def command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool =
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     hosts = [part for name in allowed_hosts(host) for part in ("--server.allowedHosts", name)]
     return [sys.executable, "-P", "-m", "streamlit", "run", str(_HERE / "server.py"), *flags, *hosts]
+
+
+def require_free(host: str, port: int) -> None:
+    """Refuse a port that another program listens on, or that this one may not."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise RunError(
+            f"port {port} of {host} can't be listened on: {error.strerror}",
+            hint="Choose another --port, or leave it out: the first free one from 8501 is taken.",
+        ) from None
 
 
 def allowed_hosts(host: str) -> Sequence[str]:

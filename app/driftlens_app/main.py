@@ -6,7 +6,7 @@ import streamlit as st
 
 from driftlens.records.reading import printable
 from driftlens_app.live import land, welcome
-from driftlens_app.pages import SECTIONS, pages
+from driftlens_app.pages import pages
 from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, page_title, shown_errors, watch_theme
@@ -46,11 +46,7 @@ def main() -> None:
         )
         for path, page in listed.items()
     }
-    sections = {
-        section: [entries[path] for path, page in listed.items() if page.section == section]
-        for section in SECTIONS
-    }
-    chosen = st.navigation({section: inside for section, inside in sections.items() if inside}, expanded=True)
+    chosen = st.navigation([*entries.values()], expanded=True)
     path = next(path for path, entry in entries.items() if entry == chosen)
     with shown_errors():
         land(path)

@@ -8,12 +8,8 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from driftlens_app import views
-
-SECTIONS = ("", "Theory")
-"""Headings of the navigation, in this order; the first pages have none."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +19,7 @@ class Page:
     Attributes:
         title: its name in the navigation.
         icon: a Material symbol, written `:material/name:`.
-        order: its place within its section, ascending.
-        section: heading under which the navigation lists it.
+        order: its place in the navigation, ascending.
         is_listed: whether the navigation lists it at all; another page leads to it else.
         says: one line in Markdown that says what it shows; with it, the shell draws the title.
         needs_run: whether it shows one run, so that the shell opens it.
@@ -33,7 +28,6 @@ class Page:
     title: str
     icon: str
     order: int
-    section: Literal["", "Theory"] = ""
     is_listed: bool = True
     says: str = ""
     needs_run: bool = True
@@ -48,7 +42,7 @@ def pages() -> Mapping[str, Page]:
     }
     # A file without is a part of a page.
     found: dict[str, Page] = {path: file.PAGE for path, file in files.items() if hasattr(file, "PAGE")}
-    return dict(sorted(found.items(), key=lambda item: (SECTIONS.index(item[1].section), item[1].order)))
+    return dict(sorted(found.items(), key=lambda item: item[1].order))
 
 
 def path_of(view: str) -> str:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import pkgutil
 from importlib.resources import files
 from pathlib import Path
 
 import streamlit as st
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from streamlit import net_util
 
 from driftlens_app import views
 from driftlens_app.launch import in_url
 
 _FIRST = "runs"
+_MOVED = {
+    **dict.fromkeys(("layer_drift", "attribution"), "layers"),
+    **dict.fromkeys(("features", "output"), "samples"),
+    **{"calibrate": "repair", "compare": "repair?repair=Compare", "alignment": "theory"},
+}
+"""Addresses of pages that were, and those that show now what they showed."""
+_NO_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>No such page - DriftLens</title>
+<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
+<main style="font: 16px/1.6 sans-serif; max-width: 32em; margin: 4em auto; padding: 0 1em"><h1>No such page</h1>
+<p>DriftLens has no page at this address. There are:</p><ul>{}</ul></main></html>"""
 # Relative to the page, as Streamlit's own links to its files, so that it holds behind a proxy's prefix too.
 _BASE = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location).href}</script>'
 
@@ -38,18 +51,63 @@ async def _page(_request: Request) -> HTMLResponse:
     )
 
 
-# The modules' names, not `pages()`: the server need not import what its visitors look at.
-_names = [module.name for module in pkgutil.iter_modules(views.__path__) if module.name != _FIRST]
+async def _moved(request: Request) -> RedirectResponse:
+    """The page that took the place of the one that was here, with the same run and choices."""
+    path, _, query = _MOVED[request.url.path.strip("/")].partition("?")
+    return RedirectResponse(f"./{path}?{'&'.join(filter(None, (query, request.url.query)))}".rstrip("?"))
+
+
+async def _no_page(request: Request) -> HTMLResponse:
+    """Our own words where Streamlit would show its first page, and a box in front of it."""
+    listed = "".join(f'<li><a href="./{name}">{name.replace("_", " ").capitalize()}</a>' for name in _pages)
+    return HTMLResponse(_NO_PAGE.format(listed), status_code=404)
+
+
+class _OwnAnswers:
+    """No answer shows inside another site's frame, where a click might not be meant for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def alone(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["Content-Security-Policy"] = "frame-ancestors 'none'"
+            await send(message)
+
+        await self.app(scope, receive, alone)
+
+
+# Streamlit would ask a server of others for this machine's address, to compare a foreign page's origin with it.
+net_util.get_external_ip = lambda: None
+
+
+class _Word(StringConvertor):
+    """One part of an address that is no file's name and none of Streamlit's own."""
+
+    regex = "[^/._][^/.]*"
+
+
+register_url_convertor("word", _Word())
+# What declares a page says so in its text: the server need not import what its visitors look at.
+_files = sorted(Path(views.__path__[0]).glob("*.py"))
+_pages = [file.stem for file in _files if "\nPAGE = " in file.read_text(encoding="utf-8")]
 app = st.App(
     Path(__file__).with_name("main.py"),
-    routes=[Route(f"/{_FIRST}", _to_first_page), *(Route(f"/{name}", _page) for name in _names)],
+    routes=[
+        Route(f"/{_FIRST}", _to_first_page),
+        *(Route(f"/{name}", _page) for name in _pages if name != _FIRST),
+        *(Route(f"/{name}", _moved) for name in _MOVED),
+        Route("/{name:word}", _no_page),
+    ],
     # Streamlit refuses strange names for its websocket alone.
     middleware=[
+        Middleware(_OwnAnswers),
         Middleware(
             TrustedHostMiddleware,
             # Streamlit compares an IPv6 address without its brackets, Starlette with them.
             allowed_hosts=[in_url(name) for name in st.get_option("server.allowedHosts")],
             www_redirect=False,
-        )
+        ),
     ],
 )

@@ -25,6 +25,7 @@ from driftlens.errors import DriftLensError
 from driftlens.records.reading import Sheet, printable
 from driftlens.records.run import DriftRun
 from driftlens.records.tables import csv_text
+from driftlens.records.verdict import shareable
 from driftlens_app.runs import key_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.theme import lay_out, palette
@@ -72,6 +73,12 @@ def plain(text: object) -> str:
     Names come from runs and specs, which anybody may have written.
     """
     return _MARKDOWN.sub(r"\\\1", printable(str(text)))
+
+
+def with_command(run: DriftRun, text: str, command: str) -> str:
+    """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
+    before, found, after = shareable(run, text).partition(f"`{shareable(run, command)}`")
+    return plain(before) + found + plain(after) if found.count("`") == 2 else plain(before + found + after)
 
 
 def when(moment: str) -> str:

@@ -302,6 +302,8 @@ def ui(
         note("jobs can't be started from other machines (--allow-remote-jobs lets them)")
         read_only = True
     settings = Settings(root=root.resolve(), read_only=read_only)
+    if port is not None:
+        launch.require_free(host, port)
     arguments = launch.command(host=host, port=port, browser=not no_browser)
     sys.stdout.flush()
     # The server takes this process's place: signals reach it, and its exit code is the command's.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
+from email.message import Message
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,10 +31,20 @@ from tests.records.full_run import write_full_run
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def outside() -> Iterator[socket.socket]:
+    """The only way out: a proxy that hears of every address of another machine that the server asks for."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        yield listening
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, outside: socket.socket) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("launch")
     write_full_run(folder / "runs" / "full")
-    with serving(folder / "runs", folder / "log") as address:
+    proxy = f"http://127.0.0.1:{outside.getsockname()[1]}"
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), proxy)
+    with serving(folder / "runs", folder / "log", environment={**proxies, "no_proxy": ""}) as address:
         yield address
 
 
@@ -64,6 +78,48 @@ def test_a_foreign_host_or_origin_gets_no_session(url: str) -> None:
     assert handshake(url, Host=own, Origin=url) == 101
     assert handshake(url, Host="evil.example", Origin="http://evil.example") == 400
     assert handshake(url, Host=own, Origin="http://evil.example") == 403
+
+
+def test_no_other_machine_is_asked_for_this_ones_address(url: str, outside: socket.socket) -> None:
+    """Not even to compare the origin of a foreign page with it."""
+    assert handshake(url, Host=urlsplit(url).netloc, Origin="http://evil.example") == 403
+    with pytest.raises(BlockingIOError):
+        outside.accept()
+
+
+@pytest.mark.parametrize("path", ["", "overview", "no_such_page", "calibrate", "_stcore/health"])
+def test_no_answer_may_be_shown_in_anothers_frame(url: str, path: str) -> None:
+    _, headers, _ = got(f"{url}/{path}")
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+
+
+def test_old_addresses_lead_on_and_unknown_ones_list_the_pages(url: str) -> None:
+    assert got(f"{url}/calibrate?run=a&task=b")[1]["location"] == "./repair?run=a&task=b"
+    assert got(f"{url}/compare?run=a")[1]["location"] == "./repair?repair=Compare&run=a"
+    assert got(f"{url}/features")[1]["location"] == "./samples"
+    status, _, text = got(f"{url}/nosuch")
+    assert status == 404 and "No such page" in text
+    named = [Path(path).stem for path in pages()]
+    assert sorted(re.findall(r'href="./(\w+)"', text)) == sorted(named)
+
+
+def got(address: str) -> tuple[int, Message, str]:
+    """Status, headers and text of the answer to a request, which is not led on."""
+    place = urlsplit(address)
+    with closing(HTTPConnection(place.hostname or "", place.port, timeout=30)) as connection:
+        connection.request("GET", f"{place.path}?{place.query}")
+        found = connection.getresponse()
+        return found.status, found.headers, found.read().decode()
+
+
+def test_a_port_that_is_taken_is_refused_in_our_own_words(
+    outside: socket.socket, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    port = outside.getsockname()[1]
+    with pytest.raises(SystemExit) as leaving:
+        main(["ui", str(tmp_path), "--port", str(port)])
+    said = capsys.readouterr().err
+    assert leaving.value.code == 4 and f"port {port} " in said and "another --port" in said
 
 
 def test_a_foreign_host_is_refused_before_anything_else(url: str) -> None:

@@ -190,6 +190,7 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     )
     assert shown == "\n\n".join(shareable(run, text) for text in verdict(run).sentences)
     assert str(run.path) not in said(app) and "Next: `driftlens" in shown
+    assert not any("\\`" in entry.value for entry in app.markdown)  # to be copied, not spelt
     rows, right = app.dataframe[0].value.set_index("task"), run.accuracy().query("metric == 'accuracy'")
     last = [name for name in run.variants if name.startswith("calibrated:")][-1]
     right = 100 * right.pivot(index="task", columns="variant", values="value")

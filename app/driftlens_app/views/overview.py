@@ -12,7 +12,7 @@ from streamlit.column_config import AreaChartColumn, ImageColumn, NumberColumn
 from driftlens.records.checks import self_checks
 from driftlens.records.reading import Sheet, is_measured, size
 from driftlens.records.run import DriftRun
-from driftlens.records.verdict import Verdict, shareable, task_sheet, verdict
+from driftlens.records.verdict import Verdict, task_sheet, verdict
 from driftlens.variants import title
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
@@ -31,6 +31,7 @@ from driftlens_app.show import (
     show_table,
     shown_errors,
     when,
+    with_command,
 )
 from driftlens_reports import facts
 from driftlens_reports.charts.page_curves import mean_curves
@@ -67,7 +68,7 @@ def show() -> None:
 def _show_verdict(run: DriftRun) -> None:
     found = verdict(run)
     with st.container(border=True):
-        st.markdown("\n\n".join(plain(shareable(run, text)) for text in found.sentences))
+        st.markdown("\n\n".join(with_command(run, text, found.command) for text in found.sentences))
         with st.container(horizontal=True, vertical_alignment="center"):
             is_next = any(word in found.command for word in (" calibrate ", " advise "))
             kind: Literal["primary", "secondary"] = "primary" if is_next else "secondary"

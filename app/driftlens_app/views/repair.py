@@ -41,6 +41,7 @@ from driftlens_app.show import (
     show_drawn,
     show_sheet,
     shown_errors,
+    with_command,
 )
 from driftlens_app.views import compare
 from driftlens_reports.charts.page_curves import running_curve
@@ -183,8 +184,9 @@ def _show_result(run: DriftRun, name: str) -> None:
         st.page_link(path_of("export"), label="Export", icon=":material/description:")
     with shown_errors():
         sentences, sheets = _in_words_and_sheets(run, name)
+        command = verdict(run, name).command
         for sentence in sentences:
-            st.markdown(f"- {plain(sentence)}")
+            st.markdown(f"- {with_command(run, sentence, command)}")
         for sheet in sheets:
             show_sheet(sheet)
     with shown_errors():

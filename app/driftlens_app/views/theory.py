@@ -13,11 +13,10 @@ from driftlens_app.show import open_part, plain, show_part
 from driftlens_reports.charts.chart import SECTIONS, parts_of
 
 PAGE = Page(
-    "Bounds and alignment",
+    "Theory",
     icon=":material/functions:",
-    order=10,
-    section="Theory",
-    says="What the theory of drift predicts, held against what was measured.",
+    order=70,
+    says="Bounds, growth factors and alignment: what theory predicts, held against what was measured.",
 )
 
 

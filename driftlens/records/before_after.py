@@ -59,20 +59,22 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     Columns: task, variant, model (what a reader calls the variant), drift (mean norm of the final drift), drift_error
     (half its 95 % interval), relative, cosine, each with its `_error`, metric (what the task is judged by), score, low,
     high, n, and accuracy, the score where that is its metric. The expert has a score only; what was not measured is
-    NaN. `attrs["notices"]` are the calibration's.
+    NaN. Where the same calibration was measured at rho 1 too, that is a model of its own, without errors of drift.
+    `attrs["notices"]` are the calibration's.
 
     Raises:
         DataError: the run has no finished calibration of that name.
         RunError: a table can't be read.
     """
     rows = []
-    for entry in outcomes(run, compared_variants(run, name)):
+    found = [*outcomes(run, compared_variants(run, name)), *rho_control(run, name)]
+    for entry in sorted(found, key=lambda at: (run.tasks.index(at.task), at.variant == "expert")):
         row: dict[str, Any] = {
             **{"task": entry.task, "variant": entry.variant, "model": title(entry.variant)}
         }
         for measure in ("drift", "relative", "cosine"):
-            found = getattr(entry, measure)
-            row |= {measure: found.value, f"{measure}_error": found.high - found.value}
+            mean = getattr(entry, measure)
+            row |= {measure: mean.value, f"{measure}_error": mean.high - mean.value}
         at = entry.score
         row |= {
             "accuracy": at.value if entry.metric == ACCURACY else math.nan,
@@ -234,7 +236,7 @@ def _changes(run: DriftRun, name: str, found: Sequence[ScoreChange]) -> Sheet:
             (*[at.task, *([at.metric] if says else [])], *(at.change, at.low, at.high, at.n))
             for at in measured
         ],
-        " ".join(filter(None, [score_change_note(found), rho_control(run, name)])),
+        score_change_note(found),
     )
 
 

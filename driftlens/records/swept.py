@@ -7,11 +7,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from driftlens.metrics import METRICS
-from driftlens.records.intervals import over_draws
-from driftlens.records.reading import Kind, Sheet, is_measured, setting_text, written
+import pandas as pd
+
+from driftlens.metrics import ACCURACY, METRICS
+from driftlens.records.intervals import Interval, over_draws, wilson
+from driftlens.records.outcomes import Outcome
+from driftlens.records.reading import Kind, Sheet, setting_text
 from driftlens.records.run import DriftRun
-from driftlens.variants import title
+from driftlens.records.scores import main_metrics
+from driftlens.records.tables import plain
+from driftlens.variants import calibrated, title
 
 ABLATION = "ablation"
 """The sweep that takes a method apart; its first point is the method as it is."""
@@ -59,17 +64,18 @@ def scope(run: DriftRun, name: str) -> str:
     return "; ".join(filter(None, [layers, f"sites {', '.join(made.sites)}" if made.sites else ""]))
 
 
-def rho_control(run: DriftRun, name: str) -> str:
-    """What a calibration of the run reaches at rho 1, all else as it is, where a sweep has measured that; else empty.
+def rho_control(run: DriftRun, name: str) -> list[Outcome]:
+    """What a calibration reaches on every task at rho 1, all else as it is; empty unless a sweep has measured that.
 
-    With another rho the anchor itself is another merge, so that this is what a gain is to be held against.
+    With another rho the anchor itself is another merge, so that this is what a gain is to be held against. A sweep
+    keeps no samples: drifts and cosines have no interval.
 
     Raises:
         RunError: a table can't be read.
     """
     made, rows = run.manifest.calibrations[name], run.sweeps()
     if made.settings.get("rho", 1) == 1 or rows.empty:
-        return ""
+        return []
     wanted = {**made.settings, "rho": 1.0}
     # Sweeps of older runs tell neither.
     rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
@@ -82,13 +88,19 @@ def rho_control(run: DriftRun, name: str) -> str:
         and all(wanted.get(key) == value for key, value in settings_of(row).items())
     ]
     found = rows.loc[same].drop_duplicates("task")
-    if set(found["task"]) != set(run.tasks):
-        return ""
-    means = [(heading, found[column].mean(), kind) for column, (heading, kind, _) in MEASURES.items()]
-    told = ", ".join(
-        f"{heading} {written(value, kind)}" for heading, value, kind in means if is_measured(value)
+    outcomes = [_outcome(run, f"{calibrated(name)} at rho 1", row) for _, row in found.iterrows()]
+    return outcomes if {at.task for at in outcomes} == set(run.tasks) else []
+
+
+def _outcome(run: DriftRun, variant: str, row: pd.Series[Any]) -> Outcome:
+    """A row of the sweep table as any model's."""
+    metric, n = main_metrics(run).get(row["task"], ACCURACY), plain(row["n_test"]) or 0
+    score, *features = (
+        math.nan if (value := plain(row.get(column))) is None else float(value)
+        for column in (metric.name, "drift_l2_mean", "drift_rel", "cos_mean")
     )
-    return f"Control, the same calibration at rho 1 (a sweep of this run; mean over tasks): {told}."
+    ends = wilson(round(score * n), n) if metric.kind == "share" and n and score == score else ()
+    return Outcome(row["task"], variant, *map(Interval, features), Interval(score, *ends, n=n), metric)
 
 
 def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:

@@ -30,6 +30,7 @@ from driftlens.records.outcomes import (
 )
 from driftlens.records.reading import Kind, Sheet, is_measured, written
 from driftlens.records.run import DriftRun, remembered
+from driftlens.records.swept import rho_control
 from driftlens.records.tables import plain
 from driftlens.variants import calibrated, part_of, title
 
@@ -369,7 +370,7 @@ def task_sheet(run: DriftRun, found: Verdict) -> Sheet:
 
 
 def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
-    """Means over tasks of what the verdict leaves out: anchors alone, other calibrations, baselines."""
+    """Means over tasks of what the verdict leaves out: anchors alone, controls, other calibrations, baselines."""
     rows = []
     for variant in run.variants:
         if variant not in found.means:
@@ -378,6 +379,11 @@ def others_sheet(run: DriftRun, found: Verdict) -> Sheet:
                 means.get(name, Interval(math.nan)) for name in (found.measure.title, "relative drift")
             )
             rows.append((title(variant), at.value, at.low, at.high, drift.value))
+    of = "relative" if found.measure == MEASURES["relative"] else "score"
+    for own in filter(None, (rho_control(run, name) for name in run.manifest.calibrations)):
+        at = mean_over_tasks([getattr(entry, of) for entry in own if entry.task in found.tasks])
+        drift = mean_over_tasks([entry.relative for entry in own])
+        rows.append((title(own[0].variant), at.value, at.low, at.high, drift.value))
     what = "mean" if found.measure == MEASURES["relative"] else f"mean {found.measure.title}"
     kind = found.measure.kind
     kinds = {"model": "text", what: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}

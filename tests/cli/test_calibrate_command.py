@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
+from driftlens.pipeline.preflight import rehearsal
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.writer import RunWriter
 from tests.cli.conftest import Result
@@ -33,7 +34,8 @@ def test_the_table_shows_before_control_after_and_expert(
 ) -> None:
     target = tmp_path / "model"
     result = run_cli(
-        "calibrate", folder, "--name", NAME, "--preset", "paper-clip", "--save-weights", target, *QUIET
+        *("calibrate", folder, "--name", NAME, "--preset", "paper-clip"),
+        *("--control", "--save-weights", target, *QUIET),
     )
     assert result.code == 0
     lines = [line.split() for line in result.out.splitlines()]
@@ -44,6 +46,11 @@ def test_the_table_shows_before_control_after_and_expert(
         values = [run.accuracy(task, name)["value"].iloc[0] for name in ("base", "expert", "merged", VARIANT)]
         assert row[1:9:2] == [f"{100 * value:.1f}" for value in values]
     assert any(line[:3] == ["featcal,", "anchor", "only"] for line in lines)
+    control = run.sweeps()
+    (row,) = [line for line in lines if line[:4] == ["featcal", "at", "rho", "1"]]
+    assert set(control["sweep"]) == {"control"} and set(control["rho"]) == {1.0}
+    assert row[4] == f"{100 * control['accuracy'].mean():.1f}"
+    assert row[-2] == f"{100 * control['drift_rel'].mean():.1f}"
     assert "rescaling" not in result.out
     assert f"wrote {target}" in result.out
     assert "the stem" in result.err and "was not calibrated" in result.err
@@ -168,12 +175,22 @@ def test_the_same_name_twice_is_refused_unless_replaced(folder: pathlib.Path, ru
     assert open_run(folder).manifest.calibrations[NAME].layers == [2, 3]
 
 
-def test_a_dry_run_estimates_and_writes_nothing(folder: pathlib.Path, run_cli: Cli) -> None:
+def test_a_dry_run_estimates_and_writes_nothing(
+    folder: pathlib.Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = files_of(folder)
     result = run_cli("calibrate", folder, "--name", NAME, "--dry-run")
     assert result.code == 0 and result.out.rstrip().endswith("ready") and "estimate: about" in result.out
-    found = json.loads(run_cli("calibrate", folder, "--name", NAME, "--dry-run", "--json").out)
+    asked = ("calibrate", folder, "--name", NAME, "--dry-run", "--json")
+    walks, cost = [], rehearsal._cost
+    monkeypatch.setattr(rehearsal, "_cost", lambda opened, n: [walks.append(n), cost(opened, n)][1])
+    found, more, same = (
+        json.loads(run_cli(*asked, *flags).out) for flags in ((), ("--control",), ("--control", "--rho", 1))
+    )
     assert found["ready"] and found["estimate"]["seconds"] > 0
+    assert walks == [1, 2, 1], "the control is a walk of its own; at rho 1 there is nothing to repeat"
+    told = ["rho 1" in {finding["subject"] for finding in at["findings"]} for at in (found, more, same)]
+    assert told == [False, True, False]
     refused = run_cli("calibrate", folder, "--name", NAME, "--lam", -1, "--dry-run", "--json")
     assert refused.code == 2 and json.loads(refused.out)["findings"][0]["level"] == "problem"
     assert files_of(folder) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -20,12 +21,14 @@ from driftlens.engine.forward_order import Lane, calibrate_side_by_side
 from driftlens.engine.forward_order import calibrate as calibrate_layers
 from driftlens.engine.site_selection import select_sites
 from driftlens.errors import Cancelled, DataError, SingularGramError, SpecError
+from driftlens.pipeline.calibrate import plan
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.search.sweep import SweepRequest, control, sweep
 from driftlens.pipeline.search.trials import Trials
 from driftlens.pipeline.study.reopening import reopened
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.records.before_after import before_after
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.swept import ablation_sheets, rho_control
 from driftlens.records.verify import verify
@@ -184,7 +187,14 @@ def test_the_control_is_the_same_calibration_of_the_same_layers_at_rho_1(
         final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
         assert row.drift_l2_mean == pytest.approx(final["drift_l2_mean"], rel=1e-5)
     assert tuple(rows["task"]) == TASKS and set(rows["rho"]) == {1.0}
-    assert f"relative drift {rows['drift_rel'].mean():.4f}" in rho_control(run, NAME)
+    for at, (_, row) in zip(rho_control(run, NAME), rows.iterrows(), strict=True):
+        assert (at.task, at.drift.value, at.relative.value, at.cosine.value) == (
+            *(row["task"], row["drift_l2_mean"], row["drift_rel"], row["cos_mean"]),
+        )
+        score = run.accuracy(row["task"], "merged").iloc[0]
+        assert (at.score.value, at.score.n) == (row["accuracy"], score["n"]) and at.score.low < at.score.high
+    shown = before_after(run, NAME).set_index(["task", "model"])
+    assert shown.loc[(TASKS[0], f"{NAME} at rho 1"), "relative"] == rows["drift_rel"].iloc[0]
     assert not rho_control(run, "whole"), "a control of other layers is none"
     # Another calibration's control is another point of its own sweep; one that is there is not measured again.
     both = control(folder, "whole")
@@ -199,6 +209,19 @@ def test_a_method_without_rho_has_no_control(folder: pathlib.Path) -> None:
     with pytest.raises(SpecError, match="has no rho, so there is no control at rho 1"):
         calibrate(folder, dataclasses.replace(asked, control=True))
     assert NAME not in open_run(folder).manifest.calibrations
+
+
+def test_a_control_of_unequal_counts_is_refused_before_anything_is_solved(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, begin = dict(zip(TASKS, itertools.count(3), strict=False)), plan._beginning
+    monkeypatch.setattr(
+        plan, "_beginning", lambda samples, _, task: begin(samples, counts.get(task, 4), task)
+    )
+    before = files_of(folder)
+    with pytest.raises(SpecError, match="equally many samples of every task, and there are 3 to 4") as caught:
+        calibrate(folder, request(control=True))
+    assert "--samples to at most 3" in caught.value.hint and files_of(folder) == before
 
 
 def test_one_factor_at_a_time_or_all_combinations(folder: pathlib.Path) -> None:

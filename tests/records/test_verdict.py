@@ -16,11 +16,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.records.intervals import mcnemar, unpaired_difference
+from driftlens.records.intervals import mcnemar, unpaired_difference, wilson
 from driftlens.records.manifest import CalibrationInfo, Manifest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
-from driftlens.records.swept import rho_control
 from driftlens.records.tables import conform, empty
 from driftlens.records.verdict import Verdict, layer_name, others_sheet, shareable, task_sheet, verdict
 from driftlens.variants import title
@@ -294,16 +293,26 @@ def test_the_control_beside_a_gain_is_the_same_calibration_at_rho_1(manifest: Ma
         made.manifest.calibrations["cal"], settings={"lam": 0.1, "rho": 2.0, "alpha": 0.5}
     )
     run = DriftRun(made.path, dataclasses.replace(made.manifest, calibrations={"cal": info}))
-    key = {"sweep": "rho", "seed": 0, "task": "t0", "n": 8, "method": "featcal", "drift_rel": 0.25}
+    run._frames |= made._frames
+    key = {
+        "sweep": "rho",
+        "seed": 0,
+        "task": "t0",
+        "n": 8,
+        "method": "featcal",
+        "drift_rel": 0.25,
+        "n_test": 400,
+    }
     points = [
         {**key, "point": at, "accuracy": value, "settings": f'{{"lam": {lam}, "rho": {rho}, "alpha": 0.5}}'}
         for at, (lam, rho, value) in enumerate([(0.1, 2.0, 0.8), (0.2, 1.0, 0.7), (0.1, 1.0, 0.775)])
     ]
     older = {**key, "sweep": "older", "point": 0, "rho": 1.0, "method": None, "settings": None}
 
-    def told(rows: Sequence[Mapping[str, object]]) -> str:
+    def told(rows: Sequence[Mapping[str, object]]) -> list[Any]:
         run._frames["sweeps"] = conform(pd.DataFrame(rows), TABLES["sweeps"])
-        return rho_control(run, "cal")
+        return [list(row) for row in others_sheet(run, verdict(run)).rows]
 
-    assert told([*points, older]).endswith("accuracy 77.5 %, relative drift 0.2500.")
-    assert told([*points[:2], older]) == "" and told([{**points[2], "n": 16}]) == ""
+    low, high = wilson(310, 400)
+    assert told([*points, older]) == [["cal at rho 1", 0.775, pytest.approx(low), pytest.approx(high), 0.25]]
+    assert not told([*points[:2], older]) and not told([{**points[2], "n": 16}])

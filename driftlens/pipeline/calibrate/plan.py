@@ -225,6 +225,11 @@ def plan_calibration(
             )
     if request.control and "rho" not in calibrator.get_params():
         raise SpecError(f"{method_of(request, section)} has no rho, so there is no control at rho 1")
+    if request.control and len(counts := {len(of) for of in samples.values()}) > 1:
+        raise SpecError(
+            f"a control takes equally many samples of every task, and there are {min(counts)} to {max(counts)}",
+            hint=f"Set --samples to at most {min(counts)}, or leave --control out.",
+        )
     patterns = request.sites
     if patterns is None and section is not None:
         patterns = section.sites

@@ -66,6 +66,8 @@ _COLUMN, _TEXT = 235.0, 397.0
 """Points: an ICML column, beyond which a table takes both, and NeurIPS's text, which is narrower than ICML's two."""
 _DIGIT, _FOOT_LETTER, _GAIN = 4.6, 4.0, 22.0
 """Points: widths of an average letter of a table and of a note, both on the wide side, and of a gain."""
+_SMALLEST = 7 / 9
+"""Of a table's size of type, down to which one that is too wide is set."""
 _LITERAL = {"-": "{-}", "'": r"\textquotesingle{}"}
 """What fonts would join to a dash or bend in code that a reader copies."""
 _COMMAND = re.compile(r"\\[a-zA-Z]+|[{}$\\]")
@@ -251,6 +253,7 @@ def to_latex(
     """
     # Without a line of the paper's nobody can mistake a source; with one, every line says its own.
     has_sources = any(line.source == "paper" for grid in grids for line in grid.lines)
+    grids = [part for grid in grids for part in _narrow(grid, has_sources)]
     width = max((_width(grid, has_sources) for grid in grids), default=0.0)
     room = sum(2 + len(grid.lines) + sum(bool(block.title) for block in grid.blocks) for grid in grids)
     letters = int((_TEXT if width > _COLUMN else _COLUMN) / _FOOT_LETTER)
@@ -310,6 +313,15 @@ def _width(grid: Grid, has_sources: bool) -> float:
         width += 9 * column.wrap if column.wrap else longest * _DIGIT
         width += _GAIN if shows_gains(grid, column) else 0.0
     return width + 2 * _gap(grid) * (len(grid.columns) + len(words))
+
+
+def _narrow(grid: Grid, has_sources: bool) -> list[Grid]:
+    """The grid, or some of its columns below the others where all are wider than the page in its smallest type."""
+    if _SMALLEST * _width(grid, has_sources) <= _TEXT or len(grid.columns) == 1:
+        return [grid]
+    half = -(-len(grid.columns) // 2)
+    parts = (replace(grid, columns=columns) for columns in (grid.columns[:half], grid.columns[half:]))
+    return [at for part in parts for at in _narrow(part, has_sources)]
 
 
 def _alignment(grid: Grid, has_sources: bool) -> str:

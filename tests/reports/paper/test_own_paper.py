@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -144,18 +145,26 @@ def test_notes_that_would_be_longer_than_the_table_stand_in_comments() -> None:
     assert "Third." in below.partition(r"\end{table}")[0] and f"\n% {notes[1]}\n" in below
 
 
-SIZES = r"""\documentclass[10pt]{article}\usepackage{booktabs,graphicx}\usepackage[table]{xcolor}%s
-\newcommand{\driftfit}[1]{\setbox0\hbox{#1}\typeout{DRIFT fit \the\dimexpr\ht0+\dp0\relax}\box0}
+PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs}\usepackage[table]{xcolor}%s
+\begin{document}%s\end{document}"""
+SIZES = PAGE.replace(
+    r"\begin",
+    r"""\newcommand{\driftfit}[1]{\setbox0\hbox{#1}\typeout{DRIFT fit \the\dimexpr\ht0+\dp0\relax}\box0}
 \newcommand{\driftfoot}[1]{\setbox0\vbox{\footnotesize\raggedright #1\par}%%
 \typeout{DRIFT foot \the\dimexpr\ht0+\dp0\relax}\box0}
-\begin{document}%s\end{document}"""
+\begin""",
+    1,
+)
+ICML = r"\usepackage[textwidth=6.75in,columnsep=0.25in]{geometry}\twocolumn"
+NEURIPS = r"\usepackage[textwidth=5.5in]{geometry}"
+ZOOM = 3
 
 
-def typeset(folder: pathlib.Path, packages: str, body: str) -> str:
+def typeset(folder: pathlib.Path, packages: str, body: str, page: str = SIZES) -> str:
     """What pdfLaTeX says of it."""
     if shutil.which("pdflatex") is None:
         pytest.skip("pdflatex is not installed")
-    (folder / "all.tex").write_text(SIZES % (packages, body), encoding="utf-8")
+    (folder / "all.tex").write_text(page % (packages, body), encoding="utf-8")
     command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
     assert done.returncode == 0, done.stdout[-3000:]
@@ -168,8 +177,7 @@ def test_no_note_is_longer_than_its_table(run: DriftRun, tmp_path: pathlib.Path)
     shown = [
         drawn(name, run, paper=paper).latex or "" for name, paper in itertools.product(TABLES, (False, True))
     ]
-    geometry = r"\usepackage[textwidth=6.75in,columnsep=0.25in]{geometry}\twocolumn"
-    said = typeset(tmp_path, geometry, r"\clearpage ".join(shown))
+    said = typeset(tmp_path, ICML, r"\clearpage ".join(shown))
     heights: list[dict[str, float]] = []
     for kind, height in (line.split()[1:] for line in said.splitlines() if line.startswith("DRIFT ")):
         if kind == "fit" and (not heights or "foot" in heights[-1]):
@@ -177,6 +185,27 @@ def test_no_note_is_longer_than_its_table(run: DriftRun, tmp_path: pathlib.Path)
         heights[-1][kind] = heights[-1].get(kind, 0.0) + float(height.removesuffix("pt"))
     assert len(heights) >= 15
     assert not [found for found in heights if found.get("foot", 0.0) > found["fit"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("venue", [ICML, NEURIPS], ids=["icml", "neurips"])
+def test_no_table_is_set_below_7_pt_nor_wider_than_the_page(
+    run: DriftRun, tmp_path: pathlib.Path, venue: str
+) -> None:
+    if shutil.which("pdftohtml") is None:
+        pytest.skip("pdftohtml is not installed")
+    shown = [
+        drawn(name, run, paper=paper).latex or "" for name, paper in itertools.product(TABLES, (False, True))
+    ]
+    assert "Overfull" not in typeset(tmp_path, venue, r"\clearpage ".join(shown), PAGE)
+    command = ["pdftohtml", "-xml", "-i", "-zoom", str(ZOOM), "all.pdf", "all.xml"]
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    found = (tmp_path / "all.xml").read_text(encoding="utf-8", errors="replace")
+    sizes = dict(re.findall(r'<fontspec id="(\d+)" size="(\d+)"', found))
+    words = re.findall(r'<text [^>]*font="(\d+)">(.*?)</text>', found)
+    # Daggers and exponents are smaller, as everywhere.
+    used = [int(sizes[font]) for font, text in words if len(re.findall(r"\w", text)) > 2]
+    assert len(used) > 1000 and min(used) >= 7 * ZOOM and len(set(used)) > 2
 
 
 @pytest.mark.slow

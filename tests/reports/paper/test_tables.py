@@ -83,13 +83,17 @@ def test_the_latex_shows_the_numbers_of_the_data(run: DriftRun) -> None:
     for (_, label, source), line in shown.data.groupby(["part", "row", "source"], sort=False):
         if line["column"].duplicated().any():
             continue  # the paper's rows of the same name, one per merger
-        assert (label, source, *(f"{value:.2f}" for value in line["value"])) in rows
+        values = [f"{value:.2f}" for value in line["value"]]
+        half = -(-len(values) // 2)  # where a grid is too wide for the page, the others stand below
+        parts = {(label, source, *values[:half]), (label, source, *values[half:])}
+        assert (label, source, *values) in rows or parts <= rows
 
 
 def test_only_the_calibrated_rows_are_shaded_and_the_best_is_bold(run: DriftRun) -> None:
     latex = drawn("accuracy", run).latex or ""
     shaded = [line for line in latex.splitlines() if line.startswith(r"\driftown")]
-    assert len(shaded) == 1 + 4 and all("w/ featcal &" in line or "w/ FeatCal &" in line for line in shaded)
+    assert len(shaded) == 1 + 2 * 4, "the paper's eight tasks take two parts"
+    assert all("w/ featcal &" in line or "w/ FeatCal &" in line for line in shaded)
     bold = [line for line in latex.splitlines() if r"\textbf" in line and "measured" in line]
     assert bold == [line for line in shaded if "measured" in line]
 
@@ -275,7 +279,7 @@ def test_an_erratum_is_marked_and_told_and_the_print_kept(run: DriftRun) -> None
     shown = drawn("accuracy-full-b32-14", run)
     cell = shown.data[(shown.data["row"] == "Pre-trained") & (shown.data["column"] == "C100")]
     assert cell["value"].item() == 89.8 and "63.7" in cell["note"].item()
-    line = next(line for line in (shown.latex or "").splitlines() if line.startswith("Pre-trained"))
+    line = "".join(line for line in (shown.latex or "").splitlines() if line.startswith("Pre-trained"))
     assert r"89.8\textsuperscript{\dag}" in line and r"58.8\textsuperscript{\dag}" in line
     assert "It should be 63.7." in shown.caption
 

@@ -95,12 +95,14 @@ def rho_control(run: DriftRun, name: str) -> list[Outcome]:
 def _outcome(run: DriftRun, variant: str, row: pd.Series[Any]) -> Outcome:
     """A row of the sweep table as any model's."""
     metric, n = main_metrics(run).get(row["task"], ACCURACY), plain(row["n_test"]) or 0
-    score, *features = (
+    score, drift, relative, cosine = (
         math.nan if (value := plain(row.get(column))) is None else float(value)
         for column in (metric.name, "drift_l2_mean", "drift_rel", "cos_mean")
     )
-    ends = wilson(round(score * n), n) if metric.kind == "share" and n and score == score else ()
-    return Outcome(row["task"], variant, *map(Interval, features), Interval(score, *ends, n=n), metric)
+    is_told = metric.kind == "share" and n and score == score
+    low, high = wilson(round(score * n), n) if is_told else (math.nan, math.nan)
+    means = Interval(drift), Interval(relative), Interval(cosine)
+    return Outcome(row["task"], variant, *means, Interval(score, low, high, n), metric)
 
 
 def ablation_sheets(run: DriftRun, name: str) -> list[Sheet]:

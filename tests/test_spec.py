@@ -20,7 +20,7 @@ from driftlens.errors import SpecError
 from driftlens.spec import RunSpec, json_schema, load_spec
 from driftlens.spec.data import ImageFolderData
 from driftlens.spec.sections import FileHead, TextHead
-from driftlens.spec.yaml_text import from_yaml, to_yaml
+from driftlens.spec.yaml_text import from_yaml, line_of, to_yaml
 from tests.specs import minimal
 
 # What a complete spec means.
@@ -304,3 +304,32 @@ def test_a_loaded_spec_cannot_be_changed() -> None:
         spec.name = "other"  # type: ignore[misc]
     assert isinstance(load_spec(spec, ["name=other"]), RunSpec)
     assert spec.name == "run"
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("nmae: unknown key; allowed here: name", 2),
+        ("experts.a.b.weights: expected text", 5),  # a task whose name holds a dot
+        ("experts.a.b: missing", 4),
+        ("experts.a: missing", 3),
+        ("data.a.b.classes[1]: expected text", 9),
+        ("data.a.b.classes[7]: expected text", 7),
+        ("data.c.n", 10),
+        ("merge: missing", None),
+        ("", None),
+    ],
+)
+def test_the_line_of_a_problem_is_that_of_the_last_key_that_is_there(path: str, line: int | None) -> None:
+    text = (
+        "version: 1\nnmae: x\nexperts:\n  a.b:\n    weights: 3\ndata:\n  a.b: {classes:\n    [one,\n"
+        "     2]}\n  c: {n: 4}\n"
+    )
+    assert line_of(text, path) == line
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [", "&a {'': *a, b: *a}", "- " * 20_000, "!!python/object:os.system {a: 1}"]
+)
+def test_text_that_is_no_spec_has_no_lines(text: str) -> None:
+    assert line_of(text, "c.d") is None

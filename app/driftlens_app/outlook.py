@@ -18,14 +18,14 @@ from driftlens.records.layout import SPEC
 from driftlens.records.listing import is_analyzed, is_live, unanalyzed
 from driftlens.records.lock import require_unlocked
 from driftlens.records.manifest import Manifest, PhaseInfo
-from driftlens.records.reading import size
+from driftlens.records.reading import printable, size
 from driftlens.records.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
 from driftlens_app.jobs import Job
 from driftlens_app.settings import is_file_inside
 from driftlens_app.show import plain
 
-_ICONS = {"ok": "check", "notice": "info", "problem": "error"}
+_LEVELS = ("problem", "notice", "ok")
 _LARGEST_SPEC = 1_000_000
 """Bytes; a larger spec is not read, because the page reads it again at every click."""
 
@@ -105,22 +105,38 @@ def _by_stage(phases: Mapping[str, PhaseInfo], name: str = "") -> dict[str, floa
 
 
 def show_findings(found: Mapping[str, Any]) -> None:
-    """Draw the document that `driftlens validate --json` and `driftlens calibrate --dry-run --json` print."""
+    """Draw the document that `driftlens validate --json` and `driftlens calibrate --dry-run --json` print.
+
+    Problems come first, with the line of the spec where `line` and `code` have it; what is well is folded away.
+    """
+    by_level = {
+        level: [finding for finding in found["findings"] if finding["level"] == level] for level in _LEVELS
+    }
+    cost, count, well = found["estimate"], len(by_level["problem"]), len(by_level["ok"])
     with st.container(border=True):
-        cost = found["estimate"]
         if not found["ready"]:
-            count = sum(finding["level"] == "problem" for finding in found["findings"])
-            st.error(f"{count} problem{'s' if count > 1 else ''} to solve first.", icon=":material/error:")
+            st.markdown(f"**{count} problem{'s' if count > 1 else ''} to solve first.**")
         elif cost is None:
             st.success("Ready.", icon=":material/check:")
         else:
             parts = [f"{size(cost['memory_bytes'])} of memory", f"{size(cost['disk_bytes'])} on disk"]
             parts += [] if cost["seconds"] is None else [duration(cost["seconds"])]
             st.success(f"Ready: about {', '.join(parts)}.", icon=":material/check:")
-        for finding in found["findings"]:
-            hint = f" {plain(finding['hint'])}" if finding["hint"] else ""
-            subject, text = plain(finding["subject"]), plain(finding["text"])
-            st.markdown(f":material/{_ICONS[finding['level']]}: **{subject}**: {text}{hint}")
+        for finding in by_level["problem"]:
+            at = finding.get("line")
+            st.error(f"{f'Line {at}: ' if at else ''}{_told(finding)}", icon=":material/error:")
+            if at:
+                st.code(f"{at}  {printable(finding['code'])}", language="yaml")
+        for finding in by_level["notice"]:
+            st.markdown(f":material/info: {_told(finding)}")
+        if well:
+            with st.expander(f"{well} check{'s' if well > 1 else ''} passed", icon=":material/check:"):
+                st.markdown("\n".join(f"- {_told(finding)}" for finding in by_level["ok"]))
+
+
+def _told(finding: Mapping[str, Any]) -> str:
+    hint = f" {plain(finding['hint'])}" if finding["hint"] else ""
+    return f"**{plain(finding['subject'])}**: {plain(finding['text'])}{hint}"
 
 
 def show_outlook(run: DriftRun) -> None:

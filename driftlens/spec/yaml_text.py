@@ -77,6 +77,35 @@ def from_yaml(text: str, where: str) -> Any:
         ) from None
 
 
+def line_of(text: str, path: str) -> int | None:
+    """The line, from 1, on which the last key stands that `text` has on a dotted path such as `data.cars.test[0]`.
+
+    What stands behind the path, as in a SpecError's problems, and keys that `text` lacks are passed over. None where
+    it has not even the first, or is not YAML.
+    """
+    try:
+        node, line = yaml.compose(text, Loader=_Loader), None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    while node is not None:
+        found = []
+        if isinstance(node, yaml.MappingNode):
+            pattern = r"{}(?:[.]|(?=[:\[])|$)"
+            named = [(key.value, key, value) for key, value in node.value if isinstance(key.value, str)]
+            found = [
+                (end.end(), key, value)
+                for name, key, value in named
+                if name and (end := re.match(pattern.format(re.escape(name)), path))
+            ]
+        elif isinstance(node, yaml.SequenceNode) and (end := re.match(r"\[(\d{1,9})\][.]?", path)):
+            found = [(end.end(), entry, entry) for entry in node.value[int(end[1]) :][:1]]
+        if not found:
+            break
+        length, at, node = max(found, key=lambda entry: entry[0])  # a task's name may hold dots
+        line, path = at.start_mark.line + 1, path[length:]
+    return line
+
+
 def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
     """The mapping that a YAML file spells.
 

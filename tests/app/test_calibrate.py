@@ -346,7 +346,7 @@ def test_the_demo_button_makes_the_run_and_lands_on_its_overview(open_app: Open,
 
 def begin_new_run(app: AppTest, root: Path) -> AppTest:
     (root / "mine.yaml").write_text("version: 1\n")
-    press(app.switch_page("views/new_run.py").run(), "Start the analysis")
+    press(press(app.switch_page("views/new_run.py").run(), "Check the spec"), "Start the analysis")
     until(lambda: state(root / "mine") == "running", "it runs")
     return app.run()
 
@@ -405,11 +405,16 @@ def test_a_landing_that_fails_leaves_the_page(
 
 
 def test_a_spec_is_checked_and_its_analysis_watched(open_app: Open, root: Path) -> None:
-    (root / "mine.yaml").write_text("version: 1\n")
+    (root / "mine.yaml").write_text("version: 1\nbase:\n  weights: nothing.safetensors\n")
     app = press(open_app(root, "new_run"), "Check the spec")
     assert "1 problem to solve first" in said(app)
-    assert "**base**: no such file: base.safetensors Check it." in said(app)
-    press(app, "Start the analysis")
+    assert "Line 3: **base**: no such file: base.safetensors Check it." in errors(app)
+    assert [code.value for code in app.code] == ["3    weights: nothing.safetensors"]
+    assert [drawer.label for drawer in app.expander][-1] == "1 check passed" and is_disabled(
+        app, "Start the analysis"
+    )
+    (root / "mine.yaml").write_text("version: 1\n")
+    press(press(app.run(), "Check the spec"), "Start the analysis")
     until(lambda: state(root / "mine") == "running", "it runs")
     assert "Analysis mine" in said(app.run())
     finish(root / "mine")
@@ -419,5 +424,6 @@ def test_a_spec_is_checked_and_its_analysis_watched(open_app: Open, root: Path) 
 def test_a_spec_that_changed_needs_another_check(open_app: Open, root: Path) -> None:
     (root / "mine.yaml").write_text("version: 1\n")
     app = press(open_app(root, "new_run"), "Check the spec")
+    assert not is_disabled(app, "Start the analysis")
     (root / "mine.yaml").write_text(f"version: 1\nname: other-{SCHEMA_VERSION}\n")
-    assert "problem to solve" not in said(app.run())
+    assert "Ready" not in said(app.run()) and is_disabled(app, "Start the analysis")

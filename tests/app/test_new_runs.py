@@ -16,15 +16,16 @@ from streamlit.testing.v1 import AppTest
 from driftlens.errors import DriftLensError, RunLockedError, SpecError
 from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.status import Status, write_status
+from driftlens_app.drafts import PASTED, PASTED_AS
 from driftlens_app.jobs import Job, command_line, processes, start, watch
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.record import dismiss, job_of, write_job
-from driftlens_app.jobs.requests import analyze_request, compare_request
+from driftlens_app.jobs.requests import MOST_BYTES, analyze_request, compare_request
 from driftlens_app.settings import Settings
 from driftlens_app.views.export import build
 from driftlens_app.views.new_run import proposed_name
 from tests.app.conftest import Open, until
-from tests.app.test_calibrate import press
+from tests.app.test_calibrate import is_disabled, press
 from tests.app.test_jobs import state
 from tests.app.test_pages import errors, said
 
@@ -175,7 +176,7 @@ def test_a_folder_that_cannot_be_listed_hides_only_its_own_specs(
     (root / "mine.yaml").write_text("version: 1\n")
     monkeypatch.setattr(Path, "iterdir", iterdir)
     app = open_app(root, "new_run")
-    assert not app.error and app.selectbox(key="spec").options == ["mine.yaml", "full/spec.yaml"]
+    assert not app.error and app.selectbox(key="spec").options == ["mine.yaml", "full/spec.yaml", PASTED]
 
 
 @pytest.mark.parametrize(
@@ -200,15 +201,14 @@ def test_the_proposed_name_of_a_folder_is_accepted(root: Path, spec: str, name: 
 
 def test_the_form_starts_with_a_name_that_it_accepts(open_app: Open, root: Path) -> None:
     (root / "mein spec \u00fc.yaml").write_text("version: 1\n")
-    app = open_app(root, "new_run")
-    (button,) = [button for button in app.button if button.label == "Start the analysis"]
-    button.click().run()
+    app = press(open_app(root, "new_run"), "Check the spec")
+    press(app, "Start the analysis")
     until(lambda: (view := watch(root / "mein-spec-u")) is not None and view.is_live, "it runs")
     assert not app.error and len(processes._CHILDREN) == 1
 
 
 def test_what_a_run_of_live_modules_was_made_from_is_not_offered(open_app: Open, root: Path) -> None:
-    assert open_app(root, "new_run").selectbox(key="spec").options == ["full/spec.yaml"]
+    assert open_app(root, "new_run").selectbox(key="spec").options == ["full/spec.yaml", PASTED]
     manifest = read_manifest(root / "full")
     live = dataclasses.replace(manifest, architecture={**manifest.architecture, "loader": "live"})
     write_manifest(root / "full", live)
@@ -233,7 +233,7 @@ def test_another_merge_is_analyzed_in_place_of_the_specs(open_app: Open, root: P
     assert "2306.01708. Reads all parameters of all models." in said(app).replace("\\", "")
     app.number_input(key="merge.ties.scaling").set_value(0.4)
     app.selectbox(key="merge.ties.trim_scope").set_value("per_tensor")
-    press(app, "Start the analysis")
+    press(press(app, "Check the spec"), "Start the analysis")
     merge = {"method": "ties", "scaling": 0.4, "trim_scope": "per_tensor"}
     assert (
         f"full/spec.yaml --out {root / 'full-ties'} --set=merged=null --set=merge={json.dumps(merge)} "
@@ -245,7 +245,7 @@ def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Pa
     (root / "mine.yaml").write_text("version: 1\n")
     app = choose(open_app(root, "new_run"), "average", "task_arithmetic")
     app.number_input(key="merge.task_arithmetic.scaling").set_value(0.5)
-    press(app, "Compare the merges")
+    press(press(app, "Check the spec"), "Compare the merges")
     assert "--compare=average,task_arithmetic:scaling=0.5 --out" in told(root, "mine-merges")
     assert "Comparison of merges mine" in said(app.run()).replace("\\", "") and "Compared merges" not in said(
         app
@@ -272,3 +272,50 @@ def test_several_merges_are_compared_by_a_job_and_shown(open_app: Open, root: Pa
         compare_request(Settings(root), "mine.yaml", "mine-merges", {"average": {}})
     (job.run / "merges.json").write_text('{"merges": [1]}')
     assert "holds no comparison of merges" in errors(app.run())
+
+
+BROKEN, MENDED = "version: 1\nnmae: mine\n", "version: 1\nname: mine\n"
+
+
+def paste(app: AppTest, text: str) -> AppTest:
+    app.selectbox(key="spec").set_value(PASTED).run()
+    return app.text_area(key="pasted").set_value(text).run()
+
+
+def test_a_pasted_spec_is_mended_and_started(open_app: Open, root: Path) -> None:
+    app = paste(open_app(root, "new_run"), BROKEN)
+    assert is_disabled(app, "Start the analysis") and not (root / "pasted.yaml").exists()
+    press(app, "Check the spec")
+    assert "Line 2: **pasted.yaml**: nmae: unknown key" in errors(app) and "Did you mean name?" in errors(app)
+    assert [code.value for code in app.code] == ["2  nmae: mine"] and is_disabled(app, "Start the analysis")
+    app.text_area(key="pasted").set_value(MENDED).run()
+    assert not app.error and is_disabled(app, "Start the analysis")
+    press(app, "Check the spec")
+    assert (root / "pasted.yaml").read_text() == MENDED and "Ready" in said(app)
+    assert [code.value for code in app.code] == ["driftlens analyze pasted.yaml --out pasted"]
+    press(app, "Start the analysis")
+    assert "analyze" in told(root, "pasted")
+
+
+def test_a_draft_takes_no_other_files_place(open_app: Open, root: Path, tmp_path: Path) -> None:
+    (root / "pasted.yaml").write_text("of somebody else")
+    (root / "pasted-1.yaml").symlink_to(tmp_path / "outside.yaml")
+    app = press(paste(open_app(root, "new_run"), MENDED), "Check the spec")
+    assert (root / "pasted-2.yaml").read_text() == MENDED and not (tmp_path / "outside.yaml").exists()
+    (root / "pasted-2.yaml").write_text("changed in an editor")
+    app.text_area(key="pasted").set_value(BROKEN).run()
+    press(app, "Check the spec")
+    assert (root / "pasted-2.yaml").read_text() == "changed in an editor"
+    assert (root / "pasted-3.yaml").read_text() == BROKEN
+    assert (root / "pasted.yaml").read_text() == "of somebody else"
+
+
+def test_a_pasted_text_is_no_larger_than_a_spec_may_be(open_app: Open, root: Path) -> None:
+    app = paste(open_app(root, "new_run"), "\u00fc" * (MOST_BYTES // 2 + 1))
+    assert "a spec may have" in errors(app) and not [*root.glob(f"{PASTED_AS}*")]
+
+
+def test_nothing_is_pasted_into_a_read_only_dashboard(open_app: Open, root: Path) -> None:
+    app = open_app(root, "new_run", read_only=True)
+    assert app.selectbox(key="spec").options == ["full/spec.yaml"]
+    assert is_disabled(app, "Check the spec") and is_disabled(app, "Start the analysis")

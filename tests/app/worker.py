@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     """Play the command line `arguments`; returns its exit code."""
     command = arguments[0]
     if command == "validate":
-        return answer({"ready": False, "findings": [FINDING], "estimate": None})
+        return validate(Path(arguments[1]))
     if "--dry-run" in arguments:
         return answer({"ready": True, "findings": [], "estimate": ESTIMATE})
     print("called with", *arguments, flush=True)
@@ -55,6 +55,20 @@ def answer(document: object) -> int:
     """Print a document, as `--json` does."""
     print(json.dumps(document))
     return 0
+
+
+def validate(spec: Path) -> int:
+    """A spec is refused at a key `nmae`, lacks its base where it says so, and is ready else."""
+    text = spec.read_text()
+    if "nmae" in text:
+        print(
+            f"error: {spec}: nmae: unknown key; allowed here: name\nhint: Did you mean name?", file=sys.stderr
+        )
+        return 2
+    well = {"level": "ok", "subject": "device", "text": "cpu, float32", "hint": ""}
+    is_ready = "base" not in text or "nothing" not in text
+    findings = [well] if is_ready else [well, FINDING]
+    return answer({"ready": is_ready, "findings": findings, "estimate": None})
 
 
 def work(run: Path, name: str) -> int:

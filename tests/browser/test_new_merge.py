@@ -25,6 +25,12 @@ def choose(page: Any, title: str) -> None:
     settled(page)
 
 
+def check(page: Any) -> None:
+    """Have the spec checked, which lets the work be started."""
+    page.get_by_role("button", name="Check the spec").click()
+    expect(page.get_by_test_id("stAlertContentSuccess")).to_contain_text("Ready", timeout=PATIENCE)
+
+
 @pytest.mark.slow
 def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: DriftRun, tmp_path: Path) -> None:
     root = tmp_path / "runs"
@@ -40,6 +46,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
         scaling = page.get_by_role("spinbutton", name="scaling")
         scaling.fill("0.4")
         scaling.press("Tab")
+        check(page)
         page.get_by_role("button", name="Start the analysis").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("light-ties", timeout=PATIENCE)
         made = open_run(root / "light-ties")
@@ -52,6 +59,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
         for title in ("Simple averaging", "TIES-Merging"):
             choose(page, title)
+        check(page)
         page.get_by_role("button", name="Compare the merges").click()
         drawn(page, page.get_by_role("heading", name="Compared merges"), timeout=PATIENCE)
         (document,) = [json.loads(file.read_text()) for file in root.glob("*/merges.json")]
@@ -78,6 +86,7 @@ def test_a_comparison_that_is_cancelled_leaves_nothing_half_written(
         steps = page.get_by_role("spinbutton", name="steps")
         steps.fill("100000")
         steps.press("Tab")
+        check(page)
         page.get_by_role("button", name="Compare the merges").click()
         expect(page.get_by_text("wudi steps=100000").first).to_be_visible(timeout=PATIENCE)
         page.get_by_role("button", name="Cancel").first.click(timeout=PATIENCE)

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +28,9 @@ from driftlens_app.settings import Settings, is_file_inside, is_inside, require_
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 _PROGRESS = ("--progress", "jsonl")
 _SUFFIXES = (".yaml", ".yml")
-_MOST_BYTES = 1_000_000
+MOST_BYTES = 1_000_000
+"""Of a spec."""
+
 _MOST_FILES = 200
 DEMO = "driftlens-demo"
 """Folder of the demo run, as the command line has it."""
@@ -60,6 +63,12 @@ def merged_by(merges: Merges) -> tuple[str, ...]:
         for method, given in merges.items()
         for option in ("--set=merged=null", f"--set=merge={json.dumps({'method': method, **given})}")
     )
+
+
+def in_terminal(request: Request, root: Path) -> str:
+    """The command line that does what the job does, in the folder `root`."""
+    arguments = [part.replace(f"{root}/", "") for part in request.arguments if part not in _PROGRESS]
+    return shlex.join(["driftlens", *arguments])
 
 
 def compare_request(settings: Settings, spec: str, name: str, merges: Merges) -> Request:
@@ -169,7 +178,7 @@ def spec_files(root: Path) -> list[str]:
         if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root)
         for file in _entries(folder)
         if file.suffix.lower() in _SUFFIXES and file.is_file() and is_inside(file, root)
-        if file.stat().st_size <= _MOST_BYTES
+        if file.stat().st_size <= MOST_BYTES
     ]
     return sorted(found)[:_MOST_FILES]
 

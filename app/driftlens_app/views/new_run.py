@@ -1,4 +1,4 @@
-"""New run: choose a spec and, if wanted, other merges of its experts, see what a preflight finds, start, watch."""
+"""New run: choose or paste a spec, and other merges of its experts, see what a preflight finds, start, watch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import PurePosixPath
+from typing import Any
 
 import streamlit as st
 
+from driftlens.errors import SpecError
 from driftlens.records.layout import SPEC
 from driftlens_app.calibration import Method, fields, methods
+from driftlens_app.drafts import PASTED, PASTED_AS, checked, draft, keep, kept_as
 from driftlens_app.jobs import start
-from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import (
     Merges,
     analyze_request,
     compare_request,
     comparisons,
+    in_terminal,
     merged_by,
     own_specs,
     spec_file,
@@ -56,14 +59,21 @@ def show() -> None:
         note(
             f"There is no spec in {plain(settings.root)}. `driftlens init --out run.yaml` writes a commented one."
         )
-        return
-    spec = st.selectbox(
-        "Spec", specs, key="spec", help="YAML files in this folder and one level below, then those of runs."
-    )
     if settings.read_only:
         note("This dashboard is read-only: it starts no jobs.", "lock")
+    else:
+        specs.append(PASTED)
+    if not specs:
+        return
+    spec = st.selectbox(
+        "Spec from",
+        specs,
+        key="spec",
+        help="YAML files in this folder and one level below, those of runs, or a text of your own.",
+    )
     with shown_errors():
-        _form(settings, spec, _chosen())
+        text = draft() if spec == PASTED else None
+        _form(settings, spec, text, _chosen())
     with shown_errors():
         _comparisons(settings)
 
@@ -86,49 +96,75 @@ def _chosen() -> dict[str, Method]:
     return {name: known[name] for name in names}
 
 
-def _form(settings: Settings, spec: str, chosen: Mapping[str, Method]) -> None:
+def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, Method]) -> None:
     is_comparison, merges = len(chosen) > 1, {}
-    with st.form("new-run", border=False):
-        for method, known in chosen.items():
-            with st.container(border=True):
-                st.markdown(f"**{plain(known.title)}**")
-                st.caption(plain(f"{known.source}. Reads {known.reads}. Empty fields stay as they read."))
-                merges[method] = fields([*known.settings.values()], {}, f"merge.{method}")
-        name = st.text_input(
-            "Name of the folder",
-            "-".join([proposed_name(spec), *(["merges"] if is_comparison else chosen)])[:80],
-            key="-".join(["name-of", spec, *chosen]),
-            help="Letters, digits, -, _ and .; the run, or the comparison, goes into a folder of this name.",
-        )
-        with st.container(horizontal=True):
-            pressed = st.form_submit_button(
-                "Compare the merges" if is_comparison else "Start the analysis",
-                type="primary",
-                icon=":material/play_arrow:",
-                disabled=settings.read_only,
-                key="start-analysis",
-            )
-            check = st.form_submit_button(
-                "Check the spec", icon=":material/fact_check:", disabled=settings.read_only, key="check-spec"
-            )
-    _preflight(settings, spec, {} if is_comparison else merges, asked=check)
-    if pressed and is_comparison:
-        start(compare_request(settings, spec, name.strip(), merges))
-        st.rerun()
+    for method, known in chosen.items():
+        with st.container(border=True):
+            st.markdown(f"**{plain(known.title)}**")
+            st.caption(plain(f"{known.source}. Reads {known.reads}. Empty fields stay as they read."))
+            merges[method] = fields([*known.settings.values()], {}, f"merge.{method}")
+    file = spec if text is None else kept_as(text)
+    name = st.text_input(
+        "Name of the folder",
+        "-".join([proposed_name(file or PASTED_AS), *(["merges"] if is_comparison else chosen)])[:80],
+        key="-".join(["name-of", file, *chosen]),
+        help="Letters, digits, -, _ and .; the run, or the comparison, goes into a folder of this name.",
+    )
+    buttons = st.container(horizontal=True)
+    if buttons.button(
+        "Check the spec",
+        icon=":material/fact_check:",
+        disabled=settings.read_only or text == "",
+        key="check-spec",
+    ):
+        file = file if text is None else keep(settings.root, text)
+        _check(settings, file, {} if is_comparison else merges)
+        st.rerun()  # the button to start stands before what was found
+    found = _findings(settings, file, {} if is_comparison else merges)
+    is_ready = bool(found) and found["ready"] and not settings.read_only
+    pressed = buttons.button(
+        "Compare the merges" if is_comparison else "Start the analysis",
+        type="primary",
+        icon=":material/play_arrow:",
+        disabled=not is_ready,
+        key="start-analysis",
+        help=None if is_ready else "Once the spec is checked and no problem is left.",
+    )
+    if found:
+        show_findings(found)
+    if not is_ready:
+        return
+    asked = compare_request if is_comparison else analyze_request
+    try:
+        request = asked(settings, file, name.strip(), merges)
+    except SpecError as error:
+        if pressed:
+            raise
+        st.caption(plain(f"{error.message}. {error.hint}"))
+        return
+    st.caption("The same in a terminal, in this folder:")
+    st.code(in_terminal(request, settings.root), language="bash", wrap_lines=True)
     if pressed:
-        await_run(start(analyze_request(settings, spec, name.strip(), merges)).run)
+        job = start(request)
+        if not is_comparison:
+            await_run(job.run)
         st.rerun()
 
 
-def _preflight(settings: Settings, spec: str, merges: Merges, *, asked: bool) -> None:
+def _check(settings: Settings, spec: str, merges: Merges) -> None:
     file = spec_file(settings.root, spec)
-    if asked:
-        with st.spinner("Reading headers, data and class names"):
-            found = ask(("validate", str(file), *merged_by(merges), "--json"), settings.root)
-        st.session_state[_FOUND] = (spec, file.stat().st_mtime_ns, merges, found)
+    with st.spinner("Reading headers, data and class names"):
+        found = checked(file, spec, merged_by(merges), settings.root)
+    st.session_state[_FOUND] = (spec, file.stat().st_mtime_ns, merges, found)
+
+
+def _findings(settings: Settings, spec: str, merges: Merges) -> dict[str, Any]:
+    """What the last check found, if it was of this spec as it is now with these merges; else nothing."""
     known = st.session_state.get(_FOUND)
-    if known is not None and known[:3] == (spec, file.stat().st_mtime_ns, merges):
-        show_findings(known[3])
+    if not spec or known is None or known[0] != spec:
+        return {}
+    stamp = spec_file(settings.root, spec).stat().st_mtime_ns
+    return dict(known[3]) if known[1:3] == (stamp, merges) else {}
 
 
 def _comparisons(settings: Settings) -> None:

@@ -119,16 +119,18 @@ def decide(scores: Mapping[str, Scores]) -> Decision:
     )
 
 
-def folds_of(num_samples: int, task: str) -> list[range]:
+def folds_of(num_samples: int, task: str, what: str = "choosing settings") -> list[range]:
     """Positions of every fold's samples of a task; folds are as equal as can be, and each gets its share of any order.
+
+    `what` holds samples out, for the message.
 
     Raises:
         DataError: there are too few samples to hold any out.
     """
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(
-            f"task {task} has {num_samples} calibration samples; choosing settings takes at least {2 * NUM_FOLDS}",
-            hint="Calibrate on more samples, or with the settings of a preset.",
+            f"task {task} has {num_samples} calibration samples; {what} takes at least {2 * NUM_FOLDS}",
+            hint="Bring more samples; settings of a preset and merges by name need none held out.",
         )
     return [range(fold, num_samples, NUM_FOLDS) for fold in range(NUM_FOLDS)]
 

@@ -6,7 +6,8 @@ import pathlib
 
 from driftlens.records.manifest import Manifest
 from driftlens.records.run import DriftRun
-from tests.records.test_verdict import at, run_of
+from tests.records.drawn_runs import run_of
+from tests.records.test_verdict import at
 
 NUM = 500
 RUNS = {

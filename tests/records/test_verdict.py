@@ -3,98 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from driftlens.records.intervals import mcnemar, unpaired_difference, wilson
-from driftlens.records.manifest import CalibrationInfo, Manifest, read_manifest
+from driftlens.records.intervals import wilson
+from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.schema import TABLES
-from driftlens.records.tables import conform, empty
+from driftlens.records.tables import conform
 from driftlens.records.verdict import Verdict, layer_name, others_sheet, shareable, task_sheet, verdict
 from driftlens.variants import title
+from tests.records.drawn_runs import (
+    CAL,
+    CONTROL,
+    OTHER,
+    PAIRS,
+    SHARES,
+    Right,
+    interval,
+    run_of,
+    tables,
+)
 from tests.records.factory import write_run
 from tests.records.full_run import Size, write_full_run
 from tests.records.scored_run import write_scored_run
-
-CAL, OTHER, CONTROL = "calibrated:cal", "calibrated:other", "baseline:cal-anchor"
-PAIRS = (("merged", "expert"), ("merged", "base"), (CAL, "merged"), (CAL, "base"))
-Right = Mapping[tuple[str, str], int]
-"""By task and variant, how many test samples are answered rightly."""
 
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return read_manifest(write_run(tmp_path_factory.mktemp("verdict") / "run"))
-
-
-def answers(right: Right, n: int, task: str, model: str) -> np.ndarray:
-    """Which of n samples a model answers rightly: as many as told, from a place of its own on."""
-    first = sum(map(ord, model)) % n
-    return np.roll(np.arange(n) < right[task, model], first)
-
-
-def run_of(
-    manifest: Manifest, right: Right, n: int, shares: Mapping[int, Sequence[float]], *, stored: bool = False
-) -> DriftRun:
-    """A run in memory with these accuracies, and of the merged model these shares with their ends, by layer.
-
-    With `stored` it has the predictions of single test samples.
-    """
-    tasks, models = (tuple(dict.fromkeys(key[at] for key in right)) for at in (0, 1))
-    variants = tuple(name for name in models if name != "expert")
-    info = CalibrationInfo("featcal", {}, "", 1.0, dict.fromkeys(tasks, 8))
-    made = {name.partition(":")[2]: info for name in variants if name.startswith("calibrated:")}
-    known = dataclasses.replace(manifest, tasks=tasks, variants=variants, calibrations=made)
-    run = DriftRun(pathlib.Path("nowhere"), known)
-    run._frames |= {name: empty(table) for name, table in TABLES.items()}
-    accuracy = [
-        {"task": task, "variant": variant, "metric": "accuracy", "value": k / n, "n": n}
-        for (task, variant), k in right.items()
-    ]
-    run._frames["accuracy"] = conform(pd.DataFrame(accuracy), TABLES["accuracy"])
-    single = [
-        {"task": task, "variant": model, "metric": "accuracy", "sample_id": str(at), "value": float(value)}
-        for task, model in right
-        for at, value in enumerate(answers(right, n, task, model))
-    ]
-    if stored:
-        run._frames["scores"] = conform(pd.DataFrame(single), TABLES["scores"])
-    parts = ("final_share", "final_share_low", "final_share_high")
-    layers = [
-        {"task": task, "variant": "merged", "layer": layer, "path": f"layer.{layer}", "role": "block"}
-        | {"jacobian_samples": 8, **dict(zip(parts, ends, strict=True))}
-        for task, (layer, ends) in itertools.product(tasks, shares.items())
-    ]
-    if layers:
-        run._frames["layers"] = conform(pd.DataFrame(layers), TABLES["layers"])
-    return run
-
-
-def interval(
-    right: Right, n: int, pair: tuple[str, str], tasks: Sequence[str], *, stored: bool = False
-) -> tuple[float, float]:
-    """The interval of the mean change over tasks, taken another way: by pairs or Newcombe's, MOVER's sum of squares."""
-    value, down, up = 0.0, 0.0, 0.0
-    for task in tasks:
-        before, after = right[task, pair[1]], right[task, pair[0]]
-        low, high = unpaired_difference(before, n, after, n)
-        if stored:
-            paired = mcnemar(*(answers(right, n, task, model) for model in reversed(pair)))
-            low, high = paired.ci_low, paired.ci_high
-        change = (after - before) / n
-        value, down, up = value + change, down + (change - low) ** 2, up + (high - change) ** 2
-    return (value - math.sqrt(down)) / len(tasks), (value + math.sqrt(up)) / len(tasks)
 
 
 def words(found: Verdict) -> int:
@@ -113,27 +58,27 @@ def called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-@st.composite
-def tables(draw: st.DrawFn) -> tuple[dict[tuple[str, str], int], int]:
-    models = ["expert", "merged"]
-    models = [*(["base"] if draw(st.booleans()) else []), *models]
-    models += draw(st.sampled_from([[], [CAL], [CONTROL, CAL], [OTHER, CONTROL, CAL]]))
-    n = draw(st.sampled_from([10, 60, 300]))
-    tasks = [f"t{at}" for at in range(draw(st.integers(1, 5)))]
-    return {(task, model): draw(st.integers(0, n)) for task in tasks for model in models}, n
-
-
-SHARES = st.dictionaries(
-    st.integers(2, 3), st.tuples(st.floats(0.1, 0.9), st.floats(0, 0.4), st.floats(0, 0.4)), max_size=2
-)
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10)
 @given(made=tables(), drawn=SHARES, stored=st.booleans())
 def test_words_follow_the_tables_in_every_branch(
     manifest: Manifest, made: tuple[Right, int], drawn: Mapping[int, Sequence[float]], stored: bool
 ) -> None:
-    right, n = made
+    follows_the_tables(manifest, *made, drawn, stored=stored)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(made=tables(most_tasks=5), drawn=SHARES, stored=st.booleans())
+def test_words_follow_more_tables(
+    manifest: Manifest, made: tuple[Right, int], drawn: Mapping[int, Sequence[float]], stored: bool
+) -> None:
+    follows_the_tables(manifest, *made, drawn, stored=stored)
+
+
+def follows_the_tables(
+    manifest: Manifest, right: Right, n: int, drawn: Mapping[int, Sequence[float]], *, stored: bool
+) -> None:
+    """Every sentence of the verdict on a run of these tables says what they say, and no more."""
     shares = {layer: (at, at - down, at + up) for layer, (at, down, up) in drawn.items()}
     run = run_of(manifest, right, n, shares, stored=stored)
     found, tasks = verdict(run), run.tasks
@@ -161,8 +106,11 @@ def test_words_follow_the_tables_in_every_branch(
         pair = ("expert", "base")
         bad = [task for task in tasks if interval(right, n, pair, [task], stored=stored)[1] < 0]
         assert list(found.bad_experts) == bad and ("Experts worse than base" in text) == bool(bad)
+    last = CAL if CAL in models else "merged"
+    is_behind = interval(right, n, (last, "expert"), tasks, stored=stored)[1] < 0
+    command = "validate" if found.bad_experts else "calibrate" if is_behind else "report"
+    assert found.command.split()[1] == command and f"Next: `{found.command}`." in found.sentences
     if found.worst:
-        last = CAL if CAL in models else "merged"
         assert interval(right, n, (last, "expert"), [found.worst], stored=stored)[1] < 0
     assert ("last of 2" in text) == (OTHER in models)
     if shares:

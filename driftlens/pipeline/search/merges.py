@@ -239,7 +239,7 @@ def _samples(
             judged[task] = shown[task].answering([""] * len(shown[task]))
             shown[task] = judged[task] if bare else shown[task]
         if held_out:
-            *rest, last = folds_of(len(shown[task]), task)
+            *rest, last = folds_of(len(shown[task]), task, "judging on held-out samples")
             shown[task] = part_of(shown[task], sorted(position for fold in rest for position in fold))
             judged[task] = part_of(judged[task], last)
     return shown, judged

@@ -7,6 +7,7 @@ keeps a list of its own.
 from __future__ import annotations
 
 import base64
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
@@ -89,7 +90,7 @@ class Drawn:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"<Drawn: {self.alt} {len(self.data)} rows>"
+        return f"<Drawn: {textwrap.shorten(self.alt, 60, placeholder=' ...')} {len(self.data)} rows>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **options: Any) -> dict[str, Any]:
         """The figure, as notebooks show it: a still picture where plotly has no renderer (`renderers.default = ""`)."""

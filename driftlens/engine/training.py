@@ -15,6 +15,7 @@ from driftlens.engine.carried import Parts
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch
+from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer
 from driftlens.variants import expert_of
 
@@ -33,12 +34,37 @@ class BoundaryFeatures:
         task: whose samples these are.
         merged: of the model that is to be repaired, with what is attached before this boundary.
         expert: of the task's expert.
+        mask: [n, t], true where a token counts; None means everywhere.
     """
 
     layer: Layer
     task: str
     merged: Tensor
     expert: Tensor
+    mask: Tensor | None = None
+
+    def rows(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The merged model's and the expert's vectors, [T, d] each: of every token that counts, padding left out.
+
+        Args:
+            chosen: positions of samples, [m]; None takes them all.
+
+        Raises:
+            IncompatibleModelsError: there are no tokens: channels come before space, as in convolutions.
+        """
+        if self.merged.dim() > 3:
+            raise IncompatibleModelsError(
+                f"{self.layer.path} gives features {list(self.merged.shape)}, channels before space; a map of tokens "
+                "can't be attached there",
+                hint="Choose a method that attaches behind the last layer, or one that changes weights.",
+            )
+        merged, expert = (
+            (self.merged, self.expert) if chosen is None else (self.merged[chosen], self.expert[chosen])
+        )
+        if self.mask is None:
+            return merged.flatten(0, -2), expert.flatten(0, -2)
+        mask = self.mask if chosen is None else self.mask[chosen]
+        return merged[mask], expert[mask]
 
 
 class Trainer(ABC):
@@ -106,9 +132,7 @@ def train_attachments(
                     _advance(batch, maps, watch)
                 watch.check()
                 if layer.index in wanted:
-                    features = BoundaryFeatures(
-                        layer, task, *(_stream(waiting, model, layer) for model in (_MERGED, _EXPERT))
-                    )
+                    features = _gathered(waiting, layer, task)
                     generator = torch.Generator().manual_seed(
                         seed + zlib.crc32(f"{layer.index} {task}".encode())
                     )
@@ -126,8 +150,32 @@ def _advance(batch: WaitingBatch, maps: dict[str, LayerMap], watch: FiniteWatch)
         batch.put(model, out)
 
 
-def _stream(waiting: Sequence[WaitingBatch], model: str, layer: Layer) -> Tensor:
-    return torch.cat([batch.get(model)[layer.stream] for batch in waiting])
+def _gathered(waiting: Sequence[WaitingBatch], layer: Layer, task: str) -> BoundaryFeatures:
+    """The features of all batches; shorter texts are padded to the longest."""
+    states = [(batch.get(_MERGED)[layer.stream], batch.get(_EXPERT)[layer.stream]) for batch in waiting]
+    masks = [batch.side.mask(layer.stream) for batch in waiting]
+    mask = None
+    if states[0][0].dim() == 3:
+        longest = max(merged.shape[1] for merged, _ in states)
+        if any(found is not None for found in masks) or any(
+            merged.shape[1] < longest for merged, _ in states
+        ):
+            mask = torch.cat(
+                [
+                    _padded(merged.new_ones(merged.shape[:2]) if found is None else found, longest)
+                    for (merged, _), found in zip(states, masks, strict=True)
+                ]
+            ).bool()
+        states = [(_padded(merged, longest), _padded(expert, longest)) for merged, expert in states]
+    merged, expert = (torch.cat(parts) for parts in zip(*states, strict=True))
+    return BoundaryFeatures(layer, task, merged, expert, mask)
+
+
+def _padded(tokens: Tensor, length: int) -> Tensor:
+    """[n, t, ...] with zeros behind, up to a length."""
+    return torch.cat(
+        [tokens, tokens.new_zeros(len(tokens), length - tokens.shape[1], *tokens.shape[2:])], dim=1
+    )
 
 
 @torch.no_grad()

@@ -1,0 +1,92 @@
+"""Probabilistic surgery: the correction of Surgery drawn from a normal distribution while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.calibration.surgery import LowRank, descend, uniform
+from driftlens.engine.training import BoundaryFeatures, OnEpoch
+from driftlens.settings import Bounds, Label
+
+
+@calibrators.register("prob_surgery")
+class ProbSurgery(Trained):
+    """f' = f - z with z ~ N(mu, sigma^2), h = relu(D f), mu = M h, log sigma^2 = V h; by |f' - f_expert| + w KL.
+
+    KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. Trained on calibration
+    samples alone for a fixed number of steps; the authors report the best of 50 rounds by test accuracy.
+
+    Args:
+        rank: of h.
+        weight: w, of the KL divergence.
+        steps: of Adam, a batch each.
+        batch: samples a step.
+        lr: length of a step.
+    """
+
+    title = "ProbSurgery"
+    source = "ICML 2025"
+
+    def __init__(
+        self,
+        rank: Annotated[int, Bounds(low=1), Label("Rank"), "of the correction"] = 128,
+        weight: Annotated[float, Bounds(low=0), Label("Weight of the KL"), "from a standard normal"] = 1e-4,
+        steps: Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, a batch each"] = 1000,
+        batch: Annotated[int, Bounds(low=1), Label("Batch"), "samples a step"] = 16,
+        lr: Annotated[float, Bounds(low=0, low_open=True), Label("Step length"), "of Adam"] = 1e-3,
+    ) -> None:
+        self.rank = rank
+        self.weight = weight
+        self.steps = steps
+        self.batch = batch
+        self.lr = lr
+
+    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> LowRank:
+        """The correction of one task, its mean alone."""
+        width, device = features.merged.shape[-1], features.merged.device
+        down = uniform(self.rank, width, generator).to(device).requires_grad_()
+        mean, spread = (torch.zeros(width, self.rank, device=device, requires_grad=True) for _ in range(2))
+
+        def loss(merged: Tensor, expert: Tensor) -> Tensor:
+            noise = torch.randn(merged.shape, generator=generator).to(merged)
+            return prob_surgery_loss(merged, expert, noise, down, mean, spread, weight=self.weight)
+
+        descend(
+            [down, mean, spread],
+            loss,
+            features,
+            steps=self.steps,
+            batch=self.batch,
+            lr=self.lr,
+            generator=generator,
+            on_epoch=on_epoch,
+        )
+        return LowRank(down.detach(), mean.detach())
+
+    @classmethod
+    def attachment(cls, tensors: Mapping[str, Tensor]) -> LowRank:
+        """The correction that was saved."""
+        return LowRank.of(tensors)
+
+
+def prob_surgery_loss(
+    merged: Tensor,
+    expert: Tensor,
+    noise: Tensor,
+    down: Tensor,
+    mean: Tensor,
+    spread: Tensor,
+    *,
+    weight: float,
+) -> Tensor:
+    """The loss of rows [T, d] with standard normal noise of their shape; at the start its second part is 0."""
+    hidden = (merged @ down.mT).relu()
+    mu, log_variance = hidden @ mean.mT, hidden @ spread.mT
+    corrected = merged - (mu + (log_variance / 2).exp() * noise)
+    divergence = (mu.square() + log_variance.exp() - 1 - log_variance).sum(dim=-1).mean() / 2
+    return (corrected - expert).abs().mean() + weight * divergence

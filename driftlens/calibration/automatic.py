@@ -4,13 +4,14 @@ Samples fall into folds; whole samples are held out, never tokens: those of one 
 candidate is calibrated once without each fold and scored on it, so that every sample is a held-out one once. A search
 starts at the given settings (a preset) and changes one of them at a time, as the calibrator declares; what it finds is
 judged likewise: without each fold another search runs, which sees the other folds only. All candidates are compared in
-pairs, each at Bonferroni's level for their number. The simplest stays that no other is clearly better than.
+pairs, each at Bonferroni's level for their number. The simplest stays that no other is clearly better than; candidates
+that one calibrator declares are equally simple, and of these the one with the lowest score is taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,15 +101,25 @@ class Decision:
     best: str
 
 
-def decide(scores: Mapping[str, Scores]) -> Decision:
-    """The choice among models by their scores on the same samples, from the simplest to the least; one is `merged`."""
+def decide(scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = ()) -> Decision:
+    """The choice among models by their scores on the same samples.
+
+    Args:
+        scores: by name, from the simplest to the least; one is `merged`.
+        alike: names that are equally simple; of each such set only the one with the lowest mean can be chosen.
+    """
     among = max(1, len(scores) - 1)
 
     def beats(one: str, other: str) -> bool:
         return scores[one].compared_with(scores[other], among=among).is_clear
 
     usable = [name for name in scores if math.isfinite(scores[name].mean)] or ["merged"]
-    name = next(name for name in usable if not any(beats(other, name) for other in usable))
+    standing = usable
+    for names in alike:
+        there = [name for name in usable if name in names]
+        first = min(there, key=lambda name: scores[name].mean, default="")
+        standing = [name for name in standing if name == first or name not in there]
+    name = next(name for name in standing if not any(beats(other, name) for other in usable))
     others = [other for other in scores if other != "merged"]
     return Decision(
         name,

@@ -219,6 +219,21 @@ def test_what_was_found_may_beat_the_merged_model_where_the_start_does_not() -> 
     assert [at.is_clear for at in decision.over_merged.values()] == [False, True]
 
 
+def test_of_equally_simple_candidates_the_lowest_score_is_taken_and_of_others_the_simplest() -> None:
+    flat = {task: 0 * values for task, values in NOISE.items()}
+    by = {"merged": 2.0, "one": 1.0, "other": 0.99}
+    noisy = {task: values - values.mean() for task, values in NOISE.items()}
+    scores = {
+        name: Scores({task: mean + (noisy if name == "other" else flat)[task] for task in flat})
+        for name, mean in by.items()
+    }
+    assert not scores["other"].compared_with(scores["one"], among=2).is_clear
+    assert decide(scores).name == "one"
+    assert decide(scores, [["one", "other"]]).name == "other"
+    scores["other"] = Scores({task: values + 1 for task, values in scores["other"].by_task.items()})
+    assert decide(scores, [["one", "other"]]).name == "one"
+
+
 def test_nothing_is_chosen_that_something_simpler_is_clearly_better_than() -> None:
     """The start is better than the merged model, but its spread hides it; what was found is clearly worse than it."""
     noise = {task: 5 * values for task, values in NOISE.items()}

@@ -92,7 +92,8 @@ def choose_settings(
                 if name == "start":
                     raise
                 failures[name] = error.message
-        decision = decide(scores)
+        kinds = {type(at) for name, at in known.items() if name != "start"}
+        decision = decide(scores, [[name for name in known if type(known[name]) is kind] for kind in kinds])
         if decision.name == "found":
             known["found"] = fits.searched(start, varies)
         bar.finish()

@@ -38,13 +38,14 @@ class LowRank:
         return f - (f @ self.down.to(f).mT).relu() @ self.up.to(f).mT
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What is saved; `normalize` as a number."""
-        return {"down": self.down, "up": self.up, "normalize": torch.tensor(float(self.normalize))}
+        """What is saved; a third one says that features are normalised."""
+        flag = {"normalize": torch.ones(())} if self.normalize else {}
+        return {"down": self.down, "up": self.up, **flag}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> LowRank:
         """The map that was saved."""
-        return cls(tensors["down"], tensors["up"], bool(tensors["normalize"]))
+        return cls(tensors["down"], tensors["up"], "normalize" in tensors)
 
 
 def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import logging
+import re
 import shlex
 import signal
 import sys
@@ -254,4 +255,18 @@ def assignments(given: list[str] | None) -> dict[str, Any]:
         if not name or not equals:
             raise SpecError(f"--set {text}: expected name=value", hint="For example --set scaling=0.4.")
         found[name] = from_yaml(value, f"--set {name}")
+    return found
+
+
+def with_settings(given: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Methods joined by commas, each with settings behind colons: `ties:scaling=0.4`, by name and settings.
+
+    Raises:
+        SpecError: settings are not of this form.
+    """
+    found = []
+    # Commas inside brackets are those of a list.
+    for text in re.split(r",(?![^\[]*\])", ",".join(given)):
+        name, *settings = text.strip().split(":")
+        found.append((name, assignments(settings)))
     return found

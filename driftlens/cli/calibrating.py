@@ -1,4 +1,4 @@
-"""Commands that repair, once or with many settings: calibrate, sweep."""
+"""Commands that repair: once, with many settings, with several methods: calibrate, sweep, arena."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from driftlens.cli.app import (
     say,
     say_json,
     say_saved,
+    with_settings,
 )
 from driftlens.errors import SpecError
 
@@ -252,6 +253,48 @@ def sweep(
         return
     ordered = rows.sort_values(["sweep", "point", "seed", "task"], kind="stable")
     say_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
+
+
+@app.command()
+@computing
+def arena(
+    run: RunFolder,
+    methods: Annotated[
+        list[str],
+        typer.Option(
+            metavar="A,B:key=value,...",
+            help="Repairs to compare, by `driftlens methods`; settings behind colons; `all` is every method.",
+        ),
+    ],
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Calibration samples per task.", show_default="the spec's")
+    ] = None,
+    no_attribution: NoAttribution = False,
+    *,
+    as_json: JsonFlag = False,
+    job: Job,
+) -> None:
+    """Repair a run with several methods on the same samples, and put what each gains and costs into one table.
+
+    Each becomes a calibration of the run under its own name, with published settings where there are some. Those that
+    are there are left as they are; an interrupted one goes on where it stopped.
+    """
+    from driftlens.pipeline.search.arena import compete, entrants
+    from driftlens.records.arena import arena_rows, arena_sheet
+    from driftlens.records.run import open_run
+    from driftlens_reports.terminal import sheet_text
+
+    wanted = entrants(with_settings(methods))
+    with job.watched() as watched:
+        failed = compete(
+            run, wanted, samples=samples, attribution=not no_attribution, access=job.access, **watched
+        )
+    finished = open_run(run)
+    made = [each.name for each in wanted if each.name not in failed]
+    if as_json:
+        say_json({"run": finished.id, "rows": arena_rows(finished, made), "failed": failed})
+        return
+    say(sheet_text(arena_sheet(finished, made, failed)))
 
 
 def _values(given: Sequence[str]) -> dict[str, list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +21,7 @@ from driftlens.cli.app import (
     say_json,
     say_saved,
     sharing,
+    with_settings,
 )
 from driftlens.cli.looking import show_run
 from driftlens.errors import SpecError
@@ -251,12 +251,7 @@ def _compare_merges(
     if parameters:
         raise SpecError("--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4.")
     require_free(out)
-    asked = []
-    # Commas inside brackets are those of a list.
-    for text in re.split(r",(?![^\[]*\])", ",".join(given)):
-        name, *settings = text.strip().split(":")
-        asked.append((name, assignments(settings)))
-    wanted = wanted_merges(asked)
+    wanted = wanted_merges(with_settings(given))
     with job.watched() as watched:
         found = compare_merges(spec, wanted, keep=out if keep else None, access=job.access, **watched)
     write_merges(found, out)

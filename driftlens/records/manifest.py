@@ -81,6 +81,8 @@ class CalibrationInfo:
         seed: with which the calibration samples were drawn; None in older runs.
         selection: how hyperparameters were chosen: from which `start`, what was `chosen`, by which held-out `advantage`
             with its `standard_error`, every candidate tried, `seconds`; empty where nothing was chosen.
+        attached: how many numbers are attached to the merged model, over all tasks; then the task of an input must be
+            known. 0 where weights themselves are calibrated.
     """
 
     method: str
@@ -96,6 +98,7 @@ class CalibrationInfo:
     sites: Sequence[str] = ()
     seed: int | None = None
     selection: Mapping[str, Any] = field(default_factory=dict)
+    attached: int = 0
 
 
 @dataclass(frozen=True)

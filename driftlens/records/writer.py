@@ -138,7 +138,7 @@ class RunWriter(RunContents):
             What else it used, to be filled in: other columns of the table `resources`.
         """
         used: dict[str, Any] = {}
-        started, clock = utc_now(), self._clock()
+        started, clock, energy = utc_now(), self._clock(), energy_wh()
         self._set_phase(name, PhaseInfo("running", 0.0, started))
         self.status("running", phase=name)
         try:
@@ -149,6 +149,8 @@ class RunWriter(RunContents):
             raise
         seconds = self._clock() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
+        if energy is not None and (spent := (energy_wh() or 0.0) - energy) >= 0:  # a counter may start again
+            row["energy_wh"] = spent
         self.append("resources", pd.DataFrame([row]), replace=True)
         self._set_phase(name, PhaseInfo("done", seconds, started))
 
@@ -219,6 +221,19 @@ def peak_rss_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> float | None:
+    """What the processors' own counters say they have used, all programs together, in Wh; None where nobody may ask."""
+    try:
+        found = [
+            int(file.read_text())
+            for file in counters.glob("intel-rapl:[0-9]*/energy_uj")
+            if ":" not in file.parent.name[11:]
+        ]
+    except (OSError, ValueError):
+        return None
+    return sum(found) / 3.6e9 if found else None
 
 
 def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:

@@ -50,7 +50,7 @@ from driftlens.pipeline.study.reopening import (
     require_same_samples,
     require_spec,
 )
-from driftlens.pipeline.study.study import Study
+from driftlens.pipeline.study.study import Study, attachment_tensors
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.listing import how_to_explain, how_to_resume
@@ -326,7 +326,10 @@ def _calibrate(
 
     run_phase(writer, f"{plan.phase}:look", look, study=study)
     measure_variants(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
-    info = calibration_info(plan, scratch.seconds, notices)
+    attached = attachment_tensors(study.pool.variant(plan.variant).attachments)
+    info = calibration_info(
+        plan, scratch.seconds, notices, sum(tensor.numel() for tensor in attached.values())
+    )
     said = [f"{plan.variant}: {text}" for text in notices]
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
 

@@ -190,7 +190,9 @@ def record_solution(
         path.write_text(to_yaml(config), encoding="utf-8")
 
 
-def calibration_info(plan: CalibrationPlan, seconds: float, notices: Sequence[str]) -> CalibrationInfo:
+def calibration_info(
+    plan: CalibrationPlan, seconds: float, notices: Sequence[str], attached: int = 0
+) -> CalibrationInfo:
     """The entry of the manifest."""
     return CalibrationInfo(
         method=plan.method,
@@ -206,4 +208,5 @@ def calibration_info(plan: CalibrationPlan, seconds: float, notices: Sequence[st
         sites=tuple(plan.patterns),
         seed=plan.seed,
         selection=plan.selection,
+        attached=attached,
     )

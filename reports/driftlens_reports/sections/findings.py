@@ -8,6 +8,7 @@ import numpy as np
 
 from driftlens.metrics import ACCURACY, metric_called
 from driftlens.records import before_after
+from driftlens.records.arena import arena_sheet
 from driftlens.records.intervals import mean_over_tasks
 from driftlens.records.outcomes import outcomes
 from driftlens.records.reading import Kind, estimate, is_measured, percent, setting_text
@@ -96,7 +97,8 @@ def calibration_tables(run: DriftRun) -> list[Table]:
         for key, value in info.settings.items()
     ]
     kinds: dict[str, Kind] = {"calibration": "text", "setting": "text", "value": "text"}
-    sheets = [sheet for name in found for sheet in before_after.calibration_sheets(run, name)]
+    sheets = [arena_sheet(run)] if len(found) > 1 else []
+    sheets += [sheet for name in found for sheet in before_after.calibration_sheets(run, name)]
     for sweep in run.sweeps()["sweep"].unique():
         sheets += ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else []
     return [table("calibration-settings", "Settings", kinds, rows), *map(sheet_table, sheets)]

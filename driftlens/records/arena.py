@@ -1,0 +1,102 @@
+"""The arena's table: what every calibration of a run gains and costs, on the same test samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from driftlens.errors import DataError
+from driftlens.records.outcomes import task_means
+from driftlens.records.reading import Kind, Sheet, is_measured
+from driftlens.records.run import DriftRun
+from driftlens.variants import calibrated
+
+_MIB = 2**20
+
+
+def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """A row per calibration, best score first, below base and merged model and above the experts.
+
+    Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends (paired by sample),
+    relative and cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident memory), added
+    (numbers that are attached), task_id (whether the task of an input must be known), n (test samples of the mean).
+    What was not measured is NaN, or None.
+
+    Args:
+        run: with finished calibrations.
+        names: of calibrations; None takes all.
+
+    Raises:
+        DataError: the run has no such calibration.
+        RunError: a table can't be read.
+    """
+    known = run.manifest.calibrations
+    wanted = [*known] if names is None else [*names]
+    for name in wanted:
+        if name not in known:
+            raise DataError(f"the run has no calibration {name!r}; it has {', '.join(known) or 'none'}")
+    used = run.resources().set_index("phase")
+    rows = []
+    for name in wanted:
+        info, phase = known[name], f"calibrate:{name}"
+        cost = dict(used.loc[phase]) if phase in used.index else {}
+        peak, energy = (
+            None if pd.isna(cost.get(key)) else float(cost[key]) for key in ("peak_rss_bytes", "energy_wh")
+        )
+        rows.append(
+            _measured(run, calibrated(name), name)
+            | {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
+            | {"peak_mib": None if peak is None else round(peak / _MIB)}
+            | {"added": info.attached, "task_id": info.attached > 0}
+        )
+    rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
+    plain = [_measured(run, name, name) for name in ("base", "merged") if name in run.variants]
+    return [*plain, *rows, _measured(run, "expert", "experts")]
+
+
+def arena_sheet(
+    run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
+) -> Sheet:
+    """The rows to be read, without columns in which nothing was measured; `failed` says why other repairs are missing.
+
+    Other arguments and errors as for `arena_rows`.
+    """
+    rows = arena_rows(run, names)
+    kinds: dict[str, Kind] = {"model": "text", "score": "share", "95 % low": "share", "95 % high": "share"}
+    kinds |= {"against merged": "points", "change low": "points", "change high": "points"}
+    kinds |= {"relative drift": "share", "cosine": "number", "seconds": "number", "energy (Wh)": "number"}
+    kinds |= {"memory (MiB)": "count", "added numbers": "count", "needs task": "text"}
+    keys = ["model", "score", "low", "high", "change", "change_low", "change_high", "relative", "cosine"]
+    keys += ["seconds", "energy_wh", "peak_mib", "added", "task_id"]
+    table = [[row.get(key) for key in keys] for row in rows]
+    empty = {at for at in range(1, len(kinds)) if not any(is_measured(row[at]) for row in table)}
+    kinds = {head: kind for at, (head, kind) in enumerate(kinds.items()) if at not in empty}
+    table = [[cell for at, cell in enumerate(row) if at not in empty] for row in table]
+    n = max((row["n"] for row in rows), default=0)
+    said = [
+        f"Means over {len(run.tasks)} tasks"
+        + (f", {n} test samples" if n else "")
+        + "; 95 % intervals over samples, those of changes paired by sample. One draw of calibration samples. Seconds "
+        "and memory are of calibrating, without the analysis behind it."
+    ]
+    said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
+    return Sheet("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))
+
+
+def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
+    """Means of one variant, and what changes from the merged model to it."""
+    is_after = variant not in ("base", "merged") and "merged" in run.variants
+    found = {at.measure: at for at in task_means(run, ["merged", variant] if is_after else [variant])}
+    row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
+    for at in found.values():
+        mean = at.means[variant]
+        if at.about.split == "test":
+            row |= {"score": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
+            if is_after:
+                row |= {"change": at.change.value, "change_low": at.change.low, "change_high": at.change.high}
+        elif at.measure in ("relative", "cosine"):
+            row[at.measure] = mean.value
+    return row

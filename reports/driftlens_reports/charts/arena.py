@@ -1,0 +1,95 @@
+"""Repairs beside each other: what each gains against what it costs."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from driftlens.records.arena import arena_rows
+from driftlens.records.run import DriftRun
+from driftlens.variants import calibrated
+from driftlens_reports.charts import marks, theme, words
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
+
+_FEW = (
+    "needs two calibrations of the run; `driftlens arena RUN --methods featcal,residual,surgery` makes some."
+)
+_LEVELS = ("base", "merged", "experts")
+
+
+def _rows(run: DriftRun) -> pd.DataFrame:
+    """Base, merged model, calibrations that were scored, experts."""
+    rows = pd.DataFrame(arena_rows(run))
+    return rows[rows["score"].notna()]
+
+
+def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(run.manifest.calibrations) < 2:
+        return _FEW
+    rows = _rows(run)
+    if len(rows[~rows["model"].isin(_LEVELS)]) < 2:
+        return "needs scores of two calibrations; `driftlens evaluate RUN` adds them."
+    return None
+
+
+@chart(
+    "arena",
+    title="Repairs: gain against cost",
+    section="calibration",
+    rank=5,
+    presets=("calibration",),
+    needs=("accuracy", ("value",)),
+    lacks=_lacks,
+    caption="Mean score over tasks on the test samples, with 95 % intervals over samples, against the seconds of "
+    "calibrating (logarithmic), a point per calibration of the run; rings must know the task of an input; lines are "
+    "base, merged model and experts.",
+    hint="Upper left is better. Seconds are those of one run on one machine. A ring is no single model: for every task "
+    "it has a map of its own.",
+)
+def draw(run: DriftRun, options: ChartOptions) -> Drawn:
+    """One panel."""
+    rows = _rows(run)
+    made = rows[~rows["model"].isin(_LEVELS)]
+    figure = go.Figure()
+    for at, row in enumerate(made.to_dict("records")):
+        look = theme.look(run.variants, calibrated(str(row["model"])), dark=options.dark)
+        ends = [pd.Series([row[key]]) for key in ("score", "low", "high")]
+        figure.add_scatter(
+            x=[row["seconds"]],
+            y=[row["score"]],
+            error_y=marks.whiskers(*ends, look.colour, thickness=1, width=0),
+            mode="markers+text",
+            text=[words.label(str(row["model"]))],
+            textposition="top center" if at % 2 else "bottom center",
+            textfont=marks.ink(dark=options.dark),
+            marker={
+                "color": look.colour,
+                "symbol": "circle-open" if row["task_id"] else "circle",
+                "size": 11,
+                "line": {"width": 2},
+            },
+            showlegend=False,
+            hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
+        )
+    theme.apply_theme(figure, height=420, dark=options.dark)
+    for row in rows[rows["model"].isin(_LEVELS)].to_dict("records"):
+        part = "expert" if row["model"] == "experts" else str(row["model"])
+        look = theme.look(run.variants, part, dark=options.dark)
+        figure.add_hline(
+            row["score"],
+            line={"color": look.colour, "width": 1, "dash": "dot"},
+            annotation_text=words.label(str(row["model"])),
+            annotation_font=marks.ink(dark=options.dark),
+            annotation_position="top right",
+        )
+    figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick=1, minor={"showgrid": False})
+    figure.update_yaxes(title_text="mean score over tasks", tickformat=theme.TICK_SHARE)
+    told = words.joined(
+        [f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)]
+    )
+    return Drawn(
+        figure,
+        alt=f"Mean score: {told}. Calibrating took {made['seconds'].min():.3g} to {made['seconds'].max():.3g} s.",
+        data=rows,
+        notes=(f"{int(rows['n'].max())} test samples; one draw of calibration samples.",),
+    )

@@ -13,6 +13,7 @@ from there on every lane carries features of its own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +28,22 @@ from driftlens.engine.carried import EXPERT, CalibrationWalk, Parts, Solved, in_
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import LayerSums, solve_layer
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.problems import CalibratedLayer, ClosedForm, InputSums, Layerwise, Problem, Stepwise
+from driftlens.engine.problems import (
+    CalibratedLayer,
+    ClosedForm,
+    InputSums,
+    Layerwise,
+    Problem,
+    Stepwise,
+    WeightProblem,
+    Weightwise,
+)
 from driftlens.engine.site_rows import SiteRows, rows_and_output
 from driftlens.engine.steps import StepWalk
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError, SpecError
-from driftlens.models.chain import Layer, Parameters, Pool
+from driftlens.models.chain import Layer, Parameters, Pool, Site
 from driftlens.variants import expert_of
 
 FEATURE_BUDGET = 2 * 2**30
@@ -126,12 +136,46 @@ def calibrate(
     if isinstance(calibrator, Stepwise):
         walk = StepWalk(**_carried(pool, parts, [frozenset({0})], base, options), calibrator=calibrator)
         together = walk.layers(options["sites"], options.get("done") or {})
+    elif isinstance(calibrator, Weightwise):
+        assert base is not None, "its check refuses that"
+        return _from_weights(pool, sorted(samples), calibrator, base, options)
     else:
         assert isinstance(calibrator, Layerwise)
         together = calibrate_side_by_side(
             pool, parts, [Lane(calibrator)], base=base, objectives=objectives, **options
         )
     return (layer for [layer] in together)
+
+
+@torch.no_grad()
+@exact_products()
+def _from_weights(
+    pool: ModelPool, tasks: Sequence[str], calibrator: Weightwise, base: str, options: Options
+) -> Iterator[CalibratedLayer]:
+    """Calibrated layers of a calibrator that looks at no sample; one weight of every model is alive at a time."""
+    _require_tasks(pool, tasks)
+    merged, tell = options.get("merged", "merged"), options.get("on_step") or (lambda layer, task: None)
+
+    def problem(layer: Layer, site: Site) -> WeightProblem:
+        name = f"{site.name}.weight"
+
+        def experts() -> Iterator[Tensor]:
+            for task in tasks:
+                tell(layer.index, task)
+                yield pool.parameters(expert_of(task), layer)[name]
+
+        own = {model: pool.parameters(model, layer)[name] for model in (merged, base)}
+        return WeightProblem((site,), own[merged], own[base], experts)
+
+    for layer in pool.chain.layers:
+        names = options["sites"].get(layer.index, ())
+        if names and layer.index not in (options.get("done") or {}):
+            started = time.perf_counter()
+            problems = (
+                problem(layer, site) for site in layer.sites if site.name in names and site.kind == "linear"
+            )
+            found, reports = solve_layer(pool, layer, problems, calibrator.solve, stored_as=base)
+            yield CalibratedLayer(layer.index, found, reports, seconds=time.perf_counter() - started)
 
 
 def calibrate_side_by_side(

@@ -24,6 +24,7 @@ from driftlens.engine.problems import (
     StepProblem,
     TaskMoments,
     Wanted,
+    WeightProblem,
 )
 from driftlens.engine.site_rows import SiteRows, row_weights
 from driftlens.engine.site_selection import site_path
@@ -34,7 +35,7 @@ from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
 
 UNIFORM = "uniform"
-_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem)
+_P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
 
 
 class LayerSums:
@@ -417,5 +418,5 @@ def _solved(
         ) from error
 
 
-def _sites(problem: Problem | StepProblem) -> Sequence[Site]:
+def _sites(problem: Problem | StepProblem | WeightProblem) -> Sequence[Site]:
     return [problem.site] if isinstance(problem, NormProblem) else problem.sites

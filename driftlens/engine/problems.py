@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -66,6 +66,23 @@ class StepProblem:
     has_bias: bool
     merged: Parameters
     task_weight_sum: float
+
+
+@dataclass(frozen=True)
+class WeightProblem:
+    """One linear site, its weights [o, k] and no sample.
+
+    Attributes:
+        sites: the site alone.
+        merged: in the merged model.
+        base: in the base.
+        experts: in each expert, one at a time as they are asked for.
+    """
+
+    sites: tuple[Site]
+    merged: Tensor
+    base: Tensor
+    experts: Callable[[], Iterator[Tensor]]
 
 
 Problem = LinearProblem | NormProblem
@@ -254,7 +271,7 @@ class WeightedFold:
 
 
 class ClosedForm(ABC):
-    """A calibrator that solves from moments and never holds a model: `Layerwise` or `Stepwise`.
+    """A calibrator that never holds a model: `Layerwise` and `Stepwise` solve from moments, `Weightwise` from weights.
 
     Attributes:
         solve_dtype: `float32` or `float64`, in which moments are summed and systems solved.
@@ -337,6 +354,18 @@ class Stepwise(ClosedForm):
     @abstractmethod
     def solve(self, problem: StepProblem) -> Sequence[SiteUpdate]:
         """New parameters of the problem's sites; errors as for `Layerwise`."""
+
+
+class Weightwise(ClosedForm):
+    """A calibrator that solves linear sites from the weights of merged model, base and experts alone."""
+
+    @abstractmethod
+    def solve(self, problem: WeightProblem) -> Sequence[SiteUpdate]:
+        """New weights of the problem's site.
+
+        Raises:
+            NumericsError: they can't be found.
+        """
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _rows(run)
     made = rows[~rows["model"].isin(_LEVELS)]
     figure = go.Figure()
-    for at, row in enumerate(made.to_dict("records")):
+    for row in made.to_dict("records"):
         look = theme.look(run.variants, calibrated(str(row["model"])), dark=options.dark)
         ends = [pd.Series([row[key]]) for key in ("score", "low", "high")]
         figure.add_scatter(
@@ -60,7 +60,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             error_y=marks.whiskers(*ends, look.colour, thickness=1, width=0),
             mode="markers+text",
             text=[words.label(str(row["model"]))],
-            textposition="top center" if at % 2 else "bottom center",
+            textposition="middle left" if row["seconds"] == made["seconds"].max() else "middle right",
             textfont=marks.ink(dark=options.dark),
             marker={
                 "color": look.colour,
@@ -82,7 +82,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             annotation_font=marks.ink(dark=options.dark),
             annotation_position="top right",
         )
-    figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick=1, minor={"showgrid": False})
+    figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick="D2")
     figure.update_yaxes(title_text="mean score over tasks", tickformat=theme.TICK_SHARE)
     told = words.joined(
         [f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)]

@@ -28,6 +28,11 @@ FEATCAL, AUTO = "FeatCal's preset", "--auto"
 METHODS: dict[str, dict[str, Any]] = {
     "residual": {"method": "residual"},
     "residual, mu=0.9": {"method": "residual", "parameters": {"mu": 0.9}},
+    "norms only": {"method": "featcal", "parameters": {"update": ["norm"]}},
+    "SVC": {"method": "svc"},
+    "ReACT, a map per task": {"method": "react"},
+    "Surgery, a map per task": {"method": "surgery"},
+    "ProbSurgery, a map per task": {"method": "prob_surgery"},
 }
 Found = dict[str, dict[str, dict[str, list[float]]]]
 """Model -> task -> score, KL and final relative drift: one value per test sample, of drift one alone."""

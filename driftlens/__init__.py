@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "analyze": "driftlens.api",
+    "arena": "driftlens.api",
     "calibrate": "driftlens.api",
     "capture": "driftlens.engine.walk",
     "CancelToken": "driftlens.progress",

@@ -476,3 +476,41 @@ def sweep(
         found = Run.at(run_sweep(_folder(run), request, resume=resume, replace=replace, **watched).path)
     found._live = run._live if isinstance(run, Run) else None
     return found
+
+
+def arena(
+    run: PathLike | DriftRun,
+    methods: Sequence[str | tuple[str, Mapping[str, object]]],
+    *,
+    progress: Mode = "auto",
+    on_progress: ProgressSink | None = None,
+    cancel: CancelToken | None = None,
+    **options: Any,
+) -> Sheet:
+    """Repair a run with several methods on the same samples, as `driftlens arena` does.
+
+        dl.arena("runs/ta8", ["featcal", "residual", ("surgery", {"rank": 4})]).frame()
+
+    Args:
+        run: a run of a spec, or its directory; every repair becomes a calibration of it.
+        methods: registered calibrators, or pairs of one and its settings by name; `all` is every method.
+        progress: how progress is shown on stderr.
+        on_progress: called with every `ProgressEvent`, besides.
+        cancel: a token whose `cancel()` stops the work at the next batch; what is finished is kept.
+        **options: samples, attribution as in `driftlens.pipeline.search.arena.compete`; device, offline, trust as in
+            `Access`.
+
+    Returns:
+        What each gains and costs: a table in a notebook; `frame()` has its numbers, `notes()` what to know of them.
+
+    Raises:
+        DriftLensError: see the tree in `driftlens.errors`.
+    """
+    from driftlens.pipeline.search.arena import compete, entrants
+    from driftlens.records.arena import arena_sheet
+
+    wanted = entrants([(each, {}) if isinstance(each, str) else each for each in methods])
+    access, folder = _access(options), _folder(run)
+    with _shown(progress, on_progress) as sink:
+        failed = compete(folder, wanted, access=access, on_progress=sink, cancel=cancel, **options)
+    return arena_sheet(open_run(folder), [each.name for each in wanted if each.name not in failed], failed)

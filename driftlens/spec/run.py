@@ -43,6 +43,8 @@ class RunSpec(Part):
         heads: how a task's features become class scores; tasks without one have no accuracy.
         baselines: further variants to measure beside the merged model.
         names: what exhibits call tasks and variants; what is measured doesn't depend on it, so the digest doesn't.
+        task_id: whether the task of an input is known where the model will be used; if not, repairs that attach a map
+            per task are refused. Not in the digest either.
     """
 
     version: Literal[1]
@@ -60,6 +62,7 @@ class RunSpec(Part):
     calibration: Calibration | None = None
     compute: Compute = Compute()
     names: dict[Text, Text] = Field(default_factory=dict)
+    task_id: Literal["known", "unknown"] = "known"
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -103,7 +106,7 @@ class RunSpec(Part):
 
     def digest(self) -> str:
         """SHA-256 of the spec, the same in every process and whatever the order of keys in the file."""
-        told = self.model_dump(mode="json", exclude={"names"})
+        told = self.model_dump(mode="json", exclude={"names", "task_id"})
         canonical = json.dumps(told, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 

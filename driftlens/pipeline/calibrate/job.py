@@ -184,8 +184,8 @@ def open_calibration(
         access=access,
         live=live,
     )
-    section = load_spec(folder / layout.SPEC).calibration if live is None else None
-    plan = plan_calibration(request, run, section, study)
+    spec = load_spec(folder / layout.SPEC) if live is None else None
+    plan = plan_calibration(request, run, spec, study)
     return OpenCalibration(folder, run.manifest, study, models, plan)
 
 

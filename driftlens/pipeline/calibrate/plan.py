@@ -17,6 +17,7 @@ from driftlens.engine.problems import Stepwise
 from driftlens.engine.site_selection import select_sites, updated_sites
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer
+from driftlens.pipeline.study.opening import require_task_id
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.layout import calibration_folder, calibration_weights
@@ -26,6 +27,7 @@ from driftlens.settings import resolve
 from driftlens.variants import calibrated, control_of, expert_of, task_of
 
 if TYPE_CHECKING:
+    from driftlens.spec import RunSpec
     from driftlens.spec.sections import Calibration
 
 DEFAULT_METHOD = "featcal"
@@ -201,7 +203,7 @@ class CalibrationPlan:
 
 
 def plan_calibration(
-    request: CalibrationRequest, run: DriftRun, section: Calibration | None, study: Study
+    request: CalibrationRequest, run: DriftRun, spec: RunSpec | None, study: Study
 ) -> CalibrationPlan:
     """The plan of a request for a finished run, whose attribution ranks layers for `top_layers`.
 
@@ -212,8 +214,11 @@ def plan_calibration(
         LayerNotFoundError: a pattern matches no layer or no site.
         DataError: a task has fewer calibration samples than asked for, or than there are folds.
     """
+    section = None if spec is None else spec.calibration
     calibrator = calibrator_of(request, section)
     calibrator.check(has_base=study.has_base)
+    if spec is not None:
+        require_task_id(spec, method_of(request, section))
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }

@@ -37,7 +37,7 @@ def entrants(given: Sequence[tuple[str, Mapping[str, object]]]) -> list[Entrant]
     for method, settings in asked:
         resolve(calibrators[method], settings, method)
         parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(parts)).strip("-")
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
         if name in found:
             raise SpecError(f"{name} is asked for twice", hint="Name every repair once.")
         found[name] = Entrant(name, method, settings)

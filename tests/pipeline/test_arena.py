@@ -1,0 +1,147 @@
+"""The arena: several repairs of one run, kept as calibrations, in one table and one picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+import driftlens as dl
+from driftlens.cli import app
+from driftlens.errors import DataError, SpecError
+from driftlens.pipeline.preflight.job import preflight
+from driftlens.pipeline.search.arena import compete, entrants
+from driftlens.records.arena import arena_rows, arena_sheet
+from driftlens.records.run import DriftRun, open_run
+from driftlens.records.verify import verify
+from driftlens.spec import load_spec
+from driftlens_reports.charts.chart import ChartOptions, charts
+from tests.pipeline.calibrating import copied
+from tests.pipeline.fixtures import light, world
+from tests.pipeline.world import TASKS, World
+
+__all__ = ["light", "world"]
+
+METHODS = "react,surgery:steps=5,svc,featcal:update=[norm]"
+NAMES = ["react", "surgery-steps-5", "svc", "featcal-update-norm"]
+
+
+@pytest.fixture(scope="module")
+def met(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A run with four repairs, made by the command line."""
+    folder = copied(light, tmp_path_factory.mktemp("arena") / "run")
+    shown = CliRunner().invoke(app, ["arena", str(folder), "--methods", METHODS, "--no-attribution"])
+    assert shown.exit_code == 0, shown.output
+    assert all(name in shown.output for name in (*NAMES, "against merged", "needs task"))
+    return folder
+
+
+def test_every_repair_is_a_calibration_measured_like_any_other(met: pathlib.Path) -> None:
+    run = open_run(met)
+    assert set(NAMES) <= set(run.manifest.calibrations) and verify(met).ok
+    rows = run.layers(variant="calibrated:surgery-steps-5")
+    assert rows["closure_error"].max() < 1e-5 and set(rows["task"]) == set(TASKS)
+    merged = run.layers(variant="merged")
+    moved = (
+        run.layers(variant="calibrated:svc")["drift_l2_mean"].to_numpy() - merged["drift_l2_mean"].to_numpy()
+    )
+    assert (abs(moved) > 0).any()
+
+
+def test_rows_say_what_each_gains_and_costs(met: pathlib.Path) -> None:
+    run = open_run(met)
+    rows = {row["model"]: row for row in arena_rows(run, NAMES)}
+    assert [*rows][:2] == ["base", "merged"] and [*rows][-1] == "experts" and {*NAMES} < {*rows}
+    width = run.manifest.layers[-1]
+    assert width.role == "head"
+    added = {name: rows[name]["added"] for name in NAMES}
+    assert added["svc"] == added["featcal-update-norm"] == 0
+    # Surgery: 2 * rank * width a task; ReACT: width * width a task.
+    assert added["surgery-steps-5"] / (2 * 16) == math.sqrt(added["react"] / len(TASKS)) * len(TASKS)
+    assert [rows[name]["task_id"] for name in NAMES] == [True, True, False, False]
+    scores = [row["score"] for row in list(rows.values())[2:-1]]
+    assert scores == sorted(scores, reverse=True)
+    for name in NAMES:
+        row = rows[name]
+        assert row["change"] == pytest.approx(row["score"] - rows["merged"]["score"], abs=1e-9)
+        assert row["change_low"] <= row["change"] <= row["change_high"] and row["seconds"] > 0
+    with pytest.raises(DataError, match="no calibration 'nobody'"):
+        arena_rows(run, ["nobody"])
+
+
+def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: pathlib.Path) -> None:
+    before = dict(open_run(met).manifest.calibrations)
+    shown = CliRunner().invoke(
+        app, ["arena", str(met), "--methods", "react,svc", "--no-attribution", "--json"]
+    )
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert {row["model"] for row in found["rows"]} >= {"react", "svc"} and found["failed"] == {}
+    assert dict(open_run(met).manifest.calibrations) == before
+
+
+def test_what_cannot_be_made_is_said_beside_the_others(met: pathlib.Path) -> None:
+    wanted = entrants([("residual", {"folds": 1000}), ("react", {})])
+    failed = compete(met, wanted, attribution=False)
+    assert [*failed] == ["residual-folds-1000"] and "folds can't share" in failed["residual-folds-1000"]
+    sheet = arena_sheet(open_run(met), ["react"], failed)
+    assert "residual-folds-1000: not made, as" in sheet.note
+    with pytest.raises(DataError, match="folds can't share"):
+        compete(met, wanted[:1], attribution=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([("surgeri", {})], "Did you mean 'surgery'"),
+        ([("surgery", {"rank": 0})], "rank is 0"),
+        ([("svc", {"steps": 1})], "no parameter 'steps'"),
+        ([("svc", {}), ("svc", {})], "svc is asked for twice"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_opened(
+    given: list[tuple[str, dict[str, int]]], message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        entrants(given)
+    assert message in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_the_picture_has_a_point_per_repair_and_rings_where_the_task_must_be_known(met: pathlib.Path) -> None:
+    drawn = charts["arena"].draw(open_run(met))
+    symbols = {trace.text[0]: trace.marker.symbol for trace in drawn.figure.data}
+    assert symbols == {
+        "react": "circle-open",
+        "surgery-steps-5": "circle-open",
+        "svc": "circle",
+        "featcal-update-norm": "circle",
+    }
+    assert set(drawn.data["model"]) == {*NAMES, "base", "merged", "experts"}
+    assert all(name in drawn.alt for name in NAMES)
+
+
+def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
+    world: World, light: DriftRun, tmp_path: pathlib.Path
+) -> None:
+    folder = copied(light, tmp_path / "run")
+    spec = folder / "spec.yaml"
+    spec.write_text(spec.read_text().replace("task_id: known", "task_id: unknown"))
+    assert "task_id: unknown" in spec.read_text()
+    failed = compete(folder, entrants([("surgery", {}), ("svc", {})]), attribution=False)
+    assert [*failed] == ["surgery"] and "a map for every task" in failed["surgery"]
+    assert [*open_run(folder).manifest.calibrations] == ["svc"]
+    asked = load_spec(world.one_task(calibration={"method": "react"}, task_id="unknown"))
+    assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)
+
+
+def test_the_api_gives_the_same_table(met: pathlib.Path) -> None:
+    sheet = dl.arena(met, ["react", "svc"], attribution=False, progress="none")
+    pd.testing.assert_frame_equal(sheet.frame(), arena_sheet(open_run(met), ["react", "svc"]).frame())
+
+
+def test_one_calibration_is_no_arena(light: DriftRun) -> None:
+    assert "driftlens arena RUN" in (charts["arena"].missing(light, ChartOptions()) or "")

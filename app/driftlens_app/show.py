@@ -28,6 +28,7 @@ from driftlens.records.tables import csv_text
 from driftlens.records.verdict import shareable
 from driftlens_app.runs import key_of
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
+from driftlens_reports.charts.panels import one_column
 from driftlens_reports.charts.theme import lay_out, palette
 
 _LOG = logging.getLogger("driftlens_app")
@@ -35,12 +36,13 @@ _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftl
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _NUMBERS = {
     "count": (1, "%d"),
-    "number": (1, "%.4g"),
+    "number": (1, "%.3g"),
     "share": (100, "%.1f %%"),
     "points": (100, "%+.1f"),
     "error": (1, "%.1e"),
 }
 """How a table of numbers that are sorted as such writes each kind: factor and format."""
+_WATCH = "theme-watch"
 _SELECTING = {"displaylogo": False}
 _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 """Plotly's toolbar, with and without the tools that select points."""
@@ -62,9 +64,14 @@ def is_dark() -> bool:
 
 
 def watch_theme() -> None:
-    """Let the browser ask for the page again when its theme is no longer the one that charts are drawn in."""
-    watch = component("theme_watch", "<i></i>")
-    watch(data={"dark": is_dark()}, key="theme-watch", height=1, on_dark_change=lambda: None)
+    """Let the browser ask for the page again when its theme or width is no longer what charts are drawn for."""
+    watch, now = component("theme_watch", "<i></i>"), {"dark": is_dark(), "narrow": is_narrow()}
+    watch(data=now, key=_WATCH, height=1, on_dark_change=lambda: None, on_narrow_change=lambda: None)
+
+
+def is_narrow() -> bool:
+    """Whether the window has no room for panels side by side, as far as the browser has said."""
+    return bool(st.session_state.get(_WATCH, {}).get("narrow"))
 
 
 def plain(text: object) -> str:
@@ -152,7 +159,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         st.subheader(plain(chart.title), anchor=False, help=chart.hint)
         lacking = chart.missing(run, options)
         if lacking is None:
-            drawn = _drawn(name, run, options, "on_select" in plotly)
+            drawn = _drawn(name, run, options, "on_select" in plotly, is_narrow())
             return show_drawn(name, run.id, drawn, chart.caption, **plotly)
         note(plain(lacking))
     return None
@@ -259,9 +266,10 @@ def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show dat
 
 
 @st.cache_resource(max_entries=64, show_spinner="Drawing", hash_funcs={DriftRun: key_of})
-def _drawn(name: str, run: DriftRun, options: ChartOptions, selecting: bool) -> Drawn:
+def _drawn(name: str, run: DriftRun, options: ChartOptions, selecting: bool, narrow: bool) -> Drawn:
     """The chart, shared by all readers: nobody changes it, and a copy would take longer than most of a page."""
-    drawn = charts[name].draw(run, options)
+    with one_column(narrow):
+        drawn = charts[name].draw(run, options)
     drawn_once(drawn.figure, selecting=selecting)
     return drawn
 

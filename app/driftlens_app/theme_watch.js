@@ -1,13 +1,20 @@
-// Charts are coloured by the server, which hears of another theme only when something makes it run again: this does.
+// Charts are coloured and laid out by the server, which hears of another theme or width only when something makes it
+// run again: this does.
 
-export default function ({ parentElement, data, setTriggerValue }) {
+export default function ({ parentElement, data, setStateValue, setTriggerValue }) {
   const surface = () => getComputedStyle(parentElement.host).getPropertyValue("--st-background-color");
   const isDark = () => {
     const channels = surface().match(/[0-9a-f]{2}/gi).slice(0, 3).map((pair) => parseInt(pair, 16));
     return channels.reduce((sum, channel) => sum + channel) < 3 * 128;
   };
   let said = data.dark;
+  let narrow = data.narrow;
+  const room = matchMedia("(max-width: 699px)");
   const look = () => {
+    if (room.matches !== narrow) {
+      narrow = !narrow;
+      setStateValue("narrow", narrow);
+    }
     if (isDark() === said) return;
     said = !said;
     setTriggerValue("dark", said);

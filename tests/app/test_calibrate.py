@@ -240,7 +240,9 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     pictures = [base64.b64decode(text.partition(",")[2]).decode() for text in drawn]
     assert len(pictures) == 4 and all(picture.count("<circle") == 4 for picture in pictures)
     sheets = calibration_sheets(open_run(run), "featcal")
-    frames = [frame.value for frame in app.dataframe]
+    assert len(app.dataframe) == 1  # the others are made once they are opened
+    (numbers,) = opened_drawers(app, "All numbers")
+    frames = [frame.value for frame in numbers.dataframe]
     for sheet in sheets:
         (shown,) = [frame for frame in frames if list(frame) == list(sheet.columns())]
         for head, texts in sheet.columns().items():
@@ -264,10 +266,10 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
     app = calibrate_as(open_app(root, "repair"), "featcal")
     until(lambda: (view := watch(run)) is not None and view.state == "running", "it runs")
     app.run()
-    assert not [frame for frame in app.dataframe if "model" in frame.value]
+    assert not [frame for frame in app.dataframe if "task" in frame.value]
     with_calibration(run)
     app.run()
-    assert [frame for frame in app.dataframe if "model" in frame.value]
+    assert [frame for frame in app.dataframe if "task" in frame.value]
     assert "where the drift comes from is still being computed" in said(app) and "is done" not in said(app)
     finish(run)
     until(lambda: state(run) == "done", "it is done")

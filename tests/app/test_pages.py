@@ -197,6 +197,8 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     assert [*rows.index] == [
         *(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index
     ]
+    shown = [*app.dataframe[0].proto.column_order]
+    assert "main source" in shown and not {"base", "merged", "expert"} & {*shown}  # they are its dots
     for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
         assert rows[column].tolist() == pytest.approx(right.loc[rows.index, variant].tolist())
     for task in run.tasks:

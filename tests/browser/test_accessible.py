@@ -88,4 +88,12 @@ def test_no_page_of_a_telephones_width_scrolls_sideways(
     drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
     for part in ("document.querySelector('[data-testid=stMain]')", "document.documentElement"):
         assert page.evaluate(f"{part}.scrollWidth") <= 420
+    if name == "layers":  # panels stand below one another as soon as the browser has said how wide it is
+        page.wait_for_function(
+            """() => { const plot = document.querySelector('.js-plotly-plot');
+                return plot && Object.keys(plot.layout).filter((key) => key.startsWith('xaxis')).length > 1
+                    && plot._fullLayout._subplots.xaxis.every((axis) => plot._fullLayout[
+                        axis.replace('x', 'xaxis')].domain[1] === 1) }""",
+            timeout=60_000,
+        )
     context.close()

@@ -19,21 +19,22 @@ from driftlens_app.pages import path_of
 from driftlens_app.runs import folder_of, key_of, opened, run_ids
 from driftlens_app.selection import TASK, Selection, selection
 from driftlens_app.settings import Settings
-from driftlens_app.show import drawn_once, is_dark, note, plain, show_data, show_drawn, show_table
+from driftlens_app.show import drawn_once, is_dark, is_narrow, note, plain, show_data, show_drawn, show_table
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.page_curves import change_curves
+from driftlens_reports.charts.panels import one_column
 
 _SAYS = "What changes from one model to another, over all layers: negative drift is an improvement."
 _SAME = "this run"
 _COLUMNS: dict[str, Any] = {
-    "drift_before": NumberColumn("L2 drift before", format="%.4g"),
-    "drift_after": NumberColumn("after", format="%.4g"),
+    "drift_before": NumberColumn("L2 drift before", format="%.3g"),
+    "drift_after": NumberColumn("after", format="%.3g"),
     "drift_relative": NumberColumn("change", format="%+.1f %%"),
     "drift_interval": TextColumn(
         "95 % interval ", help="Of the change of drift; paired where both measured the same samples."
     ),
-    "cos_before": NumberColumn("cosine before", format="%.4f"),
-    "cos_change": NumberColumn("change ", format="%+.4f"),
+    "cos_before": NumberColumn("cosine before", format="%.3f"),
+    "cos_change": NumberColumn("change ", format="%+.3f"),
     "flips_before": NumberColumn("flips before", format="%.1f %%"),
     "flips_change": NumberColumn("points", format="%+.1f"),
     "score_before": None,
@@ -64,7 +65,7 @@ def show() -> None:
         st.caption(plain(remark))
     names = f"{found.before.id}-{found.after.id}"
     st.subheader("Change by layer", anchor=False)
-    show_drawn("change", names, _curves(found, chosen.task, is_dark()))
+    show_drawn("change", names, _curves(found, chosen.task, is_dark(), is_narrow()))
     st.subheader("Change by task", anchor=False)
     alt = "Drift, cosine, flips and score by task, before and after"
     show_table(readable(found.tasks), {**_COLUMNS, **_scored(found.tasks)}, key="changes", alt=alt)
@@ -120,8 +121,9 @@ def _pair_of(found: Comparison) -> tuple[object, ...]:
 
 
 @st.cache_resource(max_entries=16, show_spinner="Drawing", hash_funcs={Comparison: _pair_of})
-def _curves(found: Comparison, task: str | None, dark: bool) -> Drawn:
-    drawn = change_curves(found, dark=dark)  # of the rows of this task
+def _curves(found: Comparison, task: str | None, dark: bool, narrow: bool) -> Drawn:
+    with one_column(narrow):
+        drawn = change_curves(found, dark=dark)  # of the rows of this task
     drawn_once(drawn.figure)
     return drawn
 
@@ -152,7 +154,7 @@ def _scored(rows: pd.DataFrame) -> dict[str, Any]:
     """The columns of scores, in percent where all are shares of right answers; one of metrics where they differ."""
     of = title_of(dict.fromkeys(map(metric_called, rows["metric"])))
     formats, change = (
-        (("%.1f %%", "%+.1f"), "points ") if _are_shares(rows) else (("%.4g", "%+.4g"), "change  ")
+        (("%.1f %%", "%+.1f"), "points ") if _are_shares(rows) else (("%.3g", "%+.3g"), "change  ")
     )
     heads = (f"{of} before", change)
     return {
@@ -166,4 +168,4 @@ def _are_shares(rows: pd.DataFrame) -> bool:
 
 
 def _interval(low: float, high: float) -> str:
-    return f"{low:+.4g} to {high:+.4g}" if is_measured(low) else ""
+    return f"{low:+.3g} to {high:+.3g}" if is_measured(low) else ""

@@ -92,7 +92,11 @@ def _task_table(run: DriftRun, found: Verdict) -> None:
             st.session_state[TASK] = tasks[ticked[0][0]]
 
     st.subheader(plain(sheet.title), anchor=False, help=plain(sheet.notes()))
-    show_table(rows, columns, key=key, alt=sheet.title, on_select=choose, selection_mode="single-cell")
+    # As dots they fit in; the table's own menu shows their numbers.
+    dotted = {title(name) for name in found.means} if AXIS in rows else {}
+    order = [head for head in rows if head not in dotted]
+    settings = {"column_order": order, "on_select": choose, "selection_mode": "single-cell"}
+    show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. A click on a row chooses its task on every page.")
 
 

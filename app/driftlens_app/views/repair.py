@@ -44,7 +44,7 @@ from driftlens_app.show import (
     with_command,
 )
 from driftlens_app.views import compare
-from driftlens_reports.charts.page_curves import running_curve
+from driftlens_reports.charts.page_curves import mean_curves, running_curve
 
 PAGE = Page(
     "Repair",
@@ -177,18 +177,22 @@ def _show_result(run: DriftRun, name: str) -> None:
         _headline(run, verdict(run, name))
     with shown_errors():
         variants = [variant for variant in compared_variants(run, name) if variant != "expert"]
-        show_chart("layer-drift", run, selection().options(variants=variants))
+        # Task by task it is on Layers.
+        drawn = mean_curves(run, selection().options(variants=variants))
+        st.subheader("Drift by layer", anchor=False)
+        show_drawn("repaired-drift", run.id, drawn)
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
         st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")
         st.page_link(path_of("export"), label="Export", icon=":material/description:")
     with shown_errors():
-        sentences, sheets = _in_words_and_sheets(run, name)
-        command = verdict(run, name).command
-        for sentence in sentences:
-            st.markdown(f"- {with_command(run, sentence, command)}")
-        for sheet in sheets:
-            show_sheet(sheet)
+        found = verdict(run, name)
+        for sentence in (*found.sentences, *selection_sentences(run, name)):
+            st.markdown(f"- {with_command(run, sentence, found.command)}")
+        drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
+        with drawer:
+            for sheet in _sheets(run, name) if drawer.open else ():
+                show_sheet(sheet)
     with shown_errors():
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
@@ -228,9 +232,8 @@ def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
 
 
 @st.cache_data(max_entries=64, show_spinner=False, hash_funcs={DriftRun: key_of})
-def _in_words_and_sheets(run: DriftRun, name: str) -> tuple[list[str], list[Sheet]]:
-    found = verdict(run, name)
-    return [*found.sentences, *selection_sentences(run, name)], calibration_sheets(run, name)
+def _sheets(run: DriftRun, name: str) -> list[Sheet]:
+    return calibration_sheets(run, name)
 
 
 def _downloads(run: DriftRun, name: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,18 @@ _TITLE_AND_TICKS, _LETTER, _COLOUR_BAR = 36, 6, 100
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 """What a reader sees of the schema's units; others stand as they are."""
 _MOST_TICKS = 8
+_ONE_COLUMN: ContextVar[bool] = ContextVar("whether panels stand below one another", default=False)
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@contextmanager
+def one_column(is_narrow: bool = True) -> Iterator[None]:
+    """Within it, panels that are alike stand below one another, for a narrow window."""
+    token = _ONE_COLUMN.set(is_narrow)
+    try:
+        yield
+    finally:
+        _ONE_COLUMN.reset(token)
 
 
 def titled(label: str, table: str, column: str) -> str:
@@ -197,7 +210,8 @@ def panel_grid(
         widths: of the columns, against one another; alike if left out.
     """
 
-    columns, is_common = min(columns, len(titles)), len(y_titles) == 1
+    is_common = len(y_titles) == 1
+    columns = 1 if is_common and _ONE_COLUMN.get() else min(columns, len(titles))
     rows = -(-len(titles) // columns)
     gap = _GAP + _TITLE + below
     inner = rows * height + (rows - 1) * gap

@@ -12,6 +12,7 @@ import pytest
 
 from driftlens.records.reading import error, number, percent
 from driftlens.records.run import DriftRun, open_run
+from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.contributions import CONTRIBUTED, stacked
 from driftlens_reports.charts.layer_curves import Curves, band, curve, draw_curves
@@ -251,3 +252,15 @@ def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> 
     last = full.manifest.layers[-1].index
     assert curves and all(f"block 0 (layer 2 of {last})" in trace.text[1] for trace in curves)
     assert f"(layer {last} of {last}), on " in drawn.alt
+
+
+def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> None:
+    wide = charts["layer-drift"].draw(full).figure
+    with panels.one_column():
+        narrow = charts["layer-drift"].draw(full).figure
+        beside = charts["decomposition"].draw(full).figure
+    ends = [{axis.domain for axis in figure.select_xaxes()} for figure in (wide, narrow, beside)]
+    assert len(ends[0]) > 1 == len(ends[1]) and narrow.layout.height > wide.layout.height
+    assert len(ends[2]) > 1, "kinds of one task stay beside one another"
+    again = charts["layer-drift"].draw(full).figure
+    assert again.layout.height == wide.layout.height

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -177,8 +178,12 @@ def size(num_bytes: int) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without control characters: a name in a run must not steer the terminal."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+    """`text` on one line, without control characters: a name in a run must not steer the terminal.
+
+    Narrow and unbreakable spaces, which Python takes for unprintable and many fonts lack, are plain ones.
+    """
+    plain_spaces = (" " if unicodedata.category(character) == "Zs" else character for character in text)
+    return "".join(character if character.isprintable() else "\ufffd" for character in plain_spaces)
 
 
 def _half(value: float, kind: Kind) -> str:

@@ -107,6 +107,21 @@ def test_a_number_is_left_out_where_its_cell_has_no_room() -> None:
     assert texts == {"12.34": True, "56.78": False}
 
 
+def test_the_numbers_of_cells_are_left_out_where_rows_are_as_narrow_as_their_letters() -> None:
+    def visible(rows: int) -> set[bool]:
+        values = np.full((rows, 2), 0.5)
+        notes = [
+            {"x": 1, "y": row, "text": "0.500", "xref": "x", "yref": "y", "showarrow": False}
+            for row in range(rows)
+        ]
+        cells = go.Heatmap(z=values, x=[1, 2], y=[*range(rows)], coloraxis="coloraxis")
+        shades = {"cmin": 0, "cmax": 1, "colorscale": scale(LIGHT.sequential)}
+        axes = drawn(themed(cells, coloraxis=shades, annotations=notes, height=260)).axes[0]
+        return {text.get_visible() for text in axes.texts if text.get_text() == "0.500"}
+
+    assert visible(4) == {True} and visible(30) == {False}
+
+
 def test_panels_share_a_scale_and_only_so_many_are_drawn() -> None:
     names = [f"panel {at}" for at in range(30)]
     grid = panel_grid(names, x_title="layer", y_titles=["drift"], dark=False)

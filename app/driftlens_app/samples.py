@@ -1,24 +1,25 @@
-"""Samples on a page: their pictures, a table to choose one from, and the story of the one that is chosen."""
+"""Samples on a page: their pictures, a wall of cards, and the story of the one that is chosen."""
 
 from __future__ import annotations
 
 import base64
 import io
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import CheckboxColumn, ImageColumn, NumberColumn, TextColumn
+from streamlit.column_config import CheckboxColumn, NumberColumn, TextColumn
 
 from driftlens.records.layout import texts_file, thumbs_file
+from driftlens.records.reading import printable
 from driftlens.records.run import DriftRun
-from driftlens.variants import title
+from driftlens.variants import part_of, title
 from driftlens_app.settings import require_inside
 from driftlens_app.show import component, note, plain, show_drawn, show_table, shown_errors
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.page_curves import sample_curves
+from driftlens_reports.charts.picking import chosen_variants
 
 MOST_PICTURES = 512
 """Samples with a picture; each goes to the browser, a few kilobytes."""
@@ -29,8 +30,24 @@ img { position: fixed; z-index: 1000; pointer-events: none; width: 80px; height:
 img[hidden] { display: none; }
 """
 
-MOST_ROWS = 200
-"""Rows of the table; what comes after them is in the downloads."""
+MOST_CARDS = 60
+"""Cards of a wall; a selection brings others to its front."""
+
+_WALL = """
+.wall { display: grid; grid-template-columns: repeat(auto-fill, minmax(168px, 1fr)); gap: 12px; font-size: 13px; }
+.wall.texts { grid-template-columns: repeat(auto-fill, minmax(min(280px, 100%), 1fr)); }
+.card { display: flex; flex-direction: column; gap: 6px; padding: 10px; text-align: left; cursor: pointer; min-width: 0;
+        font: inherit; color: inherit; background: var(--st-secondary-background-color);
+        border: 1px solid var(--st-border-color); border-radius: 8px; }
+.card:hover, .card:focus-visible { border-color: var(--st-primary-color); outline: none; }
+.card img { width: 72px; height: 72px; object-fit: contain; image-rendering: pixelated; border-radius: 4px; }
+.text { display: -webkit-box; -webkit-line-clamp: 5; -webkit-box-orient: vertical; overflow: hidden;
+        white-space: pre-line; overflow-wrap: anywhere; }
+.says { display: grid; grid-template-columns: auto 1fr; gap: 2px 8px; overflow-wrap: anywhere; }
+.who, .id { opacity: 0.75; }
+.other { font-weight: 700; }
+.id { font-size: 12px; margin-top: auto; overflow-wrap: anywhere; }
+"""
 
 _DECISION = {
     "pred": TextColumn("predicts"),
@@ -82,73 +99,73 @@ def texts_of(run: DriftRun, task: str) -> dict[str, str]:
     return run.texts(task)
 
 
-def show_hover_pictures(run: DriftRun, task: str, chart: str, sample_ids: Sequence[str]) -> None:
-    """Let the chart with the key `chart` show pictures; points say which sample they are in their `customdata`.
+def show_points(run: DriftRun, task: str, chart: str, marked: Sequence[str]) -> None:
+    """Let the chart with the key `chart` show pictures and mark samples in all its panels.
 
-    Nothing happens where the run has no pictures of the task.
+    Points say which sample they are in their `customdata`.
     """
-    ids = list(sample_ids)[:MOST_PICTURES]
+    ids = run.sample_ids(task)[:MOST_PICTURES]
     there = {name: image for name, image in zip(ids, pictures(run, task, ids), strict=True) if image}
-    if there:
-        picture = component("hover_picture", "<img hidden alt='' />", _STYLE)
-        picture(data={"chart": chart, "pictures": there}, key=f"pictures-{chart}", height=1)
+    points = component("sample_points", "<img hidden alt='' />", _STYLE)
+    points(data={"chart": chart, "pictures": there, "marked": [*marked]}, key=f"points-{chart}", height=1)
 
 
-def show_samples(
-    run: DriftRun,
-    task: str,
-    rows: pd.DataFrame,
-    columns: Mapping[str, Any],
-    options: ChartOptions,
-    *,
-    key: str,
-    alt: str,
-    only: str | None = None,
-) -> None:
-    """Show samples of one task in a table, and the story of the one whose row is selected.
+def show_wall(run: DriftRun, task: str, ids: Sequence[str], options: ChartOptions, *, key: str) -> None:
+    """Cards of samples of one task, the most telling first, and the story of the only or the clicked one."""
+    cards, story = wall_cards(run, task, ids[:MOST_CARDS], options), st.container()
+    wall = component("wall", "<div class='wall'></div>", _WALL)
+    chosen = wall(data={"cards": cards}, key=key, default={"sample": None}, on_sample_change=lambda: None)
+    if len(ids) > len(cards):
+        st.caption(f"The first {len(cards)} of {len(ids):,} samples.")
+    sample = ids[0] if len(ids) == 1 else chosen.sample
+    with story:
+        if sample in ids:
+            _story(run, task, sample, options)
+        else:
+            st.caption("Click a sample to see how it drifts, layer by layer.")
 
-    Args:
-        run: the run.
-        task: the task.
-        rows: a row per sample, the most telling first, with the column `sample_id`; the first ones are shown.
-        columns: how columns look.
-        options: of the story's chart.
-        key: of the table; its rows are added, for Streamlit keeps the number of a selected row when the rows change.
-        alt: what the table shows.
-        only: the sample whose story is told while no row is selected.
-    """
-    unlabelled = [name for name in ("label", "class") if name in rows and rows[name].isna().all()]
-    shown = rows.head(MOST_ROWS).drop(columns=unlabelled)
-    ids = shown["sample_id"].tolist()
-    images = pictures(run, task, ids)
-    if any(image is not None for image in images):
-        shown = shown.assign(picture=images)[["picture", *shown.columns]]
-    texts = texts_of(run, task)
-    if any(name in texts for name in ids):
-        others = [name for name in shown.columns if name != "sample_id"]
-        shown = shown.assign(text=[texts.get(name) for name in ids])[["sample_id", "text", *others]]
-    always = {"picture": ImageColumn(width="small"), "sample_id": TextColumn("sample")}
-    always |= {"text": TextColumn(width="large")}
-    chosen = show_table(
-        shown,
-        {**always, **columns},
-        key=f"{key}-{zlib.crc32(repr((run.id, task, ids)).encode())}",
-        alt=alt,
-        on_select="rerun",
-        selection_mode="single-row",
-    )
-    if len(rows) > len(shown):
-        st.caption(f"The first {len(shown)} of {len(rows):,} samples.")
-    sample = next((ids[at] for at in chosen["selection"]["rows"] if at < len(ids)), only)
-    if sample is None:
-        st.caption(
-            f"Select a row to see the sample of {plain(task)} and how it drifts; on the keyboard, with Shift+Space."
-        )
-        return
+
+def wall_cards(run: DriftRun, task: str, ids: Sequence[str], options: ChartOptions) -> list[dict[str, Any]]:
+    """Of each sample what a card shows: `id`, `picture`, `text` and `says`: who says what, unlike the expert."""
+    texts, rows = texts_of(run, task), run.outputs(task)
+    names = [name for name in chosen_variants(run, options) if part_of(name) != "baseline"]
+    lone = [part_of(name) for name in names]
+    who = {
+        name: part_of(name) if lone.count(part_of(name)) == 1 else title(name) for name in ("expert", *names)
+    }
+    rows = rows[rows["variant"].isin(names)]
+    by_sample = {sample: part.set_index("variant") for sample, part in rows.groupby("sample_id")}
+    cards = []
+    for sample, picture in zip(ids, pictures(run, task, ids), strict=True):
+        says: list[tuple[str, str, bool]] = []
+        if (said := by_sample.get(sample)) is not None:
+            first = said.iloc[0]
+            says = [
+                ("label", _said(first["label"]), False),
+                ("expert said", _said(first["expert_pred"]), False),
+            ]
+            says += [
+                (
+                    f"{who[name]} says",
+                    _said(said.at[name, "pred"]),
+                    bool(said.at[name, "pred"] != first["expert_pred"]),
+                )
+                for name in names
+                if name in said.index
+            ]
+        cards.append({"id": sample, "picture": picture, "text": texts.get(sample, ""), "says": says})
+    return cards
+
+
+def _said(name: object) -> str:
+    return "–" if pd.isna(name) else printable(str(name))
+
+
+def _story(run: DriftRun, task: str, sample: str, options: ChartOptions) -> None:
     st.subheader(f"Sample {plain(sample)}", anchor=False)
     with shown_errors():
         (picture,) = pictures(run, task, [sample])
-        said = decisions(run, task, sample)
+        said, texts = decisions(run, task, sample), texts_of(run, task)
         left, right = st.columns([1, 5], gap="medium") if picture is not None else (None, st.container())
         if left is not None and picture is not None:
             left.image(picture, width=128, caption=plain(sample), alt=f"Sample {sample}")

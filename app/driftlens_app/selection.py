@@ -20,6 +20,8 @@ from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
 """Keys of the widgets, which are the names in the URL."""
+FLIPPED = "flipped"
+"""The same of whether the page Samples shows only flipped ones."""
 
 FINAL = "final"
 _MEASURES = ("L2", "relative")

@@ -18,9 +18,9 @@ from driftlens.records.layout import THUMB_SIDE as SIDE
 from driftlens.records.layout import texts_file, thumbs_file
 from driftlens.records.run import open_run
 from driftlens_app.jobs.requests import project_request
-from driftlens_app.samples import decisions, pictures
+from driftlens_app.samples import decisions, pictures, wall_cards
 from driftlens_app.views.output import flipped
-from driftlens_app.views.samples import _selected, sample_rows
+from driftlens_app.views.samples import _selected, flipped_ids, sample_rows
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.page_curves import sample_curves
 from driftlens_reports.charts.picking import scored_samples
@@ -29,32 +29,63 @@ from tests.app.test_pages import errors, said
 from tests.records.full_run import Size, write_full_run
 
 
-def test_samples_are_listed_by_falling_drift_with_the_numbers_of_the_table(
+def test_samples_are_listed_by_falling_drift_under_a_heading_that_names_the_task(
     open_app: Open, root: Path
 ) -> None:
     run = open_run(root / "full")
     app = open_app(root, "samples", task="mnist")
-    rows = app.dataframe[-1].value
+    assert [title.value for title in app.title] == ["Samples of mnist"] and not app.error
+    rows = sample_rows(run, "mnist", ChartOptions())
     table = run.samples("mnist", "merged", "final").set_index("sample_id")["drift_l2"]
     assert rows["drift, merged"].tolist() == sorted(table, reverse=True)
     assert rows["drift, merged"].tolist() == table[rows["sample_id"]].tolist()
-    assert "Samples of mnist" in said(app)
 
 
-def test_samples_of_text_are_shown_with_what_they_ask(
-    open_app: Open, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_says_what_each_model_says_and_what_is_unlike_the_expert(root: Path) -> None:
+    run = open_run(root / "full")
+    flips = flipped_ids(run, "cars", ChartOptions())
+    rows = run.outputs("cars", "merged").set_index("sample_id")
+    assert set(flips) == {*rows.index[rows["pred"] != rows["expert_pred"]]} and flips
+    assert rows.loc[flips, "margin"].is_monotonic_decreasing
+    (card,) = wall_cards(run, "cars", flips[:1], ChartOptions())
+    row, repaired = rows.loc[flips[0]], run.outputs("cars", "calibrated:featcal").set_index("sample_id")
+    last = repaired.at[flips[0], "pred"]
+    assert card["says"] == [
+        ("label", row["label"], False),
+        ("expert said", row["expert_pred"], False),
+        ("merged says", row["pred"], True),
+        ("calibrated says", last, last != row["expert_pred"]),
+    ]
+    run._frames["outputs"] = run.outputs().assign(label=None)
+    (bare,) = wall_cards(run, "cars", flips[:1], ChartOptions())
+    assert bare["says"][0] == ("label", "–", False)
+
+
+def test_the_url_keeps_what_is_selected_until_another_task_is_chosen(open_app: Open, root: Path) -> None:
+    app = open_app(root, "samples", task="mnist", selected="2-5")
+    assert "2 selected in the chart" in said(app) and app.query_params["selected"] in ("2-5", ["2-5"])
+    app.selectbox(key="task").set_value("cars").run()
+    assert "selected in the chart" not in said(app) and "selected" not in app.query_params
+    (wrong,) = [open_app(root, "samples", task="mnist", selected="99-x-1-1²")]
+    assert "1 selected in the chart" in said(wrong) and not wrong.error
+
+
+def test_the_verdict_leads_to_the_flipped_samples_behind_it(open_app: Open, root: Path) -> None:
+    run = open_run(root / "full")
+    rows = run.outputs(variant="merged")
+    count = int(rows.loc[rows["task"] == "cars", "flipped"].sum())
+    app = open_app(root, "overview", task="cars")
+    (button,) = [button for button in app.button if button.key == "to-samples"]
+    assert button.label == f"See the {count} flipped samples of cars"
+
+
+def test_samples_of_text_are_shown_with_what_they_ask(root: Path) -> None:
     run = open_run(root / "full")
     texts = {name: f"<b>question {name}</b>" for name in run.sample_ids("mnist")}
     (run.path / texts_file("mnist")).parent.mkdir(exist_ok=True)
     (run.path / texts_file("mnist")).write_text(json.dumps(texts))
-    app = open_app(root, "samples", task="mnist")
-    rows = app.dataframe[-1].value
-    assert rows["text"].tolist() == [texts[name] for name in rows["sample_id"]]
-    bare = run.samples().assign(label=None)
-    run._frames["samples"] = bare
-    monkeypatch.setattr("driftlens_app.runs.open_run", lambda _folder: run)
-    assert "class" not in open_app(root, "samples", task="cars").dataframe[-1].value
+    cards = wall_cards(run, "mnist", run.sample_ids("mnist"), ChartOptions())
+    assert {card["id"]: card["text"] for card in cards} == texts
     (trace, *_) = charts["scatter"].draw(run, ChartOptions(tasks=("mnist",))).figure.data
     assert all("&lt;b&gt;question" in text for text in trace.text)
 

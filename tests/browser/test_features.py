@@ -25,11 +25,12 @@ PATIENCE = 180_000
 """Milliseconds that a job may take on a busy machine."""
 
 _PLACES = """panel => {
-    const chart = document.querySelector('.js-plotly-plot'), trace = chart._fullData[panel];
-    const corner = chart.getBoundingClientRect(), axes = chart._fullLayout;
-    const x = axes[trace.xaxis.replace('x', 'xaxis')], y = axes[trace.yaxis.replace('y', 'yaxis')];
-    return trace.customdata.map((name, at) => [
-        name, corner.x + x._offset + x.d2p(trace.x[at]), corner.y + y._offset + y.d2p(trace.y[at])]);
+    const chart = document.querySelector('.js-plotly-plot'), axes = chart._fullLayout;
+    const corner = chart.getBoundingClientRect(), number = panel ? panel + 1 : '';
+    const x = axes[`xaxis${number}`], y = axes[`yaxis${number}`];
+    return chart._fullData.filter(trace => trace.customdata && trace.xaxis === `x${number}`).flatMap(trace =>
+        trace.customdata.map((name, at) => [
+            name, corner.x + x._offset + x.d2p(trace.x[at]), corner.y + y._offset + y.d2p(trace.y[at])]));
 }"""
 """Of every point of a panel: its sample, and where in the window it is."""
 
@@ -85,20 +86,97 @@ def test_a_box_selects_the_samples_inside_it_and_a_double_click_none(
     expect(page.get_by_text("selected in the chart")).to_have_count(0, timeout=30_000)
 
 
-def test_selected_samples_are_followed_through_all_panels(page: Any, app_url: str, runs_folder: Path) -> None:
-    features(page, app_url, runs_folder / "full", task="cars")
-    sample, (x, y) = list(places(page).items())[4]
-    page.mouse.click(x, y)
-    page.get_by_role("button", name="Follow them through all panels").click()
-    page.wait_for_url(f"**highlight={sample.replace('/', '%2F')}*")
+_MARKED = """panels => panels.map(panel => [...document.querySelectorAll(
+    `.js-plotly-plot .scatterlayer [data-marked=true]`)]
+    .map(point => [point.closest('.trace').__data__[0].trace, point])
+    .filter(([trace]) => trace.xaxis === panel)
+    .map(([trace, point]) => trace.customdata[point.__data__.i]).sort())"""
+"""Of each panel, by its x axis: the samples whose points are marked."""
+
+
+def marked_in(page: Any, ids: list[str]) -> None:
+    """Wait until exactly these samples are marked in all four panels and stand on the wall."""
+    wanted = [sorted(ids)] * 4
     page.wait_for_function(
-        """() => document.querySelector('.js-plotly-plot').data
-        .filter(trace => trace.name?.endsWith(', highlighted')).length === 4""",
-        timeout=60_000,
+        f"wanted => JSON.stringify(({_MARKED})(['x', 'x2', 'x3', 'x4'])) === JSON.stringify(wanted)",
+        arg=wanted,
+        timeout=30_000,
     )
+    expect(page.locator("button[data-sample]")).to_have_count(len(ids), timeout=30_000)
+    found = page.locator("button[data-sample]").evaluate_all(
+        "cards => cards.map(card => card.dataset.sample)"
+    )
+    assert sorted(found) == sorted(ids)
 
 
-@pytest.mark.parametrize("colour", ["role", "class", "drift"])
+def test_brushing_marks_the_same_samples_in_all_panels_and_the_url_brings_them_back(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    features(page, app_url, runs_folder / "full", task="mnist")
+    found = places(page, panel=3)
+    page.locator(".modebar-btn[data-val=select]").click(force=True)
+    box = page.locator(".js-plotly-plot .nsewdrag").nth(3).bounding_box()
+    middle = box["x"] + box["width"] / 2
+    page.mouse.move(box["x"] + 3, box["y"] + 3)
+    page.mouse.down()
+    page.mouse.move(middle, box["y"] + box["height"] - 3, steps=5)
+    page.mouse.up()
+    inside = [name for name, (x, _) in found.items() if x < middle]
+    assert 1 < len(inside) < len(found)
+    marked_in(page, inside)
+    page.wait_for_url("**selected=*")
+    page.reload()
+    settled(page)
+    marked_in(page, inside)
+    card = page.locator("button[data-sample]").first
+    sample = card.get_attribute("data-sample")
+    expect(card).to_contain_text("expert said")
+    expect(card).to_contain_text("calibrated says")
+    card.click()
+    drawn(page, page.get_by_role("heading", name=f"Sample {sample}", exact=True), timeout=30_000)
+    page.get_by_role("button", name="Show all samples").click()
+    expect(page.locator("[data-marked]")).to_have_count(0, timeout=30_000)
+    assert "selected=" not in page.url
+
+
+def test_a_click_on_the_legend_hides_a_class_in_every_panel(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    features(page, app_url, runs_folder / "full", task="cars", colour="class")
+    places(page)
+    points = page.locator(".js-plotly-plot .scatterlayer .trace:not(:has(.js-line)) .point")
+    before = points.count()
+    page.locator(".js-plotly-plot .legendtoggle").first.click()
+    page.wait_for_function(
+        """() => { const traces = document.querySelector('.js-plotly-plot')._fullData;
+        return traces.filter(trace => trace.customdata && trace.visible === 'legendonly').length === 4; }"""
+    )
+    labels = open_run(runs_folder / "full").samples("cars", "merged", "final")["label"]
+    gone = 4 * int((labels == "class 0").sum())
+    assert gone
+    expect(points).to_have_count(before - gone)
+
+
+def test_one_click_leads_from_the_verdict_to_the_flipped_samples_behind_it(
+    page: Any, app_url: str, runs_folder: Path
+) -> None:
+    run = open_run(runs_folder / "full")
+    page.goto(f"{app_url}/overview?run={run.id}")
+    settled(page)
+    page.get_by_role("button", name="flipped samples of").click()
+    drawn(page, page.get_by_role("heading", name="Samples of"), timeout=60_000)
+    rows = run.outputs(variant="merged")
+    counts = rows[rows["flipped"].astype(bool)]["task"].value_counts()
+    task = str(counts.index[0])
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"Samples of {task}")
+    wanted = rows[(rows["task"] == task) & rows["flipped"].astype(bool)]["sample_id"]
+    cards = page.locator("button[data-sample]")
+    expect(cards).to_have_count(len(wanted), timeout=30_000)
+    assert set(cards.evaluate_all("cards => cards.map(card => card.dataset.sample)")) == set(wanted)
+    assert f"task={task}" in page.url and "flipped=" in page.url
+
+
+@pytest.mark.parametrize("colour", ["flip", "class", "drift"])
 def test_in_a_narrow_window_no_words_of_the_panels_overlap(
     browser: Any, app_url: str, runs_folder: Path, colour: str
 ) -> None:
@@ -157,8 +235,9 @@ def places_of_layout(page: Any) -> dict[str, tuple[float, float]]:
     page.locator(".js-plotly-plot .nsewdrag").first.wait_for(timeout=PATIENCE)
     settled(page)
     points = page.evaluate(
-        "() => { const trace = document.querySelector('.js-plotly-plot')._fullData[1];"
-        " return trace.customdata.map((name, at) => [name, trace.x[at], trace.y[at]]); }"
+        "() => document.querySelector('.js-plotly-plot')._fullData"
+        ".filter(trace => trace.customdata && trace.xaxis === 'x2')"
+        ".flatMap(trace => trace.customdata.map((name, at) => [name, trace.x[at], trace.y[at]]))"
     )
     return {name: (x, y) for name, x, y in points}
 

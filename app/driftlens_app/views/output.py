@@ -6,22 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.variants import title
-from driftlens_app.samples import MOST_ROWS, show_samples
+from driftlens_app.samples import show_wall
 from driftlens_app.selection import TASK, VARIANTS, Selection, selection
 from driftlens_app.show import note, show_part, show_table
 from driftlens_reports.charts.chart import SECTIONS
 from driftlens_reports.charts.picking import scored_samples
 
-_COLUMNS = {
-    "expert_pred": TextColumn("expert predicts"),
-    "pred": TextColumn("predicts"),
-    "margin": NumberColumn(format="%.4g", help="The expert's best score minus its second best."),
-    "score_drift_inf": NumberColumn("largest score change", format="%.4g"),
-    "kl": NumberColumn("KL", format="%.4g", help="Of the class probabilities, in nats."),
-}
+_MOST_ROWS = 200
 
 
 def show(part: str) -> None:
@@ -54,9 +47,8 @@ def _flips(chosen: Selection) -> None:
         return
     counts = rows["task"].value_counts()
     task = _one_of(chosen, rows, "flips-of", lambda name: f"{name} ({counts[name]} flips)")
-    shown = rows[rows["task"] == task].drop(columns="task")
-    about = f"Flipped decisions of {task}"
-    show_samples(chosen.run, task, shown, _COLUMNS, options, key="flips-table", alt=about)
+    ids = rows.loc[rows["task"] == task, "sample_id"].drop_duplicates().tolist()
+    show_wall(chosen.run, task, ids, options, key="flips-wall")
 
 
 def _one_of(chosen: Selection, rows: pd.DataFrame, key: str, name: Callable[[str], str] = str) -> str:
@@ -76,7 +68,7 @@ def _answers(chosen: Selection) -> None:
     st.subheader("Answers", anchor=False, help="Test samples on which the models differ come first.")
     task = _one_of(chosen, rows, "answers-of")
     shown = answers(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
-    show_table(shown.head(MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")
+    show_table(shown.head(_MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")
 
 
 def answers(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
@@ -93,4 +85,4 @@ def flipped(decided: pd.DataFrame) -> pd.DataFrame:
     """Of measured decisions, those unlike the expert's: a row per task, sample and model, by falling margin."""
     rows = decided[decided["flipped"].astype(bool)]
     rows = rows.assign(model=rows["variant"].map(title)).sort_values("margin", ascending=False, kind="stable")
-    return rows[["task", "sample_id", "model", "label", *_COLUMNS]].reset_index(drop=True)
+    return rows[["task", "sample_id", "model", "margin"]].reset_index(drop=True)

@@ -17,7 +17,7 @@ from driftlens.variants import title
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page, path_of
 from driftlens_app.samples import pictures
-from driftlens_app.selection import MEASURE, RUN, TASK, VARIANTS, Selection, selection
+from driftlens_app.selection import FLIPPED, MEASURE, RUN, TASK, VARIANTS, Selection, selection
 from driftlens_app.show import (
     AXIS,
     DOTS,
@@ -74,9 +74,24 @@ def _show_verdict(run: DriftRun) -> None:
             kind: Literal["primary", "secondary"] = "primary" if is_next else "secondary"
             if st.button("Repair", type=kind, icon=":material/build:", key="to-repair"):
                 st.switch_page(path_of("repair"), query_params={RUN: run.id})
+            _to_samples(run, found)
             _self_checks(run)
     if found.means:
         _task_table(run, found)
+
+
+def _to_samples(run: DriftRun, found: Verdict) -> None:
+    """A button to the flipped samples of the chosen task, or of the one that has most of them."""
+    rows = run.outputs(variant=found.merged)
+    counts = rows[rows["flipped"].fillna(False).astype(bool)]["task"].value_counts()
+    task = selection().task or next(iter(counts.index), "")
+    if not counts.get(task, 0):
+        return
+    said = f"See the {counts[task]} flipped samples of {plain(task)}"
+    if st.button(
+        said, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
+    ):
+        st.switch_page(path_of("samples"), query_params={RUN: run.id, TASK: task, FLIPPED: "true"})
 
 
 def _task_table(run: DriftRun, found: Verdict) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn
 
 from driftlens.projection import METHODS
 from driftlens.projection.layouts import FEWEST_POINTS
@@ -18,9 +17,9 @@ from driftlens.variants import title
 from driftlens_app.jobs.requests import project_request
 from driftlens_app.live import offer
 from driftlens_app.pages import Page
-from driftlens_app.samples import show_hover_pictures, show_samples
-from driftlens_app.selection import LAYER, TASK, VARIANTS, Selection, selection
-from driftlens_app.show import note, open_part, plain, show_chart
+from driftlens_app.samples import show_points, show_wall
+from driftlens_app.selection import FLIPPED, LAYER, TASK, VARIANTS, Selection, selection
+from driftlens_app.show import note, open_part, page_title, plain, show_chart
 from driftlens_app.views import output
 from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts_of
 from driftlens_reports.charts.picking import chosen_variants
@@ -30,36 +29,50 @@ PAGE = Page(
     "Samples",
     icon=":material/scatter_plot:",
     order=40,
-    says="The same samples through the expert and through each variant, in one layout with shared axes.",
 )
 
 _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
-_COLOURS = {"role": "model", "class": "class", "drift": "drift"}
+_SAYS = "The same samples through the expert and through each variant, in one layout with shared axes."
+_COLOURS = {"flip": "flip or not", "class": "class", "drift": "drift", "role": "model"}
 _POINTS = (250, 500, 1000, 2000)
-_MOST_FOLLOWED = 20
-"""Samples that a click follows; more lines hide one another."""
+_ARROWS = 10
+"""Samples with arrows; more would hide one another."""
+_CHART = "chart-scatter"
+MARKED = "selected"
+"""Name in the URL of the places of the samples that are selected."""
+_MARKED_OF = "_selected_of"
 
 
 def show() -> None:
     """Draw the page."""
+    run, chosen = selection().run, selection()
+    part = st.session_state.get("part") or st.query_params.get("part") or SECTIONS["plane"].part
+    is_plane, has_features = part == SECTIONS["plane"].part, bool(run.tasks and run.manifest.layers)
+    task = shown_task(run, chosen.options()) if is_plane and has_features else chosen.task
+    page_title(f"Samples of {plain(task) if task else 'all tasks'}", _SAYS)
     part = open_part([*parts_of("samples")], key="part")
     if part != SECTIONS["plane"].part:
         output.show(part)
         return
     chosen = selection(TASK, VARIANTS, LAYER)
-    run = chosen.run
-    if not run.tasks or not run.manifest.layers:
+    if not has_features or task is None:
         note("The run has no features yet.")
         return
-    task = shown_task(run, chosen.options())
     options = _options(chosen, task)
     # One layout serves every choice of variants.
     if options.method != "pca" and charts["scatter"].missing(run, replace(options, variants=None)):
         offer(project_request(run, task, options.layer, options.method, options.seed), "Compute this layout")
-    event = show_chart("scatter", run, options, on_select="rerun", selection_mode=("points", "box", "lasso"))
+    marked = _marked(run, task)
+    event = show_chart(
+        "scatter",
+        run,
+        options,
+        on_select=lambda: _mark(run, task, _selected(st.session_state[_CHART])),
+        selection_mode=("points", "box", "lasso"),
+    )
     if event is not None:
-        show_hover_pictures(run, task, "chart-scatter", run.sample_ids(task))
-    _samples(run, task, options, _selected(event))
+        show_points(run, task, _CHART, marked)
+    _samples(run, task, options, marked)
     for name in parts_of("samples")[SECTIONS["plane"].part]:
         if name != "scatter":
             show_chart(name, run, options)
@@ -70,7 +83,7 @@ def _options(chosen: Selection, task: str) -> ChartOptions:
     run, seed = chosen.run, 0
     few = len(run.sample_ids(task)) < FEWEST_POINTS
     labels = run.samples(task)["label"].dropna().unique()
-    one = functools.partial(st.selectbox, bind="query-params", width=130)
+    one = functools.partial(st.selectbox, bind="query-params")
     several = functools.partial(st.multiselect, bind="query-params", width=300)
     with st.container(horizontal=True, vertical_alignment="bottom"):
         method = one(
@@ -91,13 +104,6 @@ def _options(chosen: Selection, task: str) -> ChartOptions:
             help="Over all panels together; samples beyond are left out, evenly over classes.",
         )
         classes = several("Classes", sorted(map(str, labels)), placeholder="All classes", key="classes")
-        highlight = several(
-            "Follow samples",
-            run.sample_ids(task),
-            placeholder="By id",
-            key="highlight",
-            help="Lines show where these samples are for the expert and for each variant.",
-        )
     if few:
         st.caption(f"Only PCA: UMAP and t-SNE need {FEWEST_POINTS} samples or more, and there are fewer.")
     return chosen.options(
@@ -107,7 +113,7 @@ def _options(chosen: Selection, task: str) -> ChartOptions:
         colour=colour,
         max_points=points,
         classes=tuple(classes) or None,
-        highlight=tuple(highlight),
+        arrows=_ARROWS,
     )
 
 
@@ -119,35 +125,56 @@ def _selected(event: Any) -> list[str]:
     return list(dict.fromkeys(str(name) for name in ids))
 
 
-def _samples(run: DriftRun, task: str, options: ChartOptions, selected: list[str]) -> None:
-    """The table of samples, those selected in the chart or all of them, and the story of one."""
-    st.subheader(
-        f"Samples of {plain(task)}", anchor=False, help="Most drifted first. Select a row to read its story."
-    )
+def _marked(run: DriftRun, task: str) -> list[str]:
+    """Ids of the samples that the URL selects; none once another task is shown."""
+    if st.session_state.setdefault(_MARKED_OF, (run.id, task)) != (run.id, task):
+        st.session_state[_MARKED_OF] = (run.id, task)
+        st.query_params.pop(MARKED, None)
+    ids, asked = run.sample_ids(task), st.query_params.get(MARKED, "").split("-")
+    return [ids[int(at)] for at in asked if at.isascii() and at.isdecimal() and int(at) < len(ids)]
+
+
+def _mark(run: DriftRun, task: str, selected: Sequence[str]) -> None:
+    """Write into the URL which samples are selected, by their places: ids may be long."""
+    places = {name: str(at) for at, name in enumerate(run.sample_ids(task))}
+    st.query_params.pop(MARKED, None)
+    if selected:
+        st.query_params[MARKED] = "-".join(places[name] for name in selected if name in places)
+
+
+def _samples(run: DriftRun, task: str, options: ChartOptions, marked: Sequence[str]) -> None:
+    """The wall of samples, those selected in the chart or all of them, and the story of one."""
+    flips = flipped_ids(run, task, options)
+    st.subheader(f"What the models say of {plain(task)}", anchor=False, help="Most drifted first.")
+    with st.container(horizontal=True, vertical_alignment="center"):
+        label = f"Flipped only ({len(flips)})"
+        only = st.toggle(
+            label, key=FLIPPED, bind="query-params", help="The expert's most certain ones first."
+        )
+        if marked:
+            st.markdown(f"{len(marked)} selected in the chart")
+            st.button("Show all samples", icon=":material/close:", on_click=_mark, args=(run, task, ()))
     rows = sample_rows(run, task, options)
     if rows.empty:
         note("The run has no rows of single samples.")
         return
-    if selected:
-        rows = rows[rows["sample_id"].isin(selected)]
-        st.caption(f"{len(rows)} selected in the chart; a double click there shows all again.")
-        st.button(
-            "Follow them through all panels",
-            icon=":material/timeline:",
-            key="follow",
-            on_click=lambda: st.session_state.update(highlight=selected[:_MOST_FOLLOWED]),
-        )
-    columns = {name: NumberColumn(format="%.4g") for name in rows.columns if name.startswith("drift, ")}
-    show_samples(
-        run,
-        task,
-        rows,
-        columns,
-        options,
-        key="samples",
-        alt="Samples, the most drifted first",
-        only=selected[0] if len(selected) == 1 else None,
-    )
+    ids = rows["sample_id"].tolist()
+    if only:
+        ids = [name for name in flips if name in set(ids)]
+    if marked:
+        ids = [name for name in ids if name in set(marked)]
+    if not ids:
+        note("No decision flips here.", "check")
+        return
+    show_wall(run, task, ids, options, key="samples-wall")
+
+
+def flipped_ids(run: DriftRun, task: str, options: ChartOptions) -> list[str]:
+    """Samples on which the first variant shown decides unlike the expert, by falling margin."""
+    rows = run.outputs(task)
+    shown = [name for name in chosen_variants(run, options) if (rows["variant"] == name).any()]
+    rows = rows[(rows["variant"] == next(iter(shown), "")) & rows["flipped"].fillna(False).astype(bool)]
+    return rows.sort_values("margin", ascending=False, kind="stable")["sample_id"].tolist()
 
 
 def sample_rows(run: DriftRun, task: str, options: ChartOptions) -> pd.DataFrame:

@@ -27,11 +27,12 @@ class ChartOptions:
         log: a logarithmic value axis, where the chart has one.
         relative: drift against the expert's feature norm instead of in feature units.
         baseline: the variant that gains are counted from.
-        colour: what colours the points of scatters.
+        colour: what colours the points of the feature scatter; "flip" is whether the decision is unlike the expert's.
         method: projection of the feature scatter.
         seed: of that projection's random numbers.
         classes: the feature scatter shows only samples of these classes; None is all.
-        highlight: ids of samples whose way from expert to variant the feature scatter draws.
+        arrows: so many samples, those that the baseline moves farthest, have their way from the expert in the feature
+            scatter.
         max_points: more are thinned out, evenly and repeatably; the notes then say so.
         apart: the head has panels of its own in curves of norms, as its features are in another space.
         dark: the dark theme.
@@ -44,11 +45,11 @@ class ChartOptions:
     log: bool = False
     relative: bool = False
     baseline: str = "merged"
-    colour: Literal["role", "class", "drift"] = "role"
+    colour: Literal["role", "flip", "class", "drift"] = "role"
     method: str = "pca"
     seed: int = 0
     classes: Sequence[str] | None = None
-    highlight: Sequence[str] = ()
+    arrows: int = 0
     max_points: int = 20_000
     apart: bool = False
     dark: bool = False

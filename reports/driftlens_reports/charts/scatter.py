@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -39,6 +40,10 @@ _QUALITY = {
     "trustworthiness": "trustworthiness",
 }
 """Quality columns of a projection, and what the plotted numbers call them."""
+_KEPT, _FLIPPED = "kept", "flipped"
+_NAMED = {"flip": "decision", "class": "label"}
+"""The column that the legend's groups are of, by what colours points."""
+_UNSCORED = "The run has no class scores of this task, so that colours tell models apart, not decisions."
 _INDICATIVE = (
     "Distances on the plane are indicative only. The numbers below the panels come from the features: mean cosine to "
     "the expert, mean drift, share of nearest neighbours in common with the expert's, and trust, how few neighbours on "
@@ -105,13 +110,17 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "plane are indicative only: trust the numbers below the panels.",
 )
 def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels with the same axes; lines show where chosen samples moved."""
+    """Panels with the same axes; arrows show where the samples that drift most have gone."""
     task, found = shown_task(run, options), _projection(run, options)
     assert found is not None  # `missing` says so before
+    flips, unscored = _flips(run, task, options), []
+    if options.colour == "flip" and flips.empty:
+        options, unscored = replace(options, colour="role"), [_UNSCORED]
     names = ["expert", *_laid_out(run, options)]
     drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     rows = found.frame[found.frame["variant"].isin(names)]
     rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
+    rows = rows.merge(flips, on=["variant", "sample_id"], how="left")
     if texts := run.texts(task):
         rows["text"] = rows["sample_id"].map(texts)
     if options.classes is not None:
@@ -121,7 +130,13 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
             raise DataError(said, hint="Choose other classes.")
     drawn, thinned = marks.thinned_samples(rows, options, len(names))
     axes = _axis_titles(found)
-    legend = _class_legend(drawn["label"], dark=options.dark) if options.colour == "class" else []
+    groups = _groups(drawn, options)
+    legend = [
+        go.Scatter(
+            x=[None], y=[None], mode="markers", marker={**marker, "size": 8}, name=name, legendgroup=name
+        )
+        for name, marker in groups.items()
+    ]
     grid = panels.panel_grid(
         [words.label(variants.title(variant), _TITLE) for variant in names],
         x_title=axes[0],
@@ -134,28 +149,40 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     for at, variant in enumerate(names):
         part = drawn[drawn["variant"] == variant]
-        trace = marks.points(
-            part["x"],
-            part["y"],
-            theme.look(run.variants, variant, dark=options.dark),
-            total=len(drawn),
-            name=words.shown(variant),
-            showlegend=False,
-            text=[_hover(row) for row in part.to_dict("records")],
-            # What the app learns of points that a reader selects.
-            customdata=part["sample_id"].tolist(),
-            hovertemplate="%{text}<extra></extra>",
-        )
-        if options.colour == "class":
-            trace.update(marker=_class_marks(part["label"], drawn["label"], dark=options.dark))
-        if options.colour == "drift" and part["drift"].notna().any():
-            trace.update(marker={"color": part["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9})
-        grid.add(at, trace)
+        of_group = part[_NAMED[options.colour]].map(_entry) if groups else pd.Series("", index=part.index)
+        look = theme.look(run.variants, variant, dark=options.dark)
+        if groups:
+            look = replace(look, colour=theme.palette(options.dark).quiet, symbol="circle")
+        for name in ("", *groups):
+            points = part[of_group == name]
+            if points.empty:
+                continue
+            trace = marks.points(
+                points["x"],
+                points["y"],
+                look,
+                total=len(drawn),
+                name=name or words.shown(variant),
+                legendgroup=name or None,
+                showlegend=False,
+                text=[_hover(row) for row in points.to_dict("records")],
+                # What the app learns of points that a reader selects.
+                customdata=points["sample_id"].tolist(),
+                hovertemplate="%{text}<extra></extra>",
+            )
+            trace.update(marker=groups.get(name, {}))
+            if options.colour == "class" and not groups:
+                trace.update(marker=_class_marks(points["label"], drawn["label"], dark=options.dark))
+            if options.colour == "drift" and points["drift"].notna().any():
+                trace.update(
+                    marker={"color": points["drift"].tolist(), "coloraxis": "coloraxis", "opacity": 0.9}
+                )
+            grid.add(at, trace)
         _write_below(grid, at, axes[0], found.quality, variant)
     grid.figure.add_traces(legend)
     if options.colour == "drift" and drawn["drift"].notna().any():
         _add_drift_bar(grid.figure, drawn["drift"], dark=options.dark)
-    lost = _draw_ways(run, grid, names, rows, options)
+    moved = _draw_ways(grid, names, rows, options)
     grid.set_axes(x=_BARE, y=_BARE)
     grid.figure.update_layout(margin_l=48, yaxis={"scaleanchor": "x"})
     quality = found.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
@@ -166,7 +193,7 @@ def scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         alt=f"{found.method} layout of the {picking.feature_name(run, options)} on {task}. "
         f"Mean cosine to the expert: {said}.",
         data=drawn.merge(quality, on="variant", how="left"),
-        notes=(*thinned, *_notes(run, options, task, found), *lost),
+        notes=(*thinned, *moved, *unscored, *_notes(run, options, task, found)),
     )
 
 
@@ -181,6 +208,8 @@ def _hover(row: dict[str, Any]) -> str:
     lines = [words.literal(str(row["sample_id"]))]
     if not pd.isna(row["label"]):
         lines.append(f"class {words.literal(str(row['label']))}")
+    if isinstance(row.get("decision"), str):
+        lines.append(f"decision {row['decision']}")
     if not pd.isna(row["drift"]):
         lines.append(f"drift {number(float(row['drift']))}")
     if isinstance(row.get("text"), str):
@@ -188,37 +217,38 @@ def _hover(row: dict[str, Any]) -> str:
     return "<br>".join(lines)
 
 
-def _draw_ways(
-    run: DriftRun, grid: panels.Grid, names: list[str], rows: pd.DataFrame, options: ChartOptions
-) -> list[str]:
-    """Lines from the expert's place of every highlighted sample to the variant's; a note on those that aren't there."""
-    chosen = rows[rows["sample_id"].isin(list(options.highlight))]
-    starts = chosen[chosen["variant"] == "expert"].set_index("sample_id")
-    ink = theme.palette(options.dark).ink
-    for at, variant in enumerate(names):
-        ends = chosen[chosen["variant"] == variant]
-        if ends.empty:
-            continue
-        begin = starts.loc[ends["sample_id"]]
+def _draw_ways(grid: panels.Grid, names: list[str], rows: pd.DataFrame, options: ChartOptions) -> list[str]:
+    """Arrows from the expert's place of the samples that drift most to the variant's, and a note on them."""
+    leading = options.baseline if options.baseline in names else names[-1]
+    by_drift = rows[rows["variant"] == leading].sort_values("drift", ascending=False, kind="stable")
+    ids = by_drift["sample_id"].head(options.arrows).tolist()
+    starts = rows[rows["variant"] == "expert"].set_index("sample_id").loc[ids]
+    for at, variant in enumerate(names[1:] if ids else [], start=1):
+        ends = rows[rows["variant"] == variant].set_index("sample_id").loc[ids]
         places = {
             letter: [
-                value for pair in zip(begin[letter], ends[letter], strict=True) for value in (*pair, None)
+                value for pair in zip(starts[letter], ends[letter], strict=True) for value in (*pair, None)
             ]
             for letter in "xy"
         }
+        ink = theme.palette(options.dark).ink
         ways = go.Scatter(
             x=places["x"][:-1],
             y=places["y"][:-1],
             mode="lines+markers",
-            line={"color": ink, "width": 1.5},
-            marker={"symbol": ["circle-open", "circle", "circle"] * len(ends), "color": ink, "size": 7},
-            name=f"{words.shown(variant)}, highlighted",
+            line={"color": ink, "width": 1},
+            marker={
+                **{"symbol": ["circle-open", "arrow", "circle"] * len(ids), "angleref": "previous"},
+                **{"size": [4, 9, 0] * len(ids), "color": ink},
+            },
+            opacity=0.7,
+            name=f"{words.shown(variant)}, moved",
             showlegend=False,
             hoverinfo="skip",
         )
         grid.add(at, ways)
-    lost = [name for name in options.highlight if name not in set(starts.index)]
-    return [f"Not among the samples shown: {', '.join(lost)}."] if lost else []
+    many = words.counted(len(ids), "sample")
+    return [f"Arrows: from the expert's place, the {many} that {leading} moves farthest."] if ids else []
 
 
 def _notes(run: DriftRun, options: ChartOptions, task: str, found: Projection) -> list[str]:
@@ -251,21 +281,33 @@ def _class_marks(labels: pd.Series[Any], every: pd.Series[Any], *, dark: bool) -
     return {"color": colours, "symbol": symbols, "opacity": 0.8}
 
 
-def _class_legend(every: pd.Series[Any], *, dark: bool) -> list[go.Scatter]:
-    """Legend entries that name the classes; none where there are too many to read."""
-    looks = _looks(every, dark)
-    if len(looks) > _MOST_NAMED:
-        return []
-    return [
-        go.Scatter(
-            x=[None],
-            y=[None],
-            mode="markers",
-            marker={"color": colour, "symbol": symbol, "size": 7},
-            name=words.label(str(name)),
-        )
+def _flips(run: DriftRun, task: str, options: ChartOptions) -> pd.DataFrame:
+    """Of each variant's samples whether the decision is unlike the expert's; the expert's panel has the baseline's."""
+    rows = run.outputs(task)[["variant", "sample_id", "flipped"]].dropna()
+    rows = pd.concat([rows, rows[rows["variant"] == options.baseline].assign(variant="expert")])
+    names = rows.pop("flipped").astype(bool).map({True: _FLIPPED, False: _KEPT})
+    return rows.assign(decision=names)
+
+
+def _groups(drawn: pd.DataFrame, options: ChartOptions) -> dict[str, dict[str, Any]]:
+    """What the legend names, and hides and shows: marks by name; nothing where colours need none or are too many."""
+    if options.colour == "flip":
+        shades = theme.palette(options.dark).sequential
+        line = {"width": 0.5, "color": theme.palette(options.dark).quiet}
+        kept = {"color": shades[2], "symbol": "circle", "line": line, "opacity": 0.9}
+        return {_KEPT: kept, _FLIPPED: {"color": shades[5], "symbol": "x", "size": 6, "opacity": 0.9}}
+    if options.colour != "class" or drawn["label"].nunique() > _MOST_NAMED:
+        return {}
+    looks = _looks(drawn["label"], options.dark)
+    return {
+        _entry(name): {"color": colour, "symbol": symbol, "opacity": 0.8}
         for name, (colour, symbol) in looks.items()
-    ]
+    }
+
+
+def _entry(name: Any) -> str:
+    """What the legend calls a group; nothing for none."""
+    return "" if pd.isna(name) else words.label(str(name))
 
 
 def _looks(every: pd.Series[Any], dark: bool) -> dict[Any, tuple[str, str]]:

@@ -133,17 +133,44 @@ def test_scatter_leaves_the_base_out_and_says_so(full: DriftRun) -> None:
     assert reason is not None and "choose another variant" in reason
 
 
-def test_highlighted_samples_are_joined_to_the_experts_place(full: DriftRun) -> None:
-    options = ChartOptions(tasks=["cars"], highlight=["test/3", "test/7", "moon"])
-    drawn = charts["scatter"].draw(full, options)
+def test_arrows_join_the_experts_place_of_what_drifts_most_to_the_variants(full: DriftRun) -> None:
+    drawn = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], arrows=3))
     place = drawn.data.set_index(["variant", "sample_id"])[["x", "y"]]
-    ways = [trace for trace in drawn.figure.data if trace.mode == "lines+markers"]
-    merged = next(trace for trace in ways if trace.name == "merged, highlighted")
-    for at, sample in enumerate(["test/3", "test/7"]):
-        start, end = place.loc[("expert", sample)], place.loc[("merged", sample)]
-        assert list(merged.x[3 * at : 3 * at + 2]) == [start["x"], end["x"]]
-        assert list(merged.y[3 * at : 3 * at + 2]) == [start["y"], end["y"]]
-    assert "Not among the samples shown: moon." in drawn.notes
+    drifts = full.samples("cars", "merged", "final").set_index("sample_id")["drift_l2"].astype(float)
+    ways = {trace.name: trace for trace in drawn.figure.data if trace.mode == "lines+markers"}
+    assert [*ways] == ["merged, moved", "featcal, anchor only, moved", "featcal, moved"]
+    for name, variant in (("merged, moved", "merged"), ("featcal, moved", CALIBRATED)):
+        for at, sample in enumerate(drifts.nlargest(3).index):
+            start, end = place.loc[("expert", sample)], place.loc[(variant, sample)]
+            assert list(ways[name].x[3 * at : 3 * at + 2]) == [start["x"], end["x"]]
+            assert list(ways[name].y[3 * at : 3 * at + 2]) == [start["y"], end["y"]]
+    assert "Arrows: from the expert's place, the 3 samples that merged moves farthest." in drawn.notes
+
+
+def test_flipped_and_kept_samples_are_told_apart_and_the_expert_shows_what_the_baseline_flips(
+    full: DriftRun,
+) -> None:
+    drawn = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], colour="flip"))
+    assert [trace.name for trace in drawn.figure.data if len(trace.x) == 1] == ["kept", "flipped"]
+    panels = ["x", "x2", "x3", "x4"]
+    for panel, variant in zip(panels, ["merged", "merged", CONTROL, CALIBRATED], strict=True):
+        rows = full.outputs("cars", variant)
+        flipped = set(rows.loc[rows["pred"] != rows["expert_pred"], "sample_id"])
+        shown = {
+            trace.legendgroup: set(trace.customdata)
+            for trace in drawn.figure.data
+            if trace.customdata is not None and (trace.xaxis or "x") == panel
+        }
+        assert shown.get("flipped", set()) == flipped
+        assert shown["kept"] == set(rows["sample_id"]) - flipped
+
+
+def test_without_scores_colours_are_the_models_and_a_note_says_so(full: DriftRun) -> None:
+    unscored = open_run(full.path)
+    unscored._frames["outputs"] = unscored.outputs().iloc[:0]
+    drawn = charts["scatter"].draw(unscored, ChartOptions(tasks=["cars"], colour="flip"))
+    assert any("no class scores" in note for note in drawn.notes)
+    assert len({trace.marker.color for trace in clouds(drawn)}) == 4
 
 
 def test_drift_colours_are_the_tables_drifts_on_one_scale(full: DriftRun) -> None:
@@ -158,8 +185,14 @@ def test_drift_colours_are_the_tables_drifts_on_one_scale(full: DriftRun) -> Non
 
 def test_a_class_looks_the_same_in_every_panel_and_the_legend_names_it(full: DriftRun) -> None:
     drawn = charts["scatter"].draw(full, ChartOptions(tasks=["cars"], colour="class"))
-    looks = [set(zip(trace.marker.color, trace.marker.symbol, strict=True)) for trace in clouds(drawn)]
-    assert len(looks[0]) == 3 and all(look == looks[0] for look in looks)
+    for name in ("class 0", "class 1", "class 2"):
+        alike = [trace for trace in drawn.figure.data if trace.legendgroup == name]
+        # One click on the legend's entry hides the class in all four panels: they are one group.
+        assert len(alike) == 1 + 4
+        assert len({(trace.marker.color, trace.marker.symbol) for trace in alike}) == 1
+        samples = full.samples("cars", "merged", "final")
+        wanted = set(samples.loc[samples["label"] == name, "sample_id"])
+        assert all(set(trace.customdata) == wanted for trace in alike if trace.customdata is not None)
     named = [trace.name for trace in drawn.figure.data if len(trace.x) == 1]
     assert named == ["class 0", "class 1", "class 2"]
 
@@ -167,7 +200,7 @@ def test_a_class_looks_the_same_in_every_panel_and_the_legend_names_it(full: Dri
 def test_without_labels_classes_have_no_colours_and_the_notes_say_so(bare: DriftRun) -> None:
     drawn = charts["scatter"].draw(bare, ChartOptions(tasks=["cars"], colour="class"))
     assert "The samples have no labels, so that classes have no colours." in drawn.notes
-    assert len({colour for trace in clouds(drawn) for colour in trace.marker.color}) == 1
+    assert len({trace.marker.color for trace in clouds(drawn)}) == 1
 
 
 def test_a_layout_that_is_not_stored_names_its_command(full: DriftRun) -> None:

@@ -17,6 +17,7 @@ NAMES = (
     "text",
     "report",
     "pages",
+    "dashboard",
     "busy",
 )
 

@@ -1,0 +1,108 @@
+"""How soon the dashboard is usable, and what its server holds: 8 tasks, 12 blocks, 256 samples, and 80 small runs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from benchmarks.pages import SIZE, TASKS
+from driftlens_app.pages import pages
+from tests.browser.chromium import lacking, launch
+from tests.browser.reading import settled
+from tests.browser.server import serving
+from tests.records.full_run import Size, write_full_run
+
+RUNS, LOADS = 80, 3
+WANTED = {
+    "usable after `driftlens ui`": 4.0,
+    "Overview on full reload": 1.5,
+    f"{RUNS} runs in the folder": 2.0,
+}
+"""Seconds."""
+MOST_MEMORY = 600
+"""MB, of the server and its children, after every page was opened with both folders."""
+
+
+def run(device: str) -> str:
+    """Median and largest seconds of each, in a headless browser that draws in software, and MB of the server."""
+    del device
+    reason = lacking()
+    if reason:
+        return f"dashboard: not measured, since {reason}"
+    from playwright.sync_api import sync_playwright
+
+    found: dict[str, list[float]] = {name: [] for name in WANTED}
+    first, overview, many = found.values()
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        folder = pathlib.Path(scratch)
+        write_full_run(folder / "one" / "run", tasks=[f"task {at}" for at in range(TASKS)], size=SIZE)
+        _write_many(folder / "many")
+        browser = launch(playwright)
+        window = browser.new_page(viewport={"width": 1400, "height": 1000})
+        for _ in range(LOADS):
+            started = time.perf_counter()
+            with serving(folder / "one", folder / "log") as address:
+                window.goto(address)
+                _drawn(window)
+                first.append(time.perf_counter() - started)
+        shutil.move(folder / "one" / "run", folder / "many" / "run")
+        with serving(folder / "many", folder / "log") as address:
+            for path in pages():
+                window.goto(f"{address}/{pathlib.Path(path).stem}")
+                _drawn(window)
+            run_id = json.loads((folder / "many" / "run" / "manifest.json").read_text())["id"]
+            for _ in range(LOADS):
+                overview.append(_seconds(lambda: window.goto(f"{address}/overview?run={run_id}"), window))
+                many.append(_seconds(lambda: window.goto(address), window))
+            memory = _megabytes(address)
+        browser.close()
+    told = "; ".join(
+        f"{name} {statistics.median(all_):.2f} s, {max(all_):.2f} s (wanted: {WANTED[name]:g} s)"
+        for name, all_ in found.items()
+    )
+    return (
+        f"dashboard, {TASKS} tasks, {SIZE.blocks} blocks, {SIZE.samples} samples, median and largest of {LOADS}: "
+        f"{told}; server {memory:.0f} MB (wanted: {MOST_MEMORY} MB)"
+    )
+
+
+def _write_many(folder: pathlib.Path) -> None:
+    source = write_full_run(folder / "run-00", size=Size(blocks=2, samples=6, width=4, classes=2, tests=40))
+    manifest = json.loads((source / "manifest.json").read_text())
+    for at in range(1, RUNS - 1):
+        copy = folder / f"run-{at:02d}"
+        shutil.copytree(source, copy)
+        (copy / "manifest.json").write_text(json.dumps({**manifest, "id": f"run-{at:08x}"}))
+
+
+def _seconds(load: Callable[[], Any], window: Any) -> float:
+    started = time.perf_counter()
+    load()
+    _drawn(window)
+    return time.perf_counter() - started
+
+
+def _drawn(window: Any) -> None:
+    """Wait until a page has its heading and its script has run."""
+    window.get_by_role("heading", level=1).first.wait_for(timeout=60_000)
+    settled(window)
+
+
+def _megabytes(address: str) -> float:
+    """Resident memory of the server at an address, with what it started."""
+    port = int(address.rpartition(":")[2])
+    (pid,) = {
+        listening.pid
+        for listening in psutil.net_connections("tcp")
+        if listening.status == psutil.CONN_LISTEN and listening.laddr.port == port
+    }
+    server = psutil.Process(pid)
+    return sum(one.memory_info().rss for one in (server, *server.children(recursive=True))) / 1e6

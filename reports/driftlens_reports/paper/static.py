@@ -10,9 +10,10 @@ import numpy as np
 from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import Bbox, blended_transform_factory
+from matplotlib.transforms import blended_transform_factory
 
 from driftlens_reports.paper import marks
 from driftlens_reports.paper.marks import Panel
@@ -73,9 +74,11 @@ def finish(figure: Figure, panels: Iterable[Panel]) -> None:
     """Lay the figure out for good, and leave out numbers that would run over the edges of their bars and cells."""
     settle(figure)
     for panel in panels:
+        # Rows of cells touch each other, bars don't.
+        part = 0.6 if any(isinstance(at, QuadMesh) for at in panel.axes.collections) else 1.2
         for text, box in panel.inside:
             room, needed = box.transformed(panel.axes.transData), text.get_window_extent()
-            fits = needed.width <= 0.96 * abs(room.width) and needed.height <= 1.2 * abs(room.height)
+            fits = needed.width <= 0.96 * abs(room.width) and needed.height <= part * abs(room.height)
             text.set_visible(fits)
 
 
@@ -278,16 +281,12 @@ def _add_words(
     chart: go.Figure, figure: Figure | SubFigure, panels: Mapping[Pair, Panel], places: Sequence[_Place]
 ) -> None:
     """Titles of panels and axes, words in panels, and how many panels are left out."""
-    with_cells = [_pair(trace) for trace in chart.data if trace.type == "heatmap"]
     for entry in chart.layout.annotations:
         panel, said = _panel_of(panels, entry), marks.plain(entry.text)
         if panel is not None:
             text = panel.axes.text(entry.x, entry.y, said, transform=_transform(panel, entry))
             text.set(ha=entry.xanchor or "center", va=entry.yanchor or "center")
             text.set(fontsize="medium", in_layout=False)
-            if (entry.xref, entry.yref) in with_cells:
-                x, y = (float(panel.places(at, [entry[at]])[0]) for at in "xy")
-                panel.inside.append((text, Bbox.from_bounds(x - 0.5, y - 0.25, 1, 0.5)))
         for place in places[: len(panels)] if entry.xref == "paper" else ():
             if np.allclose((entry.x, entry.y), (place.middle, place.top), atol=1e-3):
                 panels[place.pair].axes.set_title(said)

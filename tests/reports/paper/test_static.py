@@ -110,13 +110,11 @@ def test_a_number_is_left_out_where_its_cell_has_no_room() -> None:
 def test_the_numbers_of_cells_are_left_out_where_rows_are_as_narrow_as_their_letters() -> None:
     def visible(rows: int) -> set[bool]:
         values = np.full((rows, 2), 0.5)
-        notes = [
-            {"x": 1, "y": row, "text": "0.500", "xref": "x", "yref": "y", "showarrow": False}
-            for row in range(rows)
-        ]
         cells = go.Heatmap(z=values, x=[1, 2], y=[*range(rows)], coloraxis="coloraxis")
+        said = {"text": ["0.500"] * rows, "textposition": "inside"}
+        numbers = go.Bar(x=[1] * rows, base=0.5, y=[*range(rows)], width=1, orientation="h", **said)
         shades = {"cmin": 0, "cmax": 1, "colorscale": scale(LIGHT.sequential)}
-        axes = drawn(themed(cells, coloraxis=shades, annotations=notes, height=260)).axes[0]
+        axes = drawn(themed(cells, numbers, coloraxis=shades, height=260)).axes[0]
         return {text.get_visible() for text in axes.texts if text.get_text() == "0.500"}
 
     assert visible(4) == {True} and visible(30) == {False}

@@ -44,10 +44,8 @@ def draft() -> str:
     )
     if problem := st.session_state.get("_undropped"):
         raise SpecError(problem, hint="It should be a YAML file.")
-    if len(text.encode()) > MOST_BYTES:
-        raise SpecError(
-            f"the text has {size(len(text.encode()))}; a spec may have {size(MOST_BYTES)}", hint="Shorten it."
-        )
+    if (given := len(text.encode())) > MOST_BYTES:
+        raise SpecError(f"the text has {size(given)}; a spec may have {size(MOST_BYTES)}", hint="Shorten it.")
     return text
 
 
@@ -88,9 +86,8 @@ def checked(file: Path, spec: str, options: Sequence[str], root: Path) -> dict[s
     except SpecError as error:
         first, *rest = error.message.replace(str(file), spec).splitlines()
         told = [(line.strip(), "") for line in rest] or [(first.removeprefix(f"{spec}:").strip(), error.hint)]
-        problems = [
-            {"level": "problem", "subject": spec, "text": problem, "hint": hint} for problem, hint in told
-        ]
+        named = {"level": "problem", "subject": spec}
+        problems = [{**named, "text": text_of, "hint": hint} for text_of, hint in told]
         found = {"ready": False, "estimate": None, "findings": problems}
     return {**found, "findings": [_placed(finding, text, spec) for finding in found["findings"]]}
 

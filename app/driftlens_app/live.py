@@ -31,7 +31,7 @@ from driftlens_app.show import note, page_title, plain, show_error, shown_errors
 BAD_ENDS = ("failed", "stopped", "cancelled")
 """States of jobs that have ended without success."""
 
-_SECONDS = 1.0
+SECONDS = 1.0
 _LOG_LINES = 40
 _WORDS = {
     "starting": "Starting: loading libraries and models",
@@ -111,6 +111,15 @@ def show_new_runs(settings: Settings) -> bool:
     return bool(live)
 
 
+def state_of(run: Path) -> str:
+    """Where the run's live job stands, in a few words that change as it goes on; empty where none is live."""
+    view = watch(run)
+    event = view.progress if view is not None and view.state == "running" else None
+    if view is None or event is None:
+        return view.state if view is not None and view.is_live else ""
+    return f"running: {event.phase} {f'{event.done / event.total:.0%}' if event.total else event.done}"
+
+
 def show_ended(view: View) -> None:
     """How a job ended that did not succeed: cause, hint, log."""
     if view.state == "cancelled":
@@ -149,7 +158,7 @@ def show_log(job: Job) -> None:
         )
 
 
-@st.fragment(run_every=_SECONDS)
+@st.fragment(run_every=SECONDS)
 def _live(run: Path, more: Callable[[View], None] | None) -> None:
     with shown_errors():
         view = watch(run)

@@ -90,13 +90,10 @@ def line_of(text: str, path: str) -> int | None:
     while node is not None:
         found = []
         if isinstance(node, yaml.MappingNode):
-            pattern = r"{}(?:[.]|(?=[:\[])|$)"
-            named = [(key.value, key, value) for key, value in node.value if isinstance(key.value, str)]
-            found = [
-                (end.end(), key, value)
-                for name, key, value in named
-                if name and (end := re.match(pattern.format(re.escape(name)), path))
-            ]
+            for key, value in node.value:
+                name = key.value if isinstance(key.value, str) else ""
+                if name and (end := re.match(rf"{re.escape(name)}(?:[.]|(?=[:\[])|$)", path)):
+                    found.append((end.end(), key, value))
         elif isinstance(node, yaml.SequenceNode) and (end := re.match(r"\[(\d{1,9})\][.]?", path)):
             found = [(end.end(), entry, entry) for entry in node.value[int(end[1]) :][:1]]
         if not found:

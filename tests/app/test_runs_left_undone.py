@@ -1,15 +1,22 @@
-"""The list of runs on a finished run whose further calibration ended early."""
+"""The list of runs where work on a run ended early, goes on, or has been taken up again."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
+from streamlit.testing.v1 import AppTest
 
 from driftlens.errors import Cancelled
+from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.run import open_run
+from driftlens.records.status import Status, write_status
 from driftlens.records.writer import RunWriter
-from tests.app.conftest import Open
+from driftlens_app.jobs import command_line, watch
+from tests.app.conftest import Open, until
+from tests.app.test_jobs import begin, finish, state, step
 from tests.app.test_pages import OF_A_RUN, said
 
 
@@ -36,3 +43,37 @@ def test_a_damaged_status_is_told_and_keeps_no_page_from_its_run(
     told = "status.json can't be read: done is 'x'. Remove it; the results do not depend on it."
     assert (told in said(app)) == (view == "overview")
     assert told in said(open_app(root, "runs"))
+
+
+def shown_state(app: AppTest) -> str:
+    return str(app.run().dataframe[0].value["state"].item())
+
+
+@pytest.mark.usefixtures("worker")
+def test_the_row_of_a_run_tells_how_far_its_job_is(open_app: Open, root: Path) -> None:
+    begin(root / "full", "steady")
+    step(root / "full", 0)
+    until(
+        lambda: (view := watch(root / "full")) is not None and view.progress is not None, "it says something"
+    )
+    until(lambda: (view := watch(root / "full")) is not None and view.progress.done == 1, "it goes on")  # type: ignore[union-attr]
+    app = open_app(root)
+    assert shown_state(app) == "running: calibrate 33%"
+    finish(root / "full")
+    until(lambda: state(root / "full") == "done", "it is done")
+    assert shown_state(app) == "done"
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_run_that_is_restarted_is_not_called_cancelled(
+    open_app: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its new process still loads its libraries, what the old one wrote last is all that the run holds."""
+    run = root / "full"
+    write_manifest(run, dataclasses.replace(read_manifest(run), finished=""))
+    write_status(run, Status("cancelled"))
+    app = open_app(root)
+    assert shown_state(app) == "cancelled"
+    monkeypatch.setattr(command_line, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    begin(run, "steady")
+    assert shown_state(app) == "starting" and "cancelled" not in said(app)

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.records.run import open_run
+from tests.app.test_new_runs import failed
 from tests.browser.reading import settled
 from tests.browser.server import serving
 
@@ -54,18 +55,27 @@ def test_runs_are_opened_compared_renamed_and_put_away(page: Any, root: Path, tm
         names = sorted(open_run(folder).name for folder in root.iterdir())
         assert "better so" in names and len(names) == 2
 
+        for folder in root.iterdir():
+            failed(root, folder.name)
         page.goto(f"{url}/runs")
+        expect(page.get_by_role("button", name="Dismiss")).to_have_count(2)
         click(page, 0, 15)
         page.get_by_role("button", name="Delete").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete").click()
         expect(page.get_by_role("dialog")).to_have_count(0)
         settled(page)
         (put_away,) = (root / "deleted").iterdir()
-        (left,) = (folder for folder in root.iterdir() if folder.name != "deleted")
+        (left,) = (folder for folder in root.iterdir() if folder.name not in ("deleted", ".driftlens"))
         assert {open_run(put_away).name, open_run(left).name} == {*names}
+        expect(page.get_by_test_id("stToast")).to_contain_text(f"Deleted: {open_run(put_away).name}")
+        # How it once ended is not told of what is no longer there.
+        expect(page.get_by_role("button", name="Dismiss")).to_have_count(1)
         # Nothing is ticked in the list that is left.
         expect(page.get_by_role("button", name="Delete")).to_have_count(0)
 
+        page.goto(f"{url}/runs")
+        settled(page)
+        expect(page.get_by_test_id("stToast")).to_have_count(0)
         click(page, 0, 70)
         page.wait_for_url("**/overview?**")
         assert open_run(left).id in page.url

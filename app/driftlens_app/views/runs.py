@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -14,9 +16,10 @@ from driftlens.records.keeping import LONGEST_NAME, rename, set_aside
 from driftlens.records.listing import RunSummary
 from driftlens.records.reading import size
 from driftlens.variants import part_of
+from driftlens_app.jobs.record import MAKING, dismiss, job_of
 from driftlens_app.jobs.requests import DEMO
 from driftlens_app.jobs.watching import is_at_work
-from driftlens_app.live import await_demo, show_new_runs, welcome
+from driftlens_app.live import SECONDS, await_demo, show_new_runs, state_of, welcome
 from driftlens_app.pages import Page, path_of
 from driftlens_app.runs import listed_runs
 from driftlens_app.selection import RUN
@@ -37,6 +40,7 @@ from driftlens_app.show import (
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, needs_run=False)
 
 _PERCENT = "%.1f %%"
+_CHOSEN, _TOLD = "_chosen_in_runs", "_put_away"
 _ASIDE = {"Archive": ("archive", "archived"), "Delete": ("delete", "deleted")}
 """Icon, and the folder inside the root that such runs are moved to."""
 
@@ -46,6 +50,8 @@ def show() -> None:
     settings = Settings.from_environment()
     # A run that is just being made has no manifest in its first moments; its job says more than an error would.
     found = [run for run in listed_runs(settings) if not (run.problem and is_at_work(run.path))]
+    if told := st.session_state.pop(_TOLD, ""):
+        st.toast(told, icon=":material/check:")
     if not found:
         welcome()
         return
@@ -62,17 +68,24 @@ def show() -> None:
     if not shown:
         note("No run matches the filter.", "filter_alt")
         return
-    _table(shown, settings)
+    live = {run.path for run in shown if is_at_work(run.path)}
+    # What lasts is drawn anew by itself: a whole page would close an open dialog every second.
+    chosen = st.fragment(_table, run_every=SECONDS if live else None)(shown, live)
+    for position, column in chosen["cells"]:
+        if column == "name" and not shown[position].problem:
+            st.switch_page(path_of("overview"), query_params={RUN: shown[position].id})
+    _actions([shown[position] for position in chosen["rows"]], settings)
     for run in shown:
         if run.problem:
             reason = f"**{plain(run.path.name)}** can't be read: {plain(run.problem)}"
             st.warning("\n\n".join(filter(None, (reason, plain(run.hint)))), icon=":material/warning:")
-        for text in run.left:
+        for text in run.left if run.path not in live else ():
             note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
 
 
-def _table(runs: list[RunSummary], settings: Settings) -> None:
-    rows = pd.DataFrame([_row(run) for run in runs])
+def _table(runs: list[RunSummary], live: set[Path]) -> Any:
+    """The table; draws the whole page anew once something is chosen in it, or one of the `live` jobs has ended."""
+    rows = pd.DataFrame(map(_row, runs))
     rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
     shares = {name: NumberColumn(format=_PERCENT) for name in MODELS}
     columns = {
@@ -83,15 +96,17 @@ def _table(runs: list[RunSummary], settings: Settings) -> None:
             help="Of the final feature, mean over tasks: the last calibration's, or the merged model's.",
         ),
     }
-    modes = {"on_select": "rerun", "selection_mode": ["multi-row", "single-cell"]}
+    modes: dict[str, Any] = {
+        "selection_mode": ["multi-row", "single-cell"],
+        "alt": f"Table of {len(rows)} runs",
+    }
+    modes["on_select"] = lambda: st.session_state.update({_CHOSEN: True})
     # Ticks are of positions: with other runs in it there is another table, with nothing ticked.
     key = f"runs-{hashlib.sha256(repr([run.path for run in runs]).encode()).hexdigest()[:12]}"
-    alt = f"Table of {len(rows)} runs"
-    chosen = show_table(rows, columns, key=key, alt=alt, **modes)["selection"]
-    for position, column in chosen["cells"]:
-        if column == "name" and not runs[position].problem:
-            st.switch_page(path_of("overview"), query_params={RUN: runs[position].id})
-    _actions([runs[position] for position in chosen["rows"]], settings)
+    chosen = show_table(rows, columns, key=key, **modes)["selection"]
+    if st.session_state.pop(_CHOSEN, False) or not all(map(is_at_work, live)):
+        st.rerun()
+    return chosen
 
 
 def _actions(ticked: list[RunSummary], settings: Settings) -> None:
@@ -141,6 +156,9 @@ def _put_away(ticked: list[RunSummary], kind: str, settings: Settings) -> None:
                 if st.query_params.get(RUN) == run.id:
                     del st.query_params[RUN]
                     st.session_state.pop(RUN, None)
+                for job in filter(None, (job_of(run.path, making) for making in MAKING)):
+                    dismiss(job)  # how it ended is over with the run
+            st.session_state[_TOLD] = f"{_ASIDE[kind][1].capitalize()}: {names}"
             st.rerun()
 
 
@@ -151,7 +169,7 @@ def _row(run: RunSummary) -> dict[str, object]:
     }
     return {
         "name": run.name,
-        "state": run.state,
+        "state": state_of(run.path) or run.state,
         "merge": run.merge or None,
         AXIS: dots(scores) if scores else None,
         **{name: 100 * scores.get(name, math.nan) for name in MODELS},

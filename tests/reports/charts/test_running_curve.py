@@ -28,8 +28,9 @@ def test_its_words_are_its_numbers(full: DriftRun) -> None:
     drawn = running_curve(full, "new", FOUND, dark=False)
     merged = full.layers(variant="merged", layer=3)["drift_l2_mean"].mean()
     layers = len(full.manifest.layers)
-    assert f"2 layers of {layers} so far; at layer 3: calibrated {number(0.75)}" in drawn.alt.replace(
-        "\u202f", " "
+    assert (
+        f"2 layers of {layers} so far; at block 1 (layer 3 of 6): calibrated {number(0.75)}"
+        in drawn.alt.replace("\u202f", " ")
     )
     assert f"merged {number(merged)}." in drawn.alt
     assert axis_titles(drawn.figure, "y") == ["mean L2 drift (feature units)"]

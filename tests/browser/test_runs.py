@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.records.run import open_run
+from driftlens_app.jobs.record import write_job
 from tests.app.test_new_runs import failed
 from tests.browser.reading import settled
 from tests.browser.server import serving
@@ -29,6 +31,7 @@ def click(page: Any, row: int, x: int) -> None:
     """A click into a row of the table, which is drawn and holds no elements of its own."""
     page.get_by_test_id("stDataFrame").wait_for()
     settled(page)
+    page.get_by_test_id("stDataFrame").scroll_into_view_if_needed()
     box = page.get_by_test_id("stDataFrame").locator("canvas").first.bounding_box()
     page.mouse.click(box["x"] + x, box["y"] + HEAD + ROW * (row + 0.5))
     settled(page)
@@ -55,8 +58,8 @@ def test_runs_are_opened_compared_renamed_and_put_away(page: Any, root: Path, tm
         names = sorted(open_run(folder).name for folder in root.iterdir())
         assert "better so" in names and len(names) == 2
 
-        for folder in root.iterdir():
-            failed(root, folder.name)
+        for folder in [*root.iterdir()]:  # later than the run was finished, or nobody would be told
+            write_job(replace(failed(root, folder.name), started="2999-01-01T00:00:00.000Z"))
         page.goto(f"{url}/runs")
         expect(page.get_by_role("button", name="Dismiss")).to_have_count(2)
         click(page, 0, 15)

@@ -40,7 +40,7 @@ def _fragment(content: ReportContent, table: Table) -> str:
     parts = _parts(_grid(table))
     below = {len(parts): [note for note in notes if note]}
     return "".join(
-        to_latex([part], table.name, f"{table.title}.", notes=below.get(at, ()), part=at)
+        to_latex([part], table.name, f"{table.title}.", notes=below.get(at, ()), part=at, splits=False)
         for at, part in enumerate(parts, start=1)
     )
 

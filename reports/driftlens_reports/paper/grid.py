@@ -238,6 +238,7 @@ def to_latex(
     notes: Sequence[str] = (),
     missing: Sequence[Gap] = (),
     part: int = 1,
+    splits: bool = True,
 ) -> str:
     """The grids, one below the other, as one table environment; the head of the file names the packages it needs.
 
@@ -250,10 +251,12 @@ def to_latex(
         missing: parts that the runs can't fill, as framed notes.
         part: 1 for the first table of a file, which brings the commands that all of them use; those after it say
             that they continue it.
+        splits: whether columns that no page has room for stand below the others.
     """
     # Without a line of the paper's nobody can mistake a source; with one, every line says its own.
     has_sources = any(line.source == "paper" for grid in grids for line in grid.lines)
-    grids = [part for grid in grids for part in _narrow(grid, has_sources)]
+    if splits:
+        grids = [part for grid in grids for part in _narrow(grid, has_sources)]
     width = max((_width(grid, has_sources) for grid in grids), default=0.0)
     room = sum(2 + len(grid.lines) + sum(bool(block.title) for block in grid.blocks) for grid in grids)
     letters = int((_TEXT if width > _COLUMN else _COLUMN) / _FOOT_LETTER)

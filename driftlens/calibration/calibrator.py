@@ -2,7 +2,8 @@
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
 annotations (see `driftlens.settings`). Spec, command line, dashboard and model card ask for them there. It is
-`Layerwise` or `Stepwise`, which solve from moments, or `Trained`, which learns attachments from features.
+`Layerwise` or `Stepwise`, which solve from moments, `Weightwise`, which solves from weights, or `Trained`, which learns
+attachments from features.
 """
 
 from __future__ import annotations

@@ -50,8 +50,12 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     assert len(list((run / "logs").glob("calibrate-*.log"))) == 1
     calibrated = open_run(run)
     assert list(calibrated.manifest.calibrations) == ["featcal"]
-    for sentence in verdict(calibrated, "featcal").sentences:
+    *said, following = verdict(calibrated, "featcal").sentences
+    for sentence in said:
         expect(page.get_by_text(sentence)).to_be_visible()
+    assert following.startswith("Next: `driftlens report ")
+    # Folders of the machine have no place on a page.
+    expect(page.get_by_text("driftlens report light", exact=True)).to_be_visible()
     with page.expect_download() as taken:
         page.get_by_role("button", name="Calibrated checkpoint").click()
     weights = run / "calibrations" / "featcal" / "weights.safetensors"
@@ -140,6 +144,7 @@ def test_the_tables_of_a_result_need_no_sideways_scrolling(page: Any, tmp_path: 
     write_full_run(tmp_path / "runs" / "full", tasks=("house_numbers", "textures"))
     with serving(tmp_path / "runs", tmp_path / "log") as address:
         page.goto(f"{address}/repair")
+        page.get_by_text("All numbers", exact=True).click(timeout=60_000)
         expect(page.get_by_test_id("stDataFrame")).to_have_count(7, timeout=60_000)
         settled(page)
         fitting = (

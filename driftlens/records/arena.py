@@ -21,7 +21,7 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     """A row per calibration, best score first, below base and merged model and above the experts.
 
     Keys: model, method, score with `low` and `high`, `change` over the merged model with its ends (paired by sample),
-    relative and cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident memory), added
+    relative and cosine (of the final feature), seconds of calibrating, energy_wh, peak_mib (resident, so far), added
     (numbers that are attached), task_id (whether the task of an input must be known), n (test samples of the mean).
     What was not measured is NaN, or None.
 
@@ -80,7 +80,7 @@ def arena_sheet(
         f"Means over {len(run.tasks)} tasks"
         + (f", {n} test samples" if n else "")
         + "; 95 % intervals over samples, those of changes paired by sample. One draw of calibration samples. Seconds "
-        "and memory are of calibrating, without the analysis behind it."
+        "are of calibrating alone; memory is the process's peak by then, and energy that of all programs."
     ]
     said += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
     return Sheet("arena", f"Repairs of {run.name} beside each other", kinds, table, " ".join(said))

@@ -126,6 +126,19 @@ def over_preset(method: str, preset: str | None, settings: Mapping[str, object])
     return {**(kind.presets[preset] if preset is not None else {}), **settings}
 
 
+def require_task_id(task_id: str, method: str) -> None:
+    """Refuse a repair that has a map per task where nobody will know the task of an input: `task_id` is `unknown`.
+
+    Raises:
+        SpecError: it has one, or there is no such method.
+    """
+    if task_id == "unknown" and issubclass(calibrators[method], Trained):
+        raise SpecError(
+            f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",
+            hint="Choose a method that changes weights (featcal, residual, svc), or set task_id: known.",
+        )
+
+
 calibrators: Registry[type[Calibrator]] = Registry(
     "calibrator", "driftlens.calibration", "driftlens.calibrators"
 )

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from driftlens.calibration.calibrator import Calibrator, Trained, calibrators, over_preset
+from driftlens.calibration.calibrator import (
+    Calibrator,
+    Trained,
+    calibrators,
+    over_preset,
+    require_task_id,
+)
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import Stepwise
 from driftlens.engine.site_selection import select_sites, updated_sites
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer
-from driftlens.pipeline.study.opening import require_task_id
 from driftlens.pipeline.study.study import Study
 from driftlens.progress import Reporter
 from driftlens.records.layout import calibration_folder, calibration_weights
@@ -218,7 +223,7 @@ def plan_calibration(
     calibrator = calibrator_of(request, section)
     calibrator.check(has_base=study.has_base)
     if spec is not None:
-        require_task_id(spec, method_of(request, section))
+        require_task_id(spec.task_id, method_of(request, section))
     samples = {
         task: _beginning(at_hand.calibration, request.samples, task) for task, at_hand in study.tasks.items()
     }

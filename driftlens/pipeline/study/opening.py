@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from driftlens.access import Access, resolve_device
-from driftlens.calibration.calibrator import Trained, calibrators, over_preset
+from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.diagnostics.attribution import JacobianSettings
@@ -493,22 +493,9 @@ def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
     section = spec.calibration
     if section is None:
         return None
-    require_task_id(spec, section.method)
+    require_task_id(spec.task_id, section.method)
     given = over_preset(section.method, section.preset, section.parameters)
     return resolve(calibrators[section.method], given, f"calibration: {section.method}")
-
-
-def require_task_id(spec: RunSpec, method: str) -> None:
-    """Refuse a repair that has a map per task where nobody will know the task of an input.
-
-    Raises:
-        SpecError: it has, and the spec says so.
-    """
-    if spec.task_id == "unknown" and issubclass(calibrators[method], Trained):
-        raise SpecError(
-            f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",
-            hint="Choose a method that changes weights (featcal, residual, svc), or set task_id: known.",
-        )
 
 
 def head_notices(models: OpenModels) -> list[str]:

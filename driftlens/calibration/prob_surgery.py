@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.calibration.surgery import LowRank, descend, uniform
+from driftlens.calibration.calibrator import calibrators
+from driftlens.calibration.surgery import Descent, LowRank, uniform
 from driftlens.engine.training import BoundaryFeatures, OnEpoch
 from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("prob_surgery")
-class ProbSurgery(Trained):
+class ProbSurgery(Descent):
     """f' = f - z with z ~ N(mu, sigma^2), h = relu(D f), mu = M h, log sigma^2 = V h; by |f' - f_expert| + w KL.
 
     KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. Trained on calibration
@@ -56,22 +55,8 @@ class ProbSurgery(Trained):
             noise = torch.randn(merged.shape, generator=generator).to(merged)
             return prob_surgery_loss(merged, expert, noise, down, mean, spread, weight=self.weight)
 
-        descend(
-            [down, mean, spread],
-            loss,
-            features,
-            steps=self.steps,
-            batch=self.batch,
-            lr=self.lr,
-            generator=generator,
-            on_epoch=on_epoch,
-        )
+        self.descend([down, mean, spread], loss, features, generator, on_epoch)
         return LowRank(down.detach(), mean.detach())
-
-    @classmethod
-    def attachment(cls, tensors: Mapping[str, Tensor]) -> LowRank:
-        """The correction that was saved."""
-        return LowRank.of(tensors)
 
 
 def prob_surgery_loss(

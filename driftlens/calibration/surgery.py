@@ -42,11 +42,6 @@ class LowRank:
         flag = {"normalize": torch.ones(())} if self.normalize else {}
         return {"down": self.down, "up": self.up, **flag}
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> LowRank:
-        """The map that was saved."""
-        return cls(tensors["down"], tensors["up"], "normalize" in tensors)
-
 
 def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """A matrix as `nn.Linear` starts with: uniform within 1 / sqrt(columns), which is Kaiming's with a = sqrt 5."""
@@ -54,46 +49,52 @@ def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     return (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
 
 
-def descend(
-    parameters: Sequence[Tensor],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    features: BoundaryFeatures,
-    *,
-    steps: int,
-    batch: int,
-    lr: float,
-    generator: torch.Generator,
-    on_epoch: OnEpoch,
-) -> None:
-    """Adam for so many steps over batches of samples, which are drawn without replacement until all were had.
+class Descent(Trained):
+    """What repairs by a low-rank map that Adam trains have in common: a fixed number of steps, and what is saved."""
 
-    There is no validation and no choice among steps: where it stops is fixed beforehand.
+    steps: int
+    batch: int
+    lr: float
 
-    Args:
-        parameters: leaf tensors, changed in place.
-        loss_of: (merged, expert) rows [T, d] -> the loss.
-        features: of all samples.
-        steps: how many.
-        batch: samples a step; all, where there are fewer.
-        lr: length of a step.
-        generator: draws the batches.
-        on_epoch: told of the loss every few steps; it may raise.
-    """
-    descent, order = torch.optim.Adam(parameters, lr=lr), torch.empty(0, dtype=torch.long)
-    for step in range(1, steps + 1):
-        if not len(order):
-            order = torch.randperm(len(features.merged), generator=generator)
-        chosen, order = order[:batch], order[batch:]
-        loss = loss_of(*features.rows(chosen.to(features.merged.device)))
-        descent.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        descent.step()
-        if step % _TOLD_EVERY == 0 or step == steps:
-            on_epoch(step, steps, float(loss.detach()))
+    def descend(
+        self,
+        parameters: Sequence[Tensor],
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        features: BoundaryFeatures,
+        generator: torch.Generator,
+        on_epoch: OnEpoch,
+    ) -> None:
+        """Adam over batches of samples, which are drawn without replacement until all were had.
+
+        There is no validation and no choice among steps: where it stops is fixed beforehand.
+
+        Args:
+            parameters: leaf tensors, changed in place.
+            loss_of: (merged, expert) rows [T, d] -> the loss.
+            features: of all samples.
+            generator: draws the batches.
+            on_epoch: told of the loss every few steps; it may raise.
+        """
+        descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
+        for step in range(1, self.steps + 1):
+            if not len(order):
+                order = torch.randperm(len(features.merged), generator=generator)
+            chosen, order = order[: self.batch], order[self.batch :]
+            loss = loss_of(*features.rows(chosen.to(features.merged.device)))
+            descent.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            descent.step()
+            if step % _TOLD_EVERY == 0 or step == self.steps:
+                on_epoch(step, self.steps, float(loss.detach()))
+
+    @classmethod
+    def attachment(cls, tensors: Mapping[str, Tensor]) -> LowRank:
+        """The correction that was saved."""
+        return LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
 
 
 @calibrators.register("surgery")
-class Surgery(Trained):
+class Surgery(Descent):
     """A low-rank correction of the final feature per task, f' = f - U relu(D f), by the mean |f' - f_expert|.
 
     Trained on calibration samples alone, for a fixed number of steps; the authors train on test images. Of texts, f is
@@ -135,19 +136,5 @@ class Surgery(Trained):
         def loss(merged: Tensor, expert: Tensor) -> Tensor:
             return (found(merged) - (F.normalize(expert, dim=-1) if self.normalize else expert)).abs().mean()
 
-        descend(
-            [down, up],
-            loss,
-            features,
-            steps=self.steps,
-            batch=self.batch,
-            lr=self.lr,
-            generator=generator,
-            on_epoch=on_epoch,
-        )
+        self.descend([down, up], loss, features, generator, on_epoch)
         return LowRank(down.detach(), up.detach(), self.normalize)
-
-    @classmethod
-    def attachment(cls, tensors: Mapping[str, Tensor]) -> LowRank:
-        """The correction that was saved."""
-        return LowRank.of(tensors)

@@ -114,8 +114,8 @@ def test_unit_features_stay_unit_where_nothing_is_learnt() -> None:
     flag = LowRank(torch.ones(2, WIDTH), torch.zeros(WIDTH, 2), normalize=True)
     torch.testing.assert_close(flag(of.merged).norm(dim=1), torch.ones(COUNT))
     assert (
-        LowRank.of(flag.tensors()).normalize
-        and not LowRank.of(LowRank(flag.down, flag.up).tensors()).normalize
+        Surgery.attachment(flag.tensors()).normalize
+        and not Surgery.attachment(LowRank(flag.down, flag.up).tensors()).normalize
     )
 
 

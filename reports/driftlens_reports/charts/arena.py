@@ -14,7 +14,6 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 _FEW = (
     "needs two calibrations of the run; `driftlens arena RUN --methods featcal,residual,surgery` makes some."
 )
-_LEVELS = ("base", "merged", "experts")
 
 
 def _rows(run: DriftRun) -> pd.DataFrame:
@@ -27,7 +26,7 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     if len(run.manifest.calibrations) < 2:
         return _FEW
     rows = _rows(run)
-    if len(rows[~rows["model"].isin(_LEVELS)]) < 2:
+    if rows["method"].notna().sum() < 2:
         return "needs scores of two calibrations; `driftlens evaluate RUN` adds them."
     return None
 
@@ -49,7 +48,8 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
 def draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """One panel."""
     rows = _rows(run)
-    made = rows[~rows["model"].isin(_LEVELS)]
+    is_made = rows["method"].notna()
+    made = rows[is_made]
     figure = go.Figure()
     for row in made.to_dict("records"):
         look = theme.look(run.variants, calibrated(str(row["model"])), dark=options.dark)
@@ -72,7 +72,7 @@ def draw(run: DriftRun, options: ChartOptions) -> Drawn:
             hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
         )
     theme.apply_theme(figure, height=420, dark=options.dark)
-    for row in rows[rows["model"].isin(_LEVELS)].to_dict("records"):
+    for row in rows[~is_made].to_dict("records"):
         part = "expert" if row["model"] == "experts" else str(row["model"])
         look = theme.look(run.variants, part, dark=options.dark)
         figure.add_hline(

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+STILL = """() => document.getAnimations().every(
+    moving => moving.playState !== "running" || moving.effect.getComputedTiming().iterations === Infinity
+)"""
+"""True once nothing moves on the page but what turns for ever, as a spinner does."""
+
 
 def settled(page: Any) -> None:
-    """Wait until the script has run and nothing of it failed."""
+    """Wait until the script has run, nothing of it failed and nothing moves: a press on what slides is lost."""
     from playwright.sync_api import expect
 
     page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for(timeout=60_000)
     expect(page.get_by_test_id("stSkeleton")).to_have_count(0, timeout=60_000)
     expect(page.get_by_test_id("stException")).to_have_count(0)
+    page.wait_for_function(STILL)
 
 
 def drawn(page: Any, element: Any, *, timeout: float) -> None:
@@ -27,3 +33,9 @@ def drawn(page: Any, element: Any, *, timeout: float) -> None:
     expect(element.first).to_be_visible(timeout=timeout)
     settled(page)
     expect(element).to_have_count(1)
+
+
+def open_drawer(page: Any, title: str) -> None:
+    """Open the drawer of this title, and wait until it stands open with what it holds."""
+    page.get_by_text(title, exact=True).click()
+    settled(page)

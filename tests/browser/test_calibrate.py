@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 import driftlens as dl
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.verdict import verdict
-from tests.browser.reading import drawn, settled
+from tests.browser.reading import drawn, open_drawer, settled
 from tests.browser.server import serving
 from tests.pipeline.roomy import roomy_run
 from tests.pipeline.world import World
@@ -40,7 +40,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     address, run = writable
     page.goto(f"{address}/repair")
     settled(page)
-    page.get_by_text("Advanced", exact=True).click()
+    open_drawer(page, "Advanced")
     page.get_by_role("button", name="FeatCal calibrate").click()
     expect(page.get_by_text("Calibration featcal").first).to_be_visible(timeout=PATIENCE)
     expect(page.get_by_role("button", name="FeatCal calibrate")).to_be_disabled()
@@ -103,7 +103,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
         settled(tab)
         tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Repair").click()
         drawn(tab, tab.get_by_role("heading", name="Before and after featcal"), timeout=PATIENCE)
-    page.get_by_text("Advanced", exact=True).click()
+    open_drawer(page, "Advanced")
     name = page.get_by_role("textbox", name="Name")
     assert name.input_value() == "featcal-2"
     name.fill("featcal")
@@ -117,7 +117,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
     for tab in tabs:
         drawn(tab, tab.get_by_text("Calibration featcal-2 is done."), timeout=PATIENCE)
         expect(tab.get_by_role("heading", name="Before and after featcal-2")).to_be_visible()
-        tab.get_by_text("All numbers", exact=True).click()
+        open_drawer(tab, "All numbers")
         expect(tab.get_by_role("heading", name="largest weight moves")).to_be_visible()
     assert name.input_value() == "featcal-3"
     assert said == []
@@ -129,7 +129,7 @@ def test_a_cancelled_calibration_leaves_no_variant(page: Any, writable: tuple[st
     before = open_run(run).variants
     page.goto(f"{address}/repair")
     settled(page)
-    page.get_by_text("Advanced", exact=True).click()
+    open_drawer(page, "Advanced")
     page.get_by_role("textbox", name="Name").fill("given-up")
     page.get_by_role("button", name="FeatCal calibrate").click()
     page.get_by_role("button", name="Cancel").click(timeout=PATIENCE)

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.records.run import DriftRun, open_run
-from tests.browser.reading import drawn, settled
+from tests.browser.reading import drawn, open_drawer, settled
 from tests.browser.server import serving
 
 PATIENCE = 180_000
@@ -20,7 +20,7 @@ PATIENCE = 180_000
 
 def choose(page: Any, title: str) -> None:
     page.get_by_role("combobox", name="Merge the experts by").fill(title)
-    page.keyboard.press("Enter")
+    page.get_by_role("option", name=title, exact=True).click()
     page.keyboard.press("Escape")
     settled(page)
 
@@ -40,7 +40,7 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
     with serving(root, tmp_path / "log") as address:
         page.goto(f"{address}/new_run")
         settled(page)
-        page.get_by_text("New merge", exact=True).click()
+        open_drawer(page, "New merge")
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
         choose(page, "TIES-Merging")
         scaling = page.get_by_role("spinbutton", name="scaling")
@@ -55,9 +55,9 @@ def test_a_new_merge_is_analyzed_and_several_are_compared(page: Any, light: Drif
 
         page.goto(f"{address}/new_run")
         settled(page)
-        page.get_by_text("New merge", exact=True).click()
+        open_drawer(page, "New merge")
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
-        for title in ("Simple averaging", "TIES-Merging"):
+        for title in ("Simple Averaging", "TIES-Merging"):
             choose(page, title)
         check(page)
         page.get_by_role("button", name="Compare the merges").click()
@@ -79,9 +79,9 @@ def test_a_comparison_that_is_cancelled_leaves_nothing_half_written(
     with serving(root, tmp_path / "log") as address:
         page.goto(f"{address}/new_run")
         settled(page)
-        page.get_by_text("New merge", exact=True).click()
+        open_drawer(page, "New merge")
         drawn(page, page.get_by_role("combobox", name="Merge the experts by"), timeout=PATIENCE)
-        for title in ("Simple averaging", "WUDI-Merging"):
+        for title in ("Simple Averaging", "WUDI-Merging"):
             choose(page, title)
         steps = page.get_by_role("spinbutton", name="steps")
         steps.fill("100000")

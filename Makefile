@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python
 
-.PHONY: help install check format test test-slow browser families bench demo docs notebooks gallery screenshots lowest
+.PHONY: help install check format test test-slow fuzz browser families bench demo docs notebooks gallery screenshots lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +25,9 @@ test:            ## fast tests
 
 test-slow:       ## all tests, the slow ones too
 	$(PYTHON) -m pytest --slow
+
+fuzz:            ## 175,000 spoiled inputs of seven kinds; about an hour
+	DRIFTLENS_FUZZ=25000 $(PYTHON) -m pytest tests/reads
 
 browser:         ## tests in a real browser; a missing one is a failure
 	DRIFTLENS_REQUIRE_BROWSER=1 $(PYTHON) -m pytest tests/browser

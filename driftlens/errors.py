@@ -22,6 +22,7 @@ program may want). The same text reaches the command line, the reports and the d
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -102,3 +103,12 @@ def did_you_mean(name: object, known: Collection[object]) -> str:
     """The hint `Did you mean 'x'?`, or nothing where no known name is near."""
     near = difflib.get_close_matches(str(name), [str(other) for other in known], n=1)
     return f"Did you mean {near[0]!r}?" if near else ""
+
+
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What steers a terminal, changes the order of what is read, or can't be written at all."""
+
+
+def harmless(text: str, *, is_json: bool = False) -> str:
+    """The text without control characters, in JSON spelled out: names come from files and may not steer a terminal."""
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}" if is_json else "\ufffd", text)

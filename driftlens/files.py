@@ -15,6 +15,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from driftlens.errors import RunError
 
@@ -102,6 +103,18 @@ def write_json_atomic(path: PathLike, value: object) -> None:
         ValueError: a number is NaN or infinite, which JSON does not know.
     """
     write_text_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value that `text` spells; for all JSON that comes from outside.
+
+    Raises:
+        ValueError: it is no JSON, no UTF-8, or nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
 
 
 def sha256_of(path: PathLike) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeVar
 
-from driftlens.errors import Cancelled, SpecError
+from driftlens.errors import Cancelled, SpecError, harmless
 
 T = TypeVar("T")
 Mode = Literal["auto", "rich", "jsonl", "none"]
@@ -193,7 +193,7 @@ class PlainLines:
             self.close()
         elif self._is_open and self._clock() - self._written >= _LINE_SECONDS:
             count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
-            label = f", {_harmless(event.label)}" if event.label else ""
+            label = f", {harmless(event.label)}" if event.label else ""
             self._write(f"{event.phase}: {count}{label}; {_times(event)}")
 
     def close(self) -> None:
@@ -240,11 +240,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _harmless(label: str) -> str:
-    """The label without control characters: the name of a task must not steer the terminal."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in label)
-
-
 def _times(event: ProgressEvent) -> str:
     left = "" if event.remaining is None else f", about {duration(event.remaining)} left"
     return f"{duration(event.seconds)} so far{left}"
@@ -275,7 +270,7 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
                 completed=event.done,
                 total=event.total,
                 times=_times(event),
-                label=_harmless(event.label),
+                label=harmless(event.label),
             )
 
         yield draw

@@ -124,9 +124,10 @@ class Setting:
     def _fits(self, entry: Any) -> bool:
         if self.kind in ("number", "integer"):
             is_number = isinstance(entry, int if self.kind == "integer" else int | float)
-            # Beyond these lie infinities and whole numbers that no float can be; NaN is never between two numbers.
-            low = -sys.float_info.max if self.low is None else self.low
-            high = sys.float_info.max if self.high is None else self.high
+            # Beyond these lie infinities and whole numbers that no machine has; NaN is never between two numbers.
+            most = 2**63 - 1 if self.kind == "integer" else sys.float_info.max
+            low = -most if self.low is None else self.low
+            high = most if self.high is None else self.high
             is_inside = is_number and low <= entry <= high and not (self.low_open and entry == low)
             return is_inside and not isinstance(entry, bool)
         if self.kind == "choice":  # by type too: True and 1.0 are equal to 1

@@ -276,7 +276,10 @@ def test_a_run_keeps_its_spec_readable_when_keys_are_taken_out(
 @example("\x85")
 @example("a\u2028b")
 @given(
-    st.recursive(st.text(max_size=6) | st.booleans() | st.integers() | st.floats(allow_nan=False), st.lists)
+    st.recursive(
+        st.text(max_size=6) | st.booleans() | st.integers(1 - 2**64, 2**64 - 1) | st.floats(allow_nan=False),
+        st.lists,
+    )
 )
 def test_yaml_that_is_written_reads_back_to_the_same_value(value: Any) -> None:
     again = from_yaml(to_yaml({"value": value}), "text")["value"]

@@ -17,11 +17,13 @@ import typer
 
 from driftlens.cli import calibrating, converting, looking, reporting, running
 from driftlens.cli.app import app, manner
-from driftlens.errors import Cancelled, DriftLensError, SpecError
+from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
 _MODULES = (running, converting, calibrating, looking, reporting)
 """Imported for their commands."""
+_MOST_LINES, _WIDEST = 60, 2000
+"""Of a message: lines, and characters in one."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 """Root of wrong usage. Newer versions of typer carry their own click, older ones use the installed one."""
 
@@ -37,10 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
     os.environ["MPLBACKEND"] = "agg"
-    sys.exit(_code(flags + rest))
+    sys.exit(run(flags + rest))
 
 
-def _code(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:
+    """Run one command line, whose global flags come first; returns its exit code."""
     try:
         result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -59,7 +62,10 @@ def _code(arguments: list[str]) -> int:
             # Whoever read our output has left; flushing at exit would raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        return _unexpected(error)
+        # A folder in the place of a file, a path too long, a device that can't be read: the file system's answer.
+        place = f"{error.filename2 or error.filename}: " if error.filename else ""
+        hint = "Check the path, and that you may read and write there."
+        return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
         return _unexpected(error)
 
@@ -74,6 +80,7 @@ def _misused(error: Any) -> int:
 
 
 def _report(message: str, hint: str, code: int) -> int:
+    message, hint = _shortened(message), _shortened(hint)
     text = message if code == Cancelled.exit_code else f"error: {message}"
     typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
     if hint:
@@ -81,6 +88,15 @@ def _report(message: str, hint: str, code: int) -> int:
     if manner.debug:
         traceback.print_exc()
     return code
+
+
+def _shortened(text: str) -> str:
+    """The text as a terminal may show it: no control characters, no line beyond a page, no more lines than a page."""
+    lines = harmless(text).splitlines()
+    shown = [line if len(line) <= _WIDEST else f"{line[:_WIDEST]}..." for line in lines[:_MOST_LINES]]
+    if len(lines) > _MOST_LINES:
+        shown.append(f"... and {len(lines) - _MOST_LINES:,} lines more")
+    return "\n".join(shown)
 
 
 def _unexpected(error: Exception) -> int:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypedDict
 import typer
 
 from driftlens.access import Access
-from driftlens.errors import SpecError
+from driftlens.errors import SpecError, harmless
 from driftlens.progress import CancelToken, ProgressSink
 
 app = typer.Typer(
@@ -55,18 +55,20 @@ def set_manner(
     manner.quiet, manner.verbose, manner.log_json, manner.debug = quiet, verbose, log_json, debug
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines() if log_json else logging.Formatter("%(message)s"))
+    handler.setFormatter(_JsonLines() if log_json else _PlainLines())
     logger = logging.getLogger("driftlens")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
 
 
+class _PlainLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(record.getMessage())
+
+
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(
-            {"event": "log", "level": record.levelname.lower(), "message": record.getMessage()},
-            ensure_ascii=False,
-        )
+        return json.dumps({"event": "log", "level": record.levelname.lower(), "message": record.getMessage()})
 
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -179,7 +181,7 @@ computing = sharing(*(option.name for option in fields(Job)))
 
 def say(text: str) -> None:
     """A result, on stdout."""
-    typer.echo(text)
+    typer.echo(harmless(text))
 
 
 def say_saved(place: Path) -> None:
@@ -192,12 +194,13 @@ def say_saved(place: Path) -> None:
 def note(text: str) -> None:
     """A remark for a person, on stderr; silent with `--quiet`."""
     if not manner.quiet:
-        typer.echo(text, err=True)
+        typer.echo(harmless(text), err=True)
 
 
 def say_json(value: object) -> None:
     """One JSON document on stdout; tables are lists of rows, and what is missing or not finite is null."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    typer.echo(harmless(text, is_json=True))
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from driftlens.access import Access
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, refused
 from driftlens.data.text_rows import text_view
 from driftlens.errors import DataError
+from driftlens.files import from_json
 
 if TYPE_CHECKING:
     from driftlens.spec.data import JsonlData
@@ -46,8 +46,8 @@ def _lines(file: Path) -> list[str]:
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
-    with refused(f"{where}: not JSON", "Write one JSON object per line.", json.JSONDecodeError):
-        row = json.loads(line)
+    with refused(f"{where}: not JSON", "Write one JSON object per line.", ValueError):
+        row = from_json(line)
     if not isinstance(row, dict):
         raise DataError(
             f"{where}: a {type(row).__name__}, expected an object",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from driftlens.access import Access
 from driftlens.data.image_folder import SUFFIXES, check_names, read_image
 from driftlens.data.sources import PATHS_HINT, Split, SplitView, data_sources, listed_classes, named, refused
 from driftlens.errors import DataError
+from driftlens.files import from_json
 
 if TYPE_CHECKING:
     from driftlens.spec.data import WebdatasetData
@@ -148,11 +148,11 @@ def _samples(shard: Path, entry: WebdatasetData) -> Iterator[_Sample]:
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, entry: WebdatasetData) -> Any:
     """Text as it is; of JSON the value, or of an object that under `key`."""
     hint = f"A member .{entry.label} must hold UTF-8 text, or JSON where it ends so."
-    with refused(f"{tar.name!s}: the label {member.name} can't be read", hint, ValueError, RecursionError):
+    with refused(f"{tar.name!s}: the label {member.name} can't be read", hint, ValueError):
         if member.size > _LONGEST_LABEL:
             raise ValueError(f"it has {member.size} bytes")
         stream = tar.extractfile(member)  # a plain file's bytes; nothing is written
         assert stream is not None
         text = stream.read().decode("utf-8-sig").strip()
-        value = json.loads(text) if str(entry.label).endswith("json") else text or None
+        value = from_json(text) if str(entry.label).endswith("json") else text or None
     return value.get(entry.key) if isinstance(value, dict) else value

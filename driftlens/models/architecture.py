@@ -230,7 +230,8 @@ def load_architecture(
     request = ArchitectureRequest(source, blocks, access)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
-    return loaders[loader](request)
+    with running(source):  # a configuration may hold anything
+        return loaders[loader](request)
 
 
 def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:

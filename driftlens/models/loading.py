@@ -6,14 +6,14 @@ Checkpoints are opened without reading them, and never unpickled.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pathlib
 import re
 from typing import Any
 
-from driftlens.errors import CheckpointError, DriftLensError, SpecError
+from driftlens.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
+from driftlens.files import from_json
 from driftlens.models.lora import is_lora_folder, lora_source
 from driftlens.models.refusals import require_unquantised, wrong_family
 from driftlens.models.sources import StateSource
@@ -43,6 +43,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer of transformers needs one."""
 _CONFIGS = ("config.json", "open_clip_config.json")
 
+MOST_LAYERS = 1000
+"""That a configuration may ask for."""
+
 log = logging.getLogger("driftlens")
 
 
@@ -64,10 +67,15 @@ def open_checkpoint(
     place = pathlib.Path(path).expanduser()
     if not place.exists() and isinstance(path, str) and is_hub_id(path) and place.suffix not in _READABLE:
         place = hub_folder(path, offline=offline)
-    if place.is_dir():
-        return _open_folder(place, base)
-    _require_readable(place)
-    return open_file(place)
+    try:
+        if place.is_dir():
+            return _open_folder(place, base)
+        _require_readable(place)
+        return open_file(place)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} can't be read: {error.strerror}", hint="Check the path, and that you may read it."
+        ) from error
 
 
 def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
@@ -216,17 +224,31 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
     Raises:
         SpecError: `source` is neither a folder nor a Hub id.
         CheckpointError: the file can't be fetched, or holds something else.
+        IncompatibleModelsError: it asks for a model without end.
     """
     folder = pathlib.Path(source).expanduser()
     if folder.is_dir():
-        return read_json(folder / file) if (folder / file).is_file() else None
+        return _sane(read_json(folder / file), source) if (folder / file).is_file() else None
     if not is_hub_id(source):
         raise SpecError(
             f"{source!r} is neither a folder nor a Hub id",
             hint="Check `architecture.source`: a folder with a config, or owner/name as on the Hub.",
         )
     fetched = _fetched_file(source, file, offline)
-    return None if fetched is None else read_json(fetched)
+    return None if fetched is None else _sane(read_json(fetched), source)
+
+
+def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The configuration, unless building what it describes would not end."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _sane(value, source)
+        elif isinstance(value, int) and value > MOST_LAYERS and re.search(r"(layers?|depth)$", key):
+            raise IncompatibleModelsError(
+                f"{source} asks for {value:,} layers ({key})",
+                hint=f"At most {MOST_LAYERS:,} are built; restore its configuration from the original.",
+            )
+    return config
 
 
 def missing_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> DriftLensError:
@@ -257,7 +279,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         CheckpointError: the file can't be read, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} can't be read: {error}", hint="Restore it from the original."

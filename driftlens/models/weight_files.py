@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 import shlex
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from driftlens.errors import CheckpointError
+from driftlens.files import from_json
 from driftlens.models.sources import Composed, SafetensorsSource, StateSource, TensorsSource
 
 WEIGHT_FILES = (
@@ -108,7 +108,7 @@ def _open_shard(index: pathlib.Path, shard: str) -> StateSource:
 
 def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
     try:
-        shards = json.loads(index.read_bytes())["weight_map"]
+        shards = from_json(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError):
         shards = None
     if (

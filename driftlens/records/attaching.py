@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.errors import DataError, RunError, did_you_mean
-from driftlens.files import PathLike
+from driftlens.files import PathLike, from_json
 from driftlens.metrics import ATTACHED, metric_called
 from driftlens.records.listing import is_analyzed
 from driftlens.records.lock import utc_now
@@ -91,8 +90,8 @@ def _content(file: pathlib.Path) -> bytes:
 
 def _document(content: bytes, file: pathlib.Path) -> dict[str, Any]:
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        found = from_json(content)
+    except ValueError as error:
         raise _refused(file, f"no JSON: {str(error).splitlines()[0]}") from error
     results = found.get("results") if isinstance(found, dict) else None
     if not isinstance(results, dict) or not all(isinstance(scores, dict) for scores in results.values()):

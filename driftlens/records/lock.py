@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import platform
@@ -15,7 +14,7 @@ import psutil
 from filelock import FileLock
 
 from driftlens.errors import RunError, RunLockedError
-from driftlens.files import write_json_atomic
+from driftlens.files import from_json, write_json_atomic
 from driftlens.records.layout import GUARD, LOCK
 
 _FRESH_SECONDS = 60.0
@@ -148,7 +147,7 @@ class RunLock:
 def owner_of(folder: pathlib.Path) -> Owner | None:
     """Who holds the run's lock according to its note, dead or alive; None when nobody does."""
     try:
-        note = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        note = from_json((folder / LOCK).read_text(encoding="utf-8"))
         owner = Owner(**{field.name: note[field.name] for field in dataclasses.fields(Owner)})
         datetime.fromisoformat(owner.heartbeat)
     except (OSError, ValueError, KeyError, TypeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import pathlib
 import zipfile
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from driftlens.diagnostic import Column
 from driftlens.errors import DataError, LayerNotFoundError, RunError, did_you_mean
-from driftlens.files import PathLike
+from driftlens.files import PathLike, from_json
 from driftlens.records import layout, schema
 from driftlens.records.manifest import Manifest, read_manifest
 from driftlens.records.status import Status, read_status
@@ -251,7 +250,7 @@ class DriftRun:
         if not path.is_file():
             return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = from_json(path.read_text(encoding="utf-8"))
             return {str(name): str(text) for name, text in found.items()}
         except (OSError, ValueError, AttributeError) as error:
             raise RunError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
+from driftlens.files import from_json
 from driftlens.metrics import ACCURACY, METRICS
 from driftlens.records.intervals import Interval, over_draws, wilson
 from driftlens.records.outcomes import Outcome
@@ -33,7 +33,7 @@ MEASURES: dict[str, tuple[str, Kind, Kind]] = {
 def settings_of(row: Any) -> dict[str, Any]:
     """All settings of a row of the sweep table, by name; runs before schema 1.4 tell three."""
     if isinstance(row["settings"], str):
-        found: dict[str, Any] = json.loads(row["settings"])
+        found: dict[str, Any] = from_json(row["settings"])
         return found
     return {name: row[name] for name in ("lam", "rho", "alpha")}
 

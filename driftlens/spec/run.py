@@ -53,7 +53,7 @@ class RunSpec(Part):
     base: Weights | None = None
     merged: Weights | None = None
     merge: Merge | None = None
-    experts: Annotated[PerName[Weights], Field(min_length=1)]
+    experts: Annotated[PerName[Weights], Field(min_length=1, max_length=1000)]
     baselines: PerName[Weights] = Field(default_factory=dict)
     heads: PerName[Head] = Field(default_factory=dict)
     data: Data = Data()

@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from driftlens.errors import harmless
+
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
 """Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
 
@@ -71,13 +73,13 @@ Name = Annotated[str, AfterValidator(_checked_name)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=1)]
-Seed = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 def _count_or_all(given: Any) -> Any:
-    if given == "all" or (type(given) is int and given >= 1):
+    if given == "all" or (type(given) is int and 1 <= given < 2**31):
         return given
     raise problem(f"expected a whole number of at least 1, or all; got {given!r}")
 
@@ -107,11 +109,19 @@ def plain_text(given: Any) -> Any:
 
 def resolved(value: str, info: ValidationInfo) -> str:
     """A path, relative ones against the spec file's folder."""
+    if harmless(value) != value or max(map(len, value.split("/"))) > 255 or len(value) > 4000:
+        raise problem(
+            "no path can have this name",
+            "Control characters and more than 255 characters can't stand in one.",
+        )
     folder: Path | None = (info.context or {}).get("folder")
     if folder is None:
         return value
-    # Links are left alone: in a download cache they carry the file's name, their target does not.
-    return str(folder / Path(value).expanduser()) if value.startswith("~") else str(folder / value)
+    try:
+        # Links are left alone: in a download cache they carry the file's name, their target does not.
+        return str(folder / Path(value).expanduser()) if value.startswith("~") else str(folder / value)
+    except RuntimeError as error:
+        raise problem(f"{value}: there is no such home folder", "Write the whole path.") from error
 
 
 def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:
@@ -133,12 +143,12 @@ Source = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolved_i
 
 
 def _bytes(given: Any) -> int:
-    if type(given) is int and given >= 1:
+    if type(given) is int and 1 <= given < 2**63:
         return given
     match = (
         re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", given.strip().lower()) if isinstance(given, str) else None
     )
-    if match is None or match[2] not in BYTES_PER_UNIT or not float(match[1]):
+    if match is None or match[2] not in BYTES_PER_UNIT or not 0 < float(match[1]) < 1e15:
         raise problem(f"expected a number of bytes or a size such as 2GiB; got {given!r}")
     return round(float(match[1]) * BYTES_PER_UNIT[match[2]])
 

@@ -14,8 +14,45 @@ from driftlens.errors import SpecError
 _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 
 
+MOST_CHARACTERS, MOST_NODES = 4_000_000, 100_000
+"""Of a spec or a value: its text, and its scalars, lists and mappings with what aliases stand for counted in full."""
+
+
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with `1e-4` as a number and keys that occur twice refused."""
+    """The safe loader, with `1e-4` as a number; keys that occur twice and what would not end are refused."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes, self._sizes = 0, dict[int, int]()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        before, is_alias = self._nodes, self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        assert node is not None  # it is called where one begins
+        if is_alias:
+            if id(node) not in self._sizes:
+                raise yaml.composer.ComposerError(None, None, "holds itself", node.start_mark)
+            self._nodes += self._sizes[id(node)]
+        else:
+            self._nodes += 1
+            self._sizes[id(node)] = self._nodes - before
+        if self._nodes > MOST_NODES:
+            wanted = f"more than {MOST_NODES:,} values, aliases counted in full"
+            raise yaml.composer.ComposerError(None, None, wanted, node.start_mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            found = super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"not a value of {node.tag}", node.start_mark
+            ) from error
+        if type(found) is int and found.bit_length() > 64:
+            raise yaml.constructor.ConstructorError(
+                None, None, "a whole number of more than 64 bits", node.start_mark
+            )
+        return found
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -61,6 +98,11 @@ def from_yaml(text: str, where: str) -> Any:
     Raises:
         SpecError: not YAML, nested too deeply, or a key occurs twice; line and column are in the message.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise SpecError(
+            f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read",
+            hint="Lists of class names may stand in files of their own.",
+        )
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -115,7 +157,8 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
         SpecError: the file can't be read, is no text, or holds something else.
     """
     try:
-        raw = from_yaml(file.read_text(encoding="utf-8-sig"), str(file))
+        with file.open(encoding="utf-8-sig") as stream:  # a device may have no end
+            raw = from_yaml(stream.read(MOST_CHARACTERS + 1), str(file))
     except UnicodeDecodeError as error:
         raise SpecError(
             f"{file}: not UTF-8 text ({error.reason})", hint="It should be a YAML file."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.errors import RunError
-from driftlens.files import atomic_path, write_json_atomic, write_text_atomic
+from driftlens.files import atomic_path, from_json, write_json_atomic, write_text_atomic
 from driftlens.records.layout import COMPARISON
 from driftlens.records.reading import Kind, Sheet, printable
 from driftlens_reports.charts import marks, theme, words
@@ -54,7 +53,7 @@ def read_merges(folder: Path) -> dict[str, Any]:
         RunError: there is none, or it can't be read.
     """
     try:
-        found = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))
+        found = from_json((folder / COMPARISON).read_text(encoding="utf-8"))
         merges_sheet(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise RunError(f"{folder} holds no comparison of merges that can be read") from None

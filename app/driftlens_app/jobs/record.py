@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, TypeAdapter
 
 from driftlens.errors import RunError
-from driftlens.files import write_json_atomic
+from driftlens.files import from_json, write_json_atomic
 from driftlens.records.lock import Owner, utc_now
 from driftlens_app.settings import is_file_inside, is_inside
 
@@ -151,7 +151,7 @@ def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
     if not is_file_inside(file):
         return None
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = from_json(file.read_text(encoding="utf-8"))
         # As JSON, which pydantic takes an object from however strict it is about types: True is no process id.
         job = _RECORDS.validate_json(json.dumps({**record, "run": ""}), strict=True)
         times = [job.started, *([job.cancelled] if job.cancelled else [])]
@@ -161,7 +161,7 @@ def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
         # The run is where the record was found, whatever that says.
         log = folder / job.log
         return dataclasses.replace(job, run=run, log=log, cancelled=job.cancelled or _marked(log))
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return None
 
 

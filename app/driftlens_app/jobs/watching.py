@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import signal
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from driftlens.errors import Cancelled, RunError
+from driftlens.files import from_json
 from driftlens.progress import ProgressEvent
 from driftlens.records.layout import COMPARISON, EVENTS, STATUS
 from driftlens.records.status import Failure, Status, read_status
@@ -176,7 +176,7 @@ def _event_in(line: str) -> dict[str, Any] | None:
 
 def _object(line: str) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = from_json(line)
     except ValueError:  # half a line: the job is writing it
         return None
     return event if isinstance(event, dict) else None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from driftlens.engine.problems import CalibratedLayer, SiteReport
 from driftlens.errors import RunError, SpecError
-from driftlens.files import write_json_atomic
+from driftlens.files import from_json, write_json_atomic
 from driftlens.models.loading import open_checkpoint
 from driftlens.models.saving import save_state_dict
 from driftlens.models.sources import OnDemand
@@ -85,7 +85,7 @@ class CalibrationScratch:
     @property
     def begun(self) -> dict[str, Any]:
         """What it began with, and as `selection` how that was chosen; nothing where nothing was begun."""
-        return json.loads(self._settings.read_text(encoding="utf-8")) if self.is_there else {}
+        return from_json(self._settings.read_text(encoding="utf-8")) if self.is_there else {}
 
     def require_same(self, settings: Mapping[str, Any], *, chosen: Collection[str] = ()) -> None:
         """Refuse to go on with other settings; nothing happens where nothing was begun.
@@ -157,7 +157,7 @@ def _metadata(path: pathlib.Path) -> dict[str, str]:
 
 def _read(path: pathlib.Path) -> SolvedLayer:
     source, stored = open_checkpoint(path), _metadata(path)
-    reports = tuple(SiteReport(**report) for report in json.loads(stored["reports"]))
+    reports = tuple(SiteReport(**report) for report in from_json(stored["reports"]))
     return SolvedLayer(OnDemand(source.headers, source.read), reports, float(stored["seconds"]))
 
 

@@ -1,0 +1,1 @@
+"""What DriftLens reads from outside, spoiled at random: specs, checkpoints, data, run folders, command lines."""

@@ -1,0 +1,142 @@
+"""Inputs that once ended in a traceback, a hang or a steered terminal, each with the words of its refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import driftlens.cli as cli
+from driftlens.errors import CheckpointError, DataError, IncompatibleModelsError, SpecError, harmless
+from driftlens.files import from_json
+from driftlens.models.loading import open_checkpoint, read_config
+from driftlens.settings import Setting
+from driftlens.spec.run import load_spec
+from driftlens.spec.yaml_text import MOST_CHARACTERS, from_yaml
+from tests.cli.conftest import Result, run_cli
+from tests.pipeline.fixtures import light, world
+from tests.pipeline.world import World
+from tests.reads.guard import within_bounds
+
+__all__ = ["light", "run_cli", "world"]
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{name}: &{name} [{','.join(['*' + chr(ord(name) - 1)] * 9)}]\n" for name in "bcdefghi"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('version: !!int ""', "not a value of"),
+        ("x: !!bool x", "not a value of"),
+        ("x: !!timestamp abc", "not a value of"),
+        ("x: 0x" + "f" * 20_000, "more than 64 bits"),
+        ("x: " + ":".join(["59"] * 4000), "more than 64 bits"),
+        ("a: &a [*a]", "holds itself"),
+        (BOMB, "aliases counted in full"),
+        ("x: " + "a" * MOST_CHARACTERS, "at most"),
+    ],
+    ids=["int", "bool", "time", "hexadecimal", "sexagesimal", "cycle", "bomb", "long"],
+)
+def test_values_that_are_none_are_refused_with_their_place(text: str, words: str) -> None:
+    with within_bounds(), pytest.raises(SpecError, match=words):
+        from_yaml(text, "spec")
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\x00b", "x" * 300, "\x1b[31m"])
+def test_paths_that_no_file_can_have_are_refused(world: World, path: str) -> None:
+    with pytest.raises(SpecError, match=r"base\.weights") as refused:
+        load_spec(world.spec(base={"weights": f"./{path}" if path[0] != "~" else path}))
+    assert len(str(refused.value)) < 500
+
+
+def test_a_spec_of_more_experts_than_anybody_has_is_refused(world: World) -> None:
+    with within_bounds(), pytest.raises(SpecError, match="at most 1000"):
+        load_spec(
+            world.spec(
+                experts={f"t{number}": {"weights": "x.pt"} for number in range(2000)}, heads={}, data={}
+            )
+        )
+
+
+def test_whole_numbers_beyond_the_machines_are_no_settings() -> None:
+    with pytest.raises(SpecError, match="seed is"):
+        Setting("seed", "integer", default=0, low=0).read(2**63)
+    assert Setting("seed", "integer", default=0, low=0).read(2**63 - 1) == 2**63 - 1
+
+
+def test_json_nested_without_end_is_no_json(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    with pytest.raises(ValueError, match="nested too deeply"):
+        from_json(deep)
+    (tmp_path / "model.safetensors.index.json").write_text(deep)
+    with pytest.raises(CheckpointError, match="not an index of shards"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "layers", "depth"])
+def test_configurations_of_models_without_end_are_refused(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vision": {key: 2**63}}))
+    with pytest.raises(IncompatibleModelsError, match=f"9,223,372,036,854,775,808 layers .{key}."):
+        read_config(str(tmp_path), "config.json")
+
+
+def test_an_archive_of_a_version_to_come_is_refused(world: World, tmp_path: Path) -> None:
+    from driftlens.access import Access
+    from driftlens.data.sources import data_sources
+
+    content = bytearray(world.data(world.tasks[0]).read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 6] = 64  # the version that is needed to read an entry
+    (tmp_path / "a.npz").write_bytes(content)
+    spec = load_spec(world.one_task(data={world.tasks[0]: {"kind": "npz", "file": str(tmp_path / "a.npz")}}))
+    with pytest.raises(DataError, match=r"a\.npz"):
+        data_sources["npz"](spec.data.tasks[world.tasks[0]], "calibration", Access())
+
+
+def test_what_files_say_never_steers_the_terminal(
+    run_cli: Callable[..., Result], tmp_path: Path, world: World
+) -> None:
+    steering = "\x1b]0;owned\x07\x9b2J\u202e"
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(world.spec() | {steering: 1}))
+    result = run_cli("validate", file)
+    assert result.code == 2 and "unknown key" in result.err
+    assert harmless(result.err) == result.err and "\x1b" not in result.err
+
+
+def test_a_json_document_spells_control_characters_out(capsys: pytest.CaptureFixture[str]) -> None:
+    from driftlens.cli.app import say_json
+
+    say_json({"name": "a\x9bb\u202e"})
+    written = capsys.readouterr().out
+    assert "\x9b" not in written and json.loads(written) == {"name": "a\x9bb\u202e"}
+
+
+def test_messages_end_on_their_first_page(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise SpecError("\n".join(f"problem {number} {'x' * 5000}" for number in range(20_000)))
+
+    monkeypatch.setattr("driftlens.records.run.open_run", fail)
+    assert cli.run(["show", "."]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "... and 19,940 lines more" and len(lines) == 61
+    assert max(map(len, lines)) < 2100
+
+
+@pytest.mark.parametrize(
+    "line", [("check", "RUN", "--junit", "FOLDER"), ("convert", "/proc/self/mem"), ("show", "x" * 5000)]
+)
+def test_the_file_systems_refusals_are_no_defects(
+    run_cli: Callable[..., Result], light: Any, tmp_path: Path, line: tuple[str, ...]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    stands = {"RUN": light.path, "FOLDER": tmp_path / "folder"}
+    result = run_cli(*(stands.get(word, word) for word in line))
+    assert result.code in (3, 4) and "defect" not in result.err

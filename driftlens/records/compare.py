@@ -23,7 +23,7 @@ from driftlens.records.intervals import (
     unpaired_difference,
 )
 from driftlens.records.reading import is_measured
-from driftlens.records.run import DriftRun, open_run
+from driftlens.records.run import DriftRun, open_run, remembered
 from driftlens.records.scores import change_of, main_metrics, results
 from driftlens.variants import expert_of, part_of
 
@@ -267,6 +267,7 @@ def changed_score(
     return ScoreChange(task, *ends, n, is_paired, paired, split, metric.name, start, end)
 
 
+@remembered
 def _right(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
     """Whether each test sample, or each labelled diagnosis sample, was answered rightly, by sample id."""
     if split == "test":
@@ -396,6 +397,7 @@ def flip_share(run: DriftRun, task: str, variant: str) -> float:
     return float(np.mean(flipped)) if len(flipped) else math.nan
 
 
+@remembered
 def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
     """A variant's score on test samples with its interval and their number; NaN and 0 without. Errors as above."""
     rows = run.accuracy(task, variant)

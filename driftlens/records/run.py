@@ -57,6 +57,13 @@ def open_run(path: PathLike) -> DriftRun:
     return DriftRun.at(path)
 
 
+class _Units(dict[str, str]):
+    """Units by column, which nobody changes: pandas copies a frame's attributes deeply with every piece it takes."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 class DriftRun:
     """One run directory, read-only. Tables are read once, when first asked for; frames are copies.
 
@@ -396,7 +403,7 @@ class DriftRun:
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
             rows = empty(table) if is_absent else read_table(self.path / relative, table)
             rows = self._finished_rows(rows)
-            rows.attrs["units"] = {column.name: column.unit for column in self.columns(table.name)}
+            rows.attrs["units"] = _Units({column.name: column.unit for column in self.columns(table.name)})
             self._frames[table.name] = rows
         return self._frames[table.name]
 

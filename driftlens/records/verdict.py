@@ -277,11 +277,12 @@ def source_of(run: DriftRun, variant: str) -> Source | None:
     return Source(layer, layer_name(run, layer), share, min(by_task), max(by_task), rivals)
 
 
+@remembered
 def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tuple[Interval, list[float]]]:
     """Every layer's share of the final drift, the largest first: the mean over tasks, and that of every task."""
     rows = run.layers(task, variant) if variant else run.layers().head(0)
     found: dict[int, tuple[Interval, list[float]]] = {}
-    rows = rows[rows["final_share"].notna()]
+    rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
     for layer in rows["layer"].unique().tolist():
         by_task = [share_of(row) for row in rows[rows["layer"] == layer].to_dict("records")]
         found[layer] = mean_over_tasks(by_task), [at.value for at in by_task]

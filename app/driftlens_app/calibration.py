@@ -17,7 +17,7 @@ from driftlens.errors import SpecError, did_you_mean
 from driftlens.settings import Setting
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.settings import Settings
-from driftlens_app.show import plain
+from driftlens_app.show import caption, plain
 
 _START, _ESTIMATE, _BEST = "start-calibration", "estimate-calibration", "best-calibration"
 _SUGGESTED = "_suggested_name"
@@ -235,7 +235,7 @@ def calibration_form(
     known = methods()
     first, label = known[CalibrationSettings.method], "Repair with the best method"
     best = st.button(label, type="primary", icon=":material/auto_awesome:", disabled=blocked, key=_BEST)
-    st.caption(plain(_tried_by_best(known, first, first.preset_for(adapter))))
+    caption(_tried_by_best(known, first, first.preset_for(adapter)))
     with st.expander("Advanced", expanded=last is not None):  # open for whoever used it last
         names, fresh = [*known], CalibrationSettings(preset=first.preset_for(adapter))
         start = last or fresh.with_free_name(taken)

@@ -237,6 +237,7 @@ def _what(job: Job) -> str:
         "compare": "Comparison of merges",
         "calibrate": "Calibration",
         "sweep": "Sweep of",
+        "arena": "Repairs by",
         "explain": "Attribution of",
         "project": "Layout",
     }

@@ -23,7 +23,7 @@ from driftlens.records.run import DriftRun
 from driftlens.spec import RunSpec, load_spec
 from driftlens_app.jobs import Job
 from driftlens_app.settings import is_file_inside
-from driftlens_app.show import plain
+from driftlens_app.show import caption, plain
 
 _LEVELS = ("problem", "notice", "ok")
 _LARGEST_SPEC = 1_000_000
@@ -120,7 +120,8 @@ def show_findings(found: Mapping[str, Any]) -> None:
             st.success("Ready.", icon=":material/check:")
         else:
             parts = [f"{size(cost['memory_bytes'])} of memory", f"{size(cost['disk_bytes'])} on disk"]
-            parts += [] if cost["seconds"] is None else [duration(cost["seconds"])]
+            seconds = cost["seconds"]
+            parts += [] if seconds is None else ["less than a second" if seconds < 1 else duration(seconds)]
             st.success(f"Ready: about {', '.join(parts)}.", icon=":material/check:")
         for finding in by_level["problem"]:
             at = finding.get("line")
@@ -143,7 +144,7 @@ def show_outlook(run: DriftRun) -> None:
     """Draw what a calibration would stumble over, and what the last work of its kind took on this run."""
     for text in obstacles(run):
         st.warning(f"A calibration can't begin: {plain(text)}", icon=":material/warning:")
-    st.caption(plain(past_cost(run)))
+    caption(past_cost(run))
 
 
 def obstacles(run: DriftRun) -> list[str]:

@@ -33,6 +33,7 @@ from driftlens_reports.charts.theme import lay_out, palette
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
+_SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _NUMBERS = {
     "count": (1, "%d"),
@@ -126,6 +127,13 @@ def page_title(title: str, subtitle: str) -> None:
     st.caption(subtitle)
 
 
+def caption(text: str) -> None:
+    """One line below what it speaks of; what it says beyond its first sentence is there on hover."""
+    first, *others = _SENTENCES.split(text.strip(), maxsplit=1)
+    if first:
+        st.caption(plain(first), help=plain(others[0]) if others else None)
+
+
 def note(text: str, icon: str = "info") -> None:
     """A box with a remark, and a Material symbol before it."""
     st.info(text, icon=f":material/{icon}:")
@@ -165,21 +173,19 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
     return None
 
 
-def show_drawn(name: str, run_id: str, drawn: Drawn, caption: str = "", **plotly: Any) -> Any:
+def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
     """Draw a figure with its caption, notes and the plotted numbers; returns what Streamlit does.
 
     Args:
         name: unique on the page, and part of the name of the file with the numbers.
         run_id: the other part.
         drawn: the figure; as `drawn_once` makes it from here on.
-        caption: a sentence that says what is plotted.
+        says: what is plotted.
         plotly: as for `show_chart`.
     """
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
     result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
-    words = [text for text in (caption, *drawn.notes) if text]
-    if words:
-        st.caption(" ".join(plain(text) for text in words))
+    caption(" ".join(text for text in (says, *drawn.notes) if text))
     show_data(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
     return result
 
@@ -200,7 +206,7 @@ def show_sheet(sheet: Sheet, drawn: Sequence[str | None] = ()) -> None:
         rows.insert(1, AXIS, [*drawn])
     st.subheader(plain(sheet.title), anchor=False)
     show_table(rows, columns | {AXIS: DOTS}, key=sheet.name, alt=sheet.title)
-    st.caption(plain(sheet.notes()))
+    caption(sheet.notes())
 
 
 def sheet_table(sheet: Sheet) -> tuple[pd.DataFrame, dict[str, Any]]:

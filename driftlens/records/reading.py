@@ -173,8 +173,13 @@ def setting_text(value: object) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """A file size in MB, with one decimal."""
-    return f"{num_bytes / 1e6:,.1f} MB"
+    """An amount of bytes with three digits: "1.18 GB", "46 MB", "300 kB", "12 bytes"."""
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * step:
+            amount = num_bytes / step
+            text = f"{amount:,.{max(0, 2 - math.floor(math.log10(max(1.0, 1.0005 * amount))))}f}"
+            return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def printable(text: str) -> str:

@@ -35,13 +35,14 @@ def merges_sheet(found: Mapping[str, Any]) -> Sheet:
         keys += [key, f"{key}_low", f"{key}_high"]
     counts, tied = found["samples"], [row["merge"] for row in placed if row["is_tied"]]
     which = "that no method has read" if found["held_out"] else "without their labels"
-    said = [
+    failed = [f"{row['merge']}: not made, as {row['reason']}" for row in found["merges"] if row["reason"]]
+    said = [f"{'; '.join(failed)}."] if failed else []
+    said.append(
         f"Ranked by {NAMES[found['score']]}: mean over {len(counts)} tasks, {sum(counts.values())} calibration samples "
         f"{which}. Behind the first: on the same samples, with intervals that hold for all pairs together."
-    ]
+    )
     if tied:
         said.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
-    said += [f"{row['merge']}: not made, as {row['reason']}." for row in found["merges"] if row["reason"]]
     rows = [[row[key] for key in keys] for row in placed]
     return Sheet("merges", f"Merges of {found['name']}", kinds, rows, " ".join(said))
 

@@ -230,7 +230,7 @@ def told(root: Path, name: str) -> str:
 
 def test_another_merge_is_analyzed_in_place_of_the_specs(open_app: Open, root: Path) -> None:
     app = choose(open_app(root, "new_run"), "ties")  # of the run that is there
-    assert "2306.01708. Reads all parameters of all models." in said(app).replace("\\", "")
+    assert "2306.01708." in said(app) and "Reads all parameters of all models." in said(app)
     app.number_input(key="merge.ties.scaling").set_value(0.4)
     app.selectbox(key="merge.ties.trim_scope").set_value("per_tensor")
     press(press(app, "Check the spec"), "Start the analysis")

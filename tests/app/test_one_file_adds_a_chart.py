@@ -70,7 +70,9 @@ def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) 
     app = open_app(root, "layers", layers="Similarity")
     assert not app.error and not app.exception
     assert [element.value for element in app.subheader][:2] == ["A toy of a chart", charts["cka"].title]
-    assert any("Made of one file" in element.value.replace("\\", "") for element in app.caption)
+    assert any(
+        "Made of one file" in f"{element.value} {element.help}".replace("\\", "") for element in app.caption
+    )
 
 
 def test_where_its_column_was_not_measured_it_says_what_fills_it(

@@ -86,7 +86,7 @@ def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     app = open_app(root, "repair")
     labels = [button.label for button in app.get("download_button")]
-    assert "Calibrated checkpoint (2.0 MB)" in labels and "Model card" in labels
+    assert "Calibrated checkpoint (2 MB)" in labels and "Model card" in labels
     assert app.error and all(table in element.value for element in app.error)
     assert "Drift by layer" in said(app)
 

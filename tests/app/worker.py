@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         return 0
     run = Path(
         arguments[1]
-        if command in ("calibrate", "explain", "sweep")
+        if command in ("calibrate", "explain", "sweep", "arena")
         else arguments[arguments.index("--out") + 1]
     )
     if name == "refused":

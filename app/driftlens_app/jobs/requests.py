@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -142,6 +142,14 @@ def sweep_request(run: DriftRun) -> Request:
             values = sorted({min(factor * centre, high or math.inf) for factor in factors})
             arguments.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
     return Request("sweep", "lam, rho and alpha", run.path, (*arguments, *_PROGRESS))
+
+
+def arena_request(run: DriftRun, names: Sequence[str]) -> Request:
+    """Repairs by several methods on the same samples, each kept as a calibration of the run."""
+    if not names:
+        raise SpecError("no method was chosen", hint="Choose two or more to be compared.")
+    asked = ",".join(names)
+    return Request("arena", asked, run.path, ("arena", str(run.path), f"--methods={asked}", *_PROGRESS))
 
 
 def explain_request(run: DriftRun) -> Request:

@@ -15,14 +15,28 @@ from driftlens.records.compare import Comparison, compare
 from driftlens.records.reading import is_measured, percent_interval, points_interval
 from driftlens.records.run import DriftRun
 from driftlens.variants import part_of, title
+from driftlens_app.jobs.requests import comparisons
 from driftlens_app.pages import path_of
 from driftlens_app.runs import folder_of, key_of, opened, run_ids
 from driftlens_app.selection import TASK, Selection, selection
 from driftlens_app.settings import Settings
-from driftlens_app.show import drawn_once, is_dark, is_narrow, note, plain, show_data, show_drawn, show_table
+from driftlens_app.show import (
+    caption,
+    drawn_once,
+    is_dark,
+    is_narrow,
+    note,
+    plain,
+    show_data,
+    show_drawn,
+    show_sheet,
+    show_table,
+    shown_errors,
+)
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.page_curves import change_curves
 from driftlens_reports.charts.panels import one_column
+from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
 
 _SAYS = "What changes from one model to another, over all layers: negative drift is an improvement."
 _SAME = "this run"
@@ -49,8 +63,14 @@ _SCORES = ("score_before", "score_change")
 
 def show() -> None:
     """Draw this part of the page Repair."""
-    st.caption(_SAYS)
+    caption(_SAYS)
     chosen = selection(TASK)
+    _changes(chosen)
+    with shown_errors():
+        show_merges(Settings.from_environment(), chosen.run.name)
+
+
+def _changes(chosen: Selection) -> None:
     whole = _comparison(chosen)
     if whole is None:
         return
@@ -62,7 +82,7 @@ def show() -> None:
             icon=":material/warning:",
         )
     for remark in found.notes:
-        st.caption(plain(remark))
+        caption(remark)
     names = f"{found.before.id}-{found.after.id}"
     st.subheader("Change by layer", anchor=False)
     show_drawn("change", names, _curves(found, chosen.task, is_dark(), is_narrow()))
@@ -107,6 +127,21 @@ def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
     ends = sorted(ends, key=lambda name: name not in first_choice)
     after = st.selectbox("After", ends, format_func=title, key="after", bind="query-params", width=220)
     return before, after
+
+
+def show_merges(settings: Settings, of: str = "") -> None:
+    """A ranking of merges that was written to the root: of the runs with the name `of`, or any."""
+    found: dict[str, Any] = {}
+    for name in comparisons(settings.root):
+        with shown_errors():
+            ranking = read_merges(settings.root / name)
+            found |= {name: ranking} if of in ("", ranking["name"]) else {}
+    if not found:
+        return
+    st.subheader("Compared merges", anchor=False)
+    chosen = st.selectbox("Comparison", [*found], label_visibility="collapsed", key="comparison")
+    show_drawn("merges", chosen, draw_merges(found[chosen], dark=is_dark()))
+    show_sheet(merges_sheet(found[chosen]))
 
 
 # Shared by all readers, as runs are: nobody changes a comparison, and a copy would hold copies of both runs.

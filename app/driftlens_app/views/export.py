@@ -22,7 +22,7 @@ from driftlens_app.jobs.command_line import told_failure
 from driftlens_app.pages import Page
 from driftlens_app.runs import key_of
 from driftlens_app.selection import selection
-from driftlens_app.show import note, open_part, plain, show_data, show_error
+from driftlens_app.show import caption, note, open_part, plain, show_data, show_error
 from driftlens_reports.build import formats
 from driftlens_reports.paper.exhibit import exhibits
 from driftlens_reports.paper.style import WIDTHS
@@ -214,7 +214,7 @@ def _preview(built: list[Built]) -> None:
 
 
 def _checks(run: DriftRun) -> None:
-    st.caption(
+    caption(
         "Claims that are exact in theory, tested on this run. `driftlens check RUN --tests FILE` holds it against "
         "bounds of your own."
     )

@@ -19,7 +19,6 @@ from driftlens_app.jobs.requests import (
     Merges,
     analyze_request,
     compare_request,
-    comparisons,
     in_terminal,
     merged_by,
     own_specs,
@@ -30,8 +29,8 @@ from driftlens_app.live import await_run, show_new_runs
 from driftlens_app.outlook import show_findings
 from driftlens_app.pages import Page
 from driftlens_app.settings import Settings
-from driftlens_app.show import is_dark, note, plain, show_drawn, show_sheet, shown_errors
-from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
+from driftlens_app.show import caption, note, plain, shown_errors
+from driftlens_app.views.compare import show_merges
 
 PAGE = Page(
     "New run",
@@ -75,7 +74,7 @@ def show() -> None:
         text = draft() if spec == PASTED else None
         _form(settings, spec, text, _chosen())
     with shown_errors():
-        _comparisons(settings)
+        show_merges(settings)
 
 
 def _chosen() -> dict[str, Method]:
@@ -101,7 +100,7 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
     for method, known in chosen.items():
         with st.container(border=True):
             st.markdown(f"**{plain(known.title)}**")
-            st.caption(plain(f"{known.source}. Reads {known.reads}. Empty fields stay as they read."))
+            caption(f"{known.source}. Reads {known.reads}. Empty fields stay as they read.")
             merges[method] = fields([*known.settings.values()], {}, f"merge.{method}")
     file = spec if text is None else kept_as(text)
     name = st.text_input(
@@ -140,7 +139,7 @@ def _form(settings: Settings, spec: str, text: str | None, chosen: Mapping[str, 
     except SpecError as error:
         if pressed:
             raise
-        st.caption(plain(f"{error.message}. {error.hint}"))
+        caption(f"{error.message}. {error.hint}")
         return
     st.caption("The same in a terminal, in this folder:")
     st.code(in_terminal(request, settings.root), language="bash", wrap_lines=True)
@@ -165,17 +164,6 @@ def _findings(settings: Settings, spec: str, merges: Merges) -> dict[str, Any]:
         return {}
     stamp = spec_file(settings.root, spec).stat().st_mtime_ns
     return dict(known[3]) if known[1:3] == (stamp, merges) else {}
-
-
-def _comparisons(settings: Settings) -> None:
-    names = comparisons(settings.root)
-    if not names:
-        return
-    st.subheader("Compared merges", anchor=False)
-    name = st.selectbox("Comparison", names, label_visibility="collapsed", key="comparison")
-    found = read_merges(settings.root / name)
-    show_drawn("merges", name, draw_merges(found, dark=is_dark()))
-    show_sheet(merges_sheet(found))
 
 
 def proposed_name(spec: str) -> str:

@@ -22,6 +22,7 @@ from driftlens_app.show import (
     AXIS,
     DOTS,
     MODELS,
+    caption,
     dots,
     note,
     page_title,
@@ -194,7 +195,7 @@ def _provenance(run: DriftRun) -> None:
         rows = pd.DataFrame(facts_of_run.items(), columns=["what", "value"])
         st.dataframe(rows, hide_index=True, key="provenance", alt="Provenance of the run")
         for notice in manifest.notices:
-            st.caption(plain(notice))
+            caption(notice)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import streamlit as st
 
+from driftlens.records.arena import arena_sheet
 from driftlens.records.before_after import (
     calibration_sheets,
     change_in_words,
@@ -19,10 +20,10 @@ from driftlens.records.reading import Sheet, estimate, size, written
 from driftlens.records.run import DriftRun
 from driftlens.records.verdict import Verdict, task_sheet, verdict
 from driftlens.variants import title
-from driftlens_app.calibration import CalibrationSettings, calibration_form
+from driftlens_app.calibration import CalibrationSettings, calibration_form, methods
 from driftlens_app.jobs import Job, View, start, watch
 from driftlens_app.jobs.command_line import ask
-from driftlens_app.jobs.requests import calibrate_request, sweep_request
+from driftlens_app.jobs.requests import arena_request, calibrate_request, sweep_request
 from driftlens_app.jobs.watching import is_at_work, running_drift
 from driftlens_app.live import BAD_ENDS, show_ended, show_live
 from driftlens_app.outlook import show_findings, show_outlook
@@ -32,6 +33,7 @@ from driftlens_app.selection import selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     MODELS,
+    caption,
     dots,
     note,
     open_part,
@@ -89,6 +91,7 @@ def show() -> None:
         _results(run, job)
     if run.manifest.calibrations:
         _sensitivity(run, blocked=blocked)
+    _arena(run, blocked=blocked)
 
 
 def _last(run: DriftRun, job: View | None) -> CalibrationSettings | None:
@@ -197,7 +200,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         solved = run.calibration(name)
         show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
     for notice in run.manifest.calibrations[name].notices:
-        st.caption(plain(notice))
+        caption(notice)
 
 
 def _headline(run: DriftRun, found: Verdict) -> None:
@@ -228,6 +231,30 @@ def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
     if st.button("Sweep lam, rho and alpha", icon=":material/grid_on:", key="sweep", disabled=blocked):
         with shown_errors():
             start(sweep_request(run))
+            st.rerun()
+
+
+def _arena(run: DriftRun, *, blocked: bool) -> None:
+    """Calibrations beside one another, gain against cost, and a button that adds those of other methods."""
+    last = watch(run.path, "arena")
+    if last is not None and last.state in BAD_ENDS:
+        show_ended(last)
+    show_chart("arena", run, selection().options())
+    if len(run.manifest.calibrations) > 1:
+        with shown_errors():
+            show_sheet(arena_sheet(run))
+    with shown_errors(), st.container(horizontal=True, vertical_alignment="bottom"):
+        known = methods()
+        chosen = st.multiselect(
+            "Repairs to compare",
+            [*known],
+            default=[*known],
+            format_func=lambda name: known[name].title,
+            key="arena-methods",
+            help="Each with its published settings; those that are trained take minutes.",
+        )
+        if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):
+            start(arena_request(run, chosen))
             st.rerun()
 
 

@@ -40,7 +40,7 @@ _ARROWS = 10
 _CHART = "chart-scatter"
 MARKED = "selected"
 """Name in the URL of the places of the samples that are selected."""
-_MARKED_OF = "_selected_of"
+_KEPT = "_selected"
 
 
 def show() -> None:
@@ -126,20 +126,26 @@ def _selected(event: Any) -> list[str]:
 
 
 def _marked(run: DriftRun, task: str) -> list[str]:
-    """Ids of the samples that the URL selects; none once another task is shown."""
-    if st.session_state.setdefault(_MARKED_OF, (run.id, task)) != (run.id, task):
-        st.session_state[_MARKED_OF] = (run.id, task)
-        st.query_params.pop(MARKED, None)
-    ids, asked = run.sample_ids(task), st.query_params.get(MARKED, "").split("-")
-    return [ids[int(at)] for at in asked if at.isascii() and at.isdecimal() and int(at) < len(ids)]
+    """Ids of the samples that are selected, by the URL or from before the page was left; none of another task's."""
+    of, kept = st.session_state.get(_KEPT, ((run.id, task), ""))
+    asked = (st.query_params.get(MARKED) or kept) if of == (run.id, task) else ""
+    _keep(run, task, asked)
+    ids = run.sample_ids(task)
+    return [ids[int(at)] for at in asked.split("-") if at.isascii() and at.isdecimal() and int(at) < len(ids)]
 
 
 def _mark(run: DriftRun, task: str, selected: Sequence[str]) -> None:
-    """Write into the URL which samples are selected, by their places: ids may be long."""
+    """Select these samples, told by their places: ids may be long."""
     places = {name: str(at) for at, name in enumerate(run.sample_ids(task))}
+    _keep(run, task, "-".join(places[name] for name in selected if name in places))
+
+
+def _keep(run: DriftRun, task: str, marked: str) -> None:
+    """Write into the URL, and remember for when the reader comes back, which samples are selected."""
+    st.session_state[_KEPT] = ((run.id, task), marked)
     st.query_params.pop(MARKED, None)
-    if selected:
-        st.query_params[MARKED] = "-".join(places[name] for name in selected if name in places)
+    if marked:
+        st.query_params[MARKED] = marked
 
 
 def _samples(run: DriftRun, task: str, options: ChartOptions, marked: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from driftlens.variants import part_of, title
 from driftlens_app.live import offer_attribution
 from driftlens_app.pages import Page
 from driftlens_app.selection import LAYER, TASK, VARIANTS, selection
-from driftlens_app.show import open_part, plain, show_part
+from driftlens_app.show import caption, open_part, show_part
 from driftlens_reports.charts.chart import SECTIONS, parts_of
 
 PAGE = Page(
@@ -44,7 +44,7 @@ def _baseline(run: DriftRun) -> str:
         width=260,
     )
     if not any(part_of(variant) == "baseline" for variant in known):
-        st.caption(f"The run has no other baseline; gains are counted from {plain(title(baseline))}.")
+        caption(f"The run has no other baseline; gains are counted from {title(baseline)}.")
     return baseline
 
 

@@ -82,6 +82,12 @@ def methods(kind: str = "calibrators") -> Mapping[str, Method]:
     }
 
 
+@st.cache_resource(show_spinner="Reading the methods")
+def loaders() -> list[str]:
+    """The families of models that specs name."""
+    return [*ask(("methods", "--json"), Settings.from_environment().root)["loaders"]]
+
+
 @dataclass(frozen=True)
 class CalibrationSettings:
     """One calibration, as a form asks for it. What is left out comes from the preset, then from the run's spec.

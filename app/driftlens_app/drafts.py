@@ -19,6 +19,7 @@ from driftlens.records.reading import size
 from driftlens.spec.yaml_text import line_of
 from driftlens_app.jobs.command_line import ask
 from driftlens_app.jobs.requests import MOST_BYTES
+from driftlens_app.picking import pick
 
 PASTED = "Paste or drop YAML"
 """What stands among the specs for one that is none of the files."""
@@ -31,13 +32,17 @@ _PARTS = {"expert": "experts.{}.weights", "head": "heads.{}", "data": "data.{}",
 _PATHS = {"base": "base.weights", "merged model": "merged.weights", "device": "compute.device"}
 
 
-def draft() -> str:
-    """The text that is in the field, which a dropped file fills; refused where it is larger than a spec may be."""
-    st.file_uploader("Drop a spec", ["yaml", "yml"], key="dropped", on_change=_take)
+def draft(root: Path) -> str:
+    """The text in the field, which a dropped file or the pickers fill; refused where it is larger than specs may be."""
+    drawer = st.expander("Drop a file, or pick base, experts and data", key="begin-draft", on_change="rerun")
+    with drawer:
+        st.file_uploader("Drop a spec", ["yaml", "yml"], key="dropped", on_change=_take)
+        if drawer.open:
+            pick(root, _TEXT)
     text = st.text_area(
         "Spec",
         key=_TEXT,
-        height=320,
+        height=260,
         max_chars=MOST_BYTES,
         placeholder="version: 1\nname: ...",
         help="YAML. It is kept as a file in this folder once it is checked, and relative paths begin here.",

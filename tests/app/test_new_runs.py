@@ -16,6 +16,7 @@ from streamlit.testing.v1 import AppTest
 from driftlens.errors import DriftLensError, RunLockedError, SpecError
 from driftlens.records.manifest import read_manifest, write_manifest
 from driftlens.records.status import Status, write_status
+from driftlens.spec.run import load_spec
 from driftlens_app.drafts import PASTED, PASTED_AS
 from driftlens_app.jobs import Job, command_line, processes, start, watch
 from driftlens_app.jobs.command_line import ask
@@ -24,7 +25,7 @@ from driftlens_app.jobs.requests import MOST_BYTES, analyze_request, compare_req
 from driftlens_app.settings import Settings
 from driftlens_app.views.export import build
 from driftlens_app.views.new_run import proposed_name
-from tests.app.conftest import Open, until
+from tests.app.conftest import Open, opened_drawers, until
 from tests.app.test_calibrate import is_disabled, press
 from tests.app.test_jobs import state
 from tests.app.test_pages import errors, said
@@ -295,6 +296,43 @@ def test_a_pasted_spec_is_mended_and_started(open_app: Open, root: Path) -> None
     assert [code.value for code in app.code] == ["driftlens analyze pasted.yaml --out pasted"]
     press(app, "Start the analysis")
     assert "analyze" in told(root, "pasted")
+
+
+def test_base_experts_and_data_are_picked_into_a_spec(open_app: Open, root: Path, tmp_path: Path) -> None:
+    """What lies in the folder is offered, what leaves it or is hidden is not, and the text is read as a spec."""
+    places = ("zoo/base/config.json", "zoo/cars.safetensors", ".hidden/a.safetensors", "sets/cars/train.csv")
+    places += (
+        "sets/cars/test.csv",
+        "sets/signs/train/a/1.png",
+        "sets/signs/val/a/1.png",
+        "sets/x.npz",
+        "sets/odd/train.csv",
+    )
+    for place in places:
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
+        (root / place).touch()
+    (root / "leaves").symlink_to(tmp_path.parent)
+    app = open_app(root, "new_run")
+    app.selectbox(key="spec").set_value(PASTED).run()
+    opened_drawers(app, "Drop a file, or pick base, experts and data")
+    assert app.selectbox(key="pick-base").options == ["zoo/base", "zoo/cars.safetensors"]
+    assert is_disabled(app, "Write the spec")
+    app.selectbox(key="pick-loader").set_value("hf-clip")
+    app.selectbox(key="pick-base").set_value("zoo/base")
+    app.multiselect(key="pick-experts").set_value(["zoo/cars.safetensors", "owner/signs"]).run()
+    data = app.selectbox(key="pick-data-zoo/cars.safetensors")
+    assert data.options == ["sets/cars", "sets/signs", "sets/x.npz"]
+    data.set_value("sets/cars")
+    app.selectbox(key="pick-data-owner/signs").set_value("sets/signs")
+    app.text_input(key="pick-task-zoo/cars.safetensors").set_value("autos").run()
+    press(app, "Write the spec")
+    (root / "picked.yaml").write_text(app.text_area(key="pasted").value)
+    spec = load_spec(root / "picked.yaml")
+    assert (spec.tasks, spec.architecture.loader) == (("autos", "signs"), "hf-clip")
+    assert spec.architecture.source == spec.base.weights == str(root / "zoo/base")
+    assert spec.experts["signs"].weights == "owner/signs"
+    assert [entry.kind for entry in spec.data.tasks.values()] == ["table", "imagefolder"]
+    assert spec.data.tasks["signs"].test == str(root / "sets/signs/val")
 
 
 def test_a_draft_takes_no_other_files_place(open_app: Open, root: Path, tmp_path: Path) -> None:

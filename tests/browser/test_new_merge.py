@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from playwright.sync_api import expect
 from driftlens.records.run import DriftRun, open_run
 from tests.browser.reading import drawn, open_drawer, settled
 from tests.browser.server import serving
+from tests.pipeline.world import World
 
 PATIENCE = 180_000
 """Milliseconds that a job may take on a busy machine, most of them to import torch."""
@@ -93,3 +95,47 @@ def test_a_comparison_that_is_cancelled_leaves_nothing_half_written(
         expect(page.get_by_text("was cancelled").first).to_be_visible(timeout=PATIENCE)
         assert [path.name for path in root.iterdir() if not path.name.startswith(".driftlens")] == ["light"]
         assert not list(tmp_path.rglob(".partial-*"))
+
+
+@pytest.mark.slow
+def test_what_lies_in_the_folder_is_picked_mended_and_analyzed(
+    page: Any, world: World, tmp_path: Path
+) -> None:
+    """Base, experts and data by choosing; the line that the check finds wrong is mended, and the work started."""
+    root = tmp_path / "runs"
+    shutil.copytree(world.folder, root / "mine")
+    with serving(root, tmp_path / "log") as address:
+        page.goto(f"{address}/new_run")
+        settled(page)
+        open_drawer(page, "Drop a file, or pick base, experts and data")
+        picks = {
+            "Family of models": ["open-clip"],
+            "Base": ["mine/open_clip/base.safetensors"],
+            "Architecture": ["mine/model_config.json"],
+            "Experts": [f"mine/open_clip/{task}.safetensors" for task in world.tasks],
+        } | {f"Data of task {at}": [f"mine/{task}.npz"] for at, task in enumerate(world.tasks, 1)}
+        for label, choices in picks.items():
+            for choice in choices:
+                page.get_by_role("combobox", name=label).fill(choice)
+                page.get_by_role("option", name=choice, exact=True).click()
+                settled(page)
+            if len(choices) > 1:  # a list stays open for more
+                page.keyboard.press("Escape")
+                settled(page)
+        page.get_by_role("button", name="Write the spec").click()
+        text = page.get_by_role("textbox", name="Spec")
+        expect(text).to_have_value(re.compile("task_arithmetic"))
+        page.get_by_role("button", name="Check the spec").click()
+        wrong = page.get_by_test_id("stAlertContentError").first
+        expect(wrong).to_be_visible(timeout=PATIENCE)
+        box = wrong.bounding_box()
+        assert box is not None and box["y"] + box["height"] < 1000, "what is wrong is below the fold"
+        defaults = "metrics: {jacobian: false}\ndata:\n  defaults: {n: 4, n_diagnosis: 5, batch_size: 3}\n"
+        text.fill(text.input_value().replace("data:\n", defaults))
+        text.press("Control+Enter")
+        settled(page)
+        check(page)
+        page.get_by_role("button", name="Start the analysis").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("picked", timeout=PATIENCE)
+    (made,) = root.glob("*/manifest.json")
+    assert open_run(made.parent).tasks == world.tasks

@@ -86,7 +86,7 @@ def compare_request(settings: Settings, spec: str, name: str, merges: Merges) ->
 
 def comparisons(root: Path) -> list[str]:
     """Folders with comparisons of merges in the root, the newest first."""
-    found = [folder / COMPARISON for folder in _entries(root) if is_file_inside(folder / COMPARISON)]
+    found = [folder / COMPARISON for folder in entries(root) if is_file_inside(folder / COMPARISON)]
     return [file.parent.name for file in sorted(found, key=lambda file: -file.stat().st_mtime_ns)]
 
 
@@ -179,12 +179,12 @@ def _is_run(folder: Path) -> bool:
 def spec_files(root: Path) -> list[str]:
     """Paths, relative to the root, of the YAML files in it and in its folders; a run's own spec is none of them."""
     require_root(root)
-    folders = [root, *(child for child in _entries(root) if child.is_dir())]
+    folders = [root, *(child for child in entries(root) if child.is_dir())]
     found = [
         file.relative_to(root).as_posix()
         for folder in folders
         if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root)
-        for file in _entries(folder)
+        for file in entries(folder)
         if file.suffix.lower() in _SUFFIXES and file.is_file() and is_inside(file, root)
         if file.stat().st_size <= MOST_BYTES
     ]
@@ -204,7 +204,8 @@ def spec_file(root: Path, relative: str) -> Path:
     return root / relative
 
 
-def _entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
+    """What lies in a folder; nothing where it can't be looked into."""
     try:
         return [*folder.iterdir()]
     except OSError:  # removed a moment ago, or not ours to look into

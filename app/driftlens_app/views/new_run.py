@@ -71,7 +71,7 @@ def show() -> None:
         help="YAML files in this folder and one level below, those of runs, or a text of your own.",
     )
     with shown_errors():
-        text = draft() if spec == PASTED else None
+        text = draft(settings.root) if spec == PASTED else None
         _form(settings, spec, text, _chosen())
     with shown_errors():
         show_merges(settings)

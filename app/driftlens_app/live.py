@@ -117,7 +117,8 @@ def state_of(run: Path) -> str:
     event = view.progress if view is not None and view.state == "running" else None
     if view is None or event is None:
         return view.state if view is not None and view.is_live else ""
-    return f"running: {event.phase} {f'{event.done / event.total:.0%}' if event.total else event.done}"
+    doing = STAGES.get(event.phase, event.phase).lower()
+    return f"{doing} {f'{event.done / event.total:.0%}' if event.total else event.done}"
 
 
 def show_ended(view: View) -> None:
@@ -206,7 +207,7 @@ def _show_progress(view: View) -> None:
         return
     count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
     head, share = (
-        f"{plain(event.phase.capitalize())}: {count}",
+        f"{plain(STAGES.get(event.phase, event.phase.capitalize()))}: {count}",
         event.done / event.total if event.total else 0.0,
     )
     spent, left, more = event.seconds, event.remaining, ""

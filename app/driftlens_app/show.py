@@ -33,6 +33,8 @@ from driftlens_reports.charts.theme import lay_out, palette
 
 _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
+_LINE = 110
+"""Characters of a caption that fit beside the sidebar."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Z])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _NUMBERS = {
@@ -128,10 +130,13 @@ def page_title(title: str, subtitle: str) -> None:
 
 
 def caption(text: str) -> None:
-    """One line below what it speaks of; what it says beyond its first sentence is there on hover."""
+    """One line below what it speaks of: its first sentence or clause. The rest is there on hover."""
     first, *others = _SENTENCES.split(text.strip(), maxsplit=1)
+    if len(first) > _LINE and "; " in first:
+        first, rest = first.split("; ", 1)
+        first, others = f"{first}.", [rest, *others]
     if first:
-        st.caption(plain(first), help=plain(others[0]) if others else None)
+        st.caption(plain(first), help=plain(" ".join(others)) or None)
 
 
 def note(text: str, icon: str = "info") -> None:

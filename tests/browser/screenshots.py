@@ -1,16 +1,19 @@
-"""Pictures of every page of the dashboard, in both themes and in a narrow window, to be looked at.
+"""Pictures of every page of the dashboard, in both themes, on a desk and on a telephone, to be looked at.
 
     python -m tests.browser.screenshots RUN_OR_FOLDER OUT [PAGE ...]
 
-Writes `OUT/<page>-<theme>.png`, and `OUT/<page>-narrow.png` for a window as wide as a telephone.
+Writes `OUT/<page>-<width>-<theme>.webp`.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from driftlens_app.pages import pages
 from tests.browser.chromium import launch
@@ -18,9 +21,9 @@ from tests.browser.reading import settled
 from tests.browser.server import serving
 
 _SHOTS = {
-    "light": {"viewport": {"width": 1400, "height": 1000}, "color_scheme": "light"},
-    "dark": {"viewport": {"width": 1400, "height": 1000}, "color_scheme": "dark"},
-    "narrow": {"viewport": {"width": 420, "height": 900}, "color_scheme": "light"},
+    f"{width}-{scheme}": {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    for width in (1440, 420)
+    for scheme in ("light", "dark")
 }
 _TALLEST = 6000
 
@@ -44,7 +47,7 @@ def main(root: str, out: str, *wanted: str) -> None:
             for name in names:
                 # The first page is the app's main page and has no address of its own.
                 where = address if name == every[0] else f"{address}/{name}"
-                _shoot(context.new_page(), where, folder / f"{name}-{kind}.png")
+                _shoot(context.new_page(), where, folder / f"{name}-{kind}.webp")
             context.close()
         browser.close()
 
@@ -58,7 +61,7 @@ def _shoot(page: Any, address: str, file: Path) -> None:
     page.set_viewport_size({"width": page.viewport_size["width"], "height": min(height, _TALLEST)})
     page.wait_for_timeout(500)
     settled(page)
-    page.screenshot(path=str(file))
+    Image.open(io.BytesIO(page.screenshot())).save(file, quality=40, method=6)
     page.close()
 
 

@@ -100,6 +100,8 @@ def _table(runs: list[RunSummary], live: set[Path]) -> Any:
         "selection_mode": ["multi-row", "single-cell"],
         "alt": f"Table of {len(rows)} runs",
     }
+    # The rest is in the table's own menu: at the side of a window it would be cut off.
+    modes["column_order"] = [name for name in rows if name not in ("created", "size", "id")]
     modes["on_select"] = lambda: st.session_state.update({_CHOSEN: True})
     # Ticks are of positions: with other runs in it there is another table, with nothing ticked.
     key = f"runs-{hashlib.sha256(repr([run.path for run in runs]).encode()).hexdigest()[:12]}"
@@ -113,7 +115,9 @@ def _actions(ticked: list[RunSummary], settings: Settings) -> None:
     """What can be done with the runs whose rows are ticked."""
     readable = [run for run in ticked if not run.problem]
     if not ticked:
-        st.caption("A name opens the run's overview. Ticked rows can be compared, renamed and put away.")
+        st.caption(
+            "Newest first. A name opens the run's overview; ticked rows can be compared, renamed and put away."
+        )
         return
     with st.container(horizontal=True):
         if len(readable) == len(ticked) == 2 and st.button(

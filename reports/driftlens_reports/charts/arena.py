@@ -39,9 +39,9 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     presets=("calibration",),
     needs=("accuracy", ("value",)),
     lacks=_lacks,
-    caption="Mean score over tasks on the test samples, with 95 % intervals over samples, against the seconds of "
-    "calibrating (logarithmic), a point per calibration of the run; rings must know the task of an input; lines are "
-    "base, merged model and experts.",
+    caption="Mean score over tasks on test samples against seconds of calibrating (logarithmic), a point per "
+    "calibration; whiskers are 95 % intervals over samples; rings must know the task of an input; lines are base, "
+    "merged model and experts.",
     hint="Upper left is better. Seconds are those of one run on one machine. A ring is no single model: for every task "
     "it has a map of its own.",
 )

@@ -85,6 +85,14 @@ def plain(text: object) -> str:
     return _MARKDOWN.sub(r"\\\1", printable(str(text)))
 
 
+def coded(text: str) -> str:
+    """As `plain`, but what stands between backticks is shown as code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return plain(text)
+    return "".join(f"`{printable(part)}`" if at % 2 else plain(part) for at, part in enumerate(parts))
+
+
 def with_command(run: DriftRun, text: str, command: str) -> str:
     """A sentence of the verdict in Markdown, with its command to be copied and no folder of this machine's."""
     before, found, after = shareable(run, text).partition(f"`{shareable(run, command)}`")
@@ -174,7 +182,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, **plotly: Any) -
         if lacking is None:
             drawn = _drawn(name, run, options, "on_select" in plotly, is_narrow())
             return show_drawn(name, run.id, drawn, chart.caption, **plotly)
-        note(plain(lacking))
+        note(coded(lacking))
     return None
 
 

@@ -102,7 +102,7 @@ class ClosedFormBase(Calibrator, Layerwise):
 class Trained(Calibrator, Trainer):
     """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
 
-    A subclass adds `train` and `attachment`.
+    A subclass adds `attachment`, and `train` of a `LayerTrainer` or `train_jointly` of a `JointTrainer`.
     """
 
     @classmethod

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.surgery import Descent, LowRank, uniform
-from driftlens.engine.training import BoundaryFeatures, OnEpoch
+from driftlens.engine.training import BoundaryFeatures, LayerTrainer, OnEpoch
 from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("prob_surgery")
-class ProbSurgery(Descent):
+class ProbSurgery(Descent, LayerTrainer):
     """f' = f - z with z ~ N(mu, sigma^2), h = relu(D f), mu = M h, log sigma^2 = V h; by |f' - f_expert| + w KL.
 
     KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. Trained on calibration
@@ -51,11 +51,12 @@ class ProbSurgery(Descent):
         down = uniform(self.rank, width, generator).to(device).requires_grad_()
         mean, spread = (torch.zeros(width, self.rank, device=device, requires_grad=True) for _ in range(2))
 
-        def loss(merged: Tensor, expert: Tensor) -> Tensor:
+        def loss(chosen: Tensor) -> Tensor:
+            merged, expert = features.rows(chosen)
             noise = torch.randn(merged.shape, generator=generator).to(merged)
             return prob_surgery_loss(merged, expert, noise, down, mean, spread, weight=self.weight)
 
-        self.descend([down, mean, spread], loss, features, generator, on_epoch)
+        self.descend([down, mean, spread], loss, len(features.merged), generator, on_epoch)
         return LowRank(down.detach(), mean.detach())
 
 

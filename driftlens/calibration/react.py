@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.training import BoundaryFeatures, OnEpoch
+from driftlens.engine.training import BoundaryFeatures, LayerTrainer, OnEpoch
 from driftlens.linalg.cholesky import factorize
 from driftlens.settings import Bounds, Label
 
@@ -31,7 +31,7 @@ class Linear:
 
 
 @calibrators.register("react")
-class ReACT(Trained):
+class ReACT(Trained, LayerTrainer):
     """W of each task that minimises |F_expert - F W'|^2 + lam |F'F|_F |W - I|_F^2 over rows of final features.
 
     The ridge pulls towards doing nothing, so that few samples do little harm, and is relative to the Gram matrix as

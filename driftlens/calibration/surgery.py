@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.training import BoundaryFeatures, OnEpoch
+from driftlens.engine.training import BoundaryFeatures, LayerTrainer, OnEpoch
 from driftlens.settings import Bounds, Label
 
 _TOLD_EVERY = 10
@@ -59,8 +59,8 @@ class Descent(Trained):
     def descend(
         self,
         parameters: Sequence[Tensor],
-        loss_of: Callable[[Tensor, Tensor], Tensor],
-        features: BoundaryFeatures,
+        loss_of: Callable[[Tensor], Tensor],
+        count: int,
         generator: torch.Generator,
         on_epoch: OnEpoch,
     ) -> None:
@@ -70,17 +70,17 @@ class Descent(Trained):
 
         Args:
             parameters: leaf tensors, changed in place.
-            loss_of: (merged, expert) rows [T, d] -> the loss.
-            features: of all samples.
+            loss_of: positions of samples -> the loss.
+            count: of samples.
             generator: draws the batches.
             on_epoch: told of the loss every few steps; it may raise.
         """
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
         for step in range(1, self.steps + 1):
             if not len(order):
-                order = torch.randperm(len(features.merged), generator=generator)
+                order = torch.randperm(count, generator=generator)
             chosen, order = order[: self.batch], order[self.batch :]
-            loss = loss_of(*features.rows(chosen.to(features.merged.device)))
+            loss = loss_of(chosen)
             descent.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             descent.step()
@@ -94,7 +94,7 @@ class Descent(Trained):
 
 
 @calibrators.register("surgery")
-class Surgery(Descent):
+class Surgery(Descent, LayerTrainer):
     """A low-rank correction of the final feature per task, f' = f - U relu(D f), by the mean |f' - f_expert|.
 
     Trained on calibration samples alone, for a fixed number of steps; the authors train on test images. Of texts, f is
@@ -133,8 +133,9 @@ class Surgery(Descent):
         up = torch.zeros(width, self.rank, device=device, requires_grad=True)
         found = LowRank(down, up, self.normalize)
 
-        def loss(merged: Tensor, expert: Tensor) -> Tensor:
+        def loss(chosen: Tensor) -> Tensor:
+            merged, expert = features.rows(chosen)
             return (found(merged) - (F.normalize(expert, dim=-1) if self.normalize else expert)).abs().mean()
 
-        self.descend([down, up], loss, features, generator, on_epoch)
+        self.descend([down, up], loss, len(features.merged), generator, on_epoch)
         return LowRank(down.detach(), up.detach(), self.normalize)

@@ -6,13 +6,16 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from driftlens.data.sources import Split, SplitView
 from driftlens.errors import DataError
 from driftlens.models.texts import Text, TextReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
 """The spec's key for the number of samples of each split."""
@@ -34,6 +37,10 @@ class Batch:
         """Its first samples, padded as they are."""
         return self._part(0, count)
 
+    def inputs_of(self, places: Tensor) -> Any:
+        """The raw inputs of some of its samples, by their places in it."""
+        return _cut(self.inputs, places)
+
     @property
     def digests(self) -> tuple[str, ...]:
         """Digest of every sample's content, however far it is padded at its end."""
@@ -41,15 +48,17 @@ class Batch:
         return tuple(_digest(_unpadded(inputs)) for inputs in parts)
 
     def _part(self, first: int, last: int) -> Batch:
+        cut = _cut(self.inputs, slice(first, last))
+        return Batch(self.start + first, min(self.stop, self.start + last), cut)
 
-        def cut(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {name: cut(entry) for name, entry in value.items()}
-            if isinstance(value, list | tuple):
-                return tuple(map(cut, value))
-            return value[first:last] if hasattr(value, "shape") else value
 
-        return Batch(self.start + first, min(self.stop, self.start + last), cut(self.inputs))
+def _cut(inputs: Any, places: slice | Tensor) -> Any:
+    """Raw inputs of some samples: of every tensor in them the rows, all else as it is."""
+    if isinstance(inputs, Mapping):
+        return {name: _cut(entry, places) for name, entry in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return tuple(_cut(entry, places) for entry in inputs)
+    return inputs[places] if hasattr(inputs, "shape") else inputs
 
 
 Shown = Literal["target", "expert", "none"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from driftlens.calibration.prob_surgery import ProbSurgery, prob_surgery_loss
 from driftlens.calibration.react import ReACT
 from driftlens.calibration.surgery import LowRank, Surgery, uniform
+from driftlens.calibration.surgery_v2 import SurgeryV2
 from driftlens.calibration.svc import SVC, stretched
-from driftlens.engine.training import BoundaryFeatures
+from driftlens.data.samples import Batch
+from driftlens.engine.training import BoundaryFeatures, Trainer, train_attachments
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.chain import Layer
+from tests.calibration.helpers import TASKS, Subject, subject
 
 LAYER = Layer(3, "head", "head", {}, lambda parameters, state, side, tap=None: state)
 WIDTH, COUNT = 6, 40
@@ -176,3 +180,108 @@ def test_svc_gives_equal_experts_back_at_any_scaling_and_nothing_where_nothing_c
         SVC().check(has_base=False)
     with pytest.raises(SpecError, match="alpha is 0"):
         SVC(0).check()
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """All samples of a task, in batches of two."""
+
+    models: Subject
+
+    @property
+    def ids(self) -> list[str]:
+        return [str(at) for at in range(self.models.n)]
+
+    def batches(self) -> list[Batch]:
+        return self.models.batches(2)
+
+
+def trained(models: Subject, method: Trainer) -> dict[tuple[str, int], LowRank]:
+    """What is attached, by task and boundary."""
+    parts = {task: [Samples(models)] for task in TASKS}
+    found = train_attachments(models.pool, parts, method, on_step=lambda *_: None, on_epoch=quiet)
+    return {(task, boundary): each for task, boundary, each in found}
+
+
+class BehindTheLast(SurgeryV2):
+    """SurgeryV2 with one boundary."""
+
+    def boundaries(self, num_layers: int) -> list[int]:
+        return [num_layers]
+
+
+def test_surgery_v2_with_one_boundary_is_surgery() -> None:
+    models, settings = subject(n=6), {"rank": 3, "steps": 12, "batch": 4}
+    found, wanted = (trained(models, kind(**settings)) for kind in (BehindTheLast, Surgery))
+    assert found.keys() == wanted.keys() and len(found) == len(TASKS)
+    for place, each in found.items():
+        # Surgery keeps its maps in single precision.
+        torch.testing.assert_close(each.down, wanted[place].down.double(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(each.up, wanted[place].up.double(), rtol=1e-4, atol=1e-6)
+        assert each.up.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["open_clip_vit", "llama"])
+def test_surgery_v2_is_what_plain_modules_learn_in_the_model(name: str) -> None:
+    """All samples at once, maps as linear modules between the layers, token means by hand where texts are padded."""
+    models, steps = subject(name, n=4), 4
+    found = trained(models, SurgeryV2(rank=2, steps=steps, batch=4))
+    chain, task = models.pool.chain, TASKS[1]
+    (batch,) = models.batches()
+    start, side = chain.start(batch.inputs)
+
+    def means(features: Tensor, stream: str) -> Tensor:
+        mask = side.mask(stream)
+        if features.dim() == 2:
+            return features
+        kept = [row if mask is None else row[mask[at].bool()] for at, row in enumerate(features)]
+        return torch.stack([row.mean(0) for row in kept])
+
+    def walked(variant: str, maps: dict[int, nn.Sequential]) -> list[Tensor]:
+        state, seen = start, []
+        for layer in chain.layers:
+            state = dict(models.pool.layer_map(variant, layer, task)(state, side))
+            if layer.index > 1:
+                if layer.index in maps:
+                    state[layer.stream] = state[layer.stream] - maps[layer.index](state[layer.stream])
+                seen.append(means(state[layer.stream], layer.stream))
+        return seen
+
+    with torch.no_grad():
+        wanted = walked(f"expert:{task}", {})
+    generator, maps = torch.Generator().manual_seed(zlib.crc32(f"{len(chain.layers)} {task}".encode())), {}
+    for at, rows in enumerate(wanted, 2):
+        width = rows.shape[1]
+        maps[at] = nn.Sequential(
+            nn.Linear(width, 2, bias=False), nn.ReLU(), nn.Linear(2, width, bias=False)
+        ).double()
+        with torch.no_grad():
+            maps[at][0].weight.copy_(uniform(2, width, generator))
+            maps[at][2].weight.zero_()
+    optimiser = torch.optim.Adam([leaf for each in maps.values() for leaf in each.parameters()], lr=1e-3)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        pairs = zip(walked("merged", maps), wanted, strict=True)
+        sum(nn.functional.l1_loss(own, expert) for own, expert in pairs).backward()
+        optimiser.step()
+    for at, each in maps.items():
+        torch.testing.assert_close(found[task, at].down, each[0].weight.detach(), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found[task, at].up, each[2].weight.detach(), rtol=1e-6, atol=1e-9)
+
+
+def test_surgery_v2_starts_at_the_merged_model_and_comes_nearer() -> None:
+    models, losses = subject(n=4), []
+    for trainer in (SurgeryV2(steps=1, lr=1e-12, batch=4), SurgeryV2(rank=8, steps=150, batch=4, lr=1e-2)):
+        parts = {"a": [Samples(models)]}
+        told: list[float] = []
+        for _, _, found in train_attachments(
+            models.pool,
+            parts,
+            trainer,
+            on_step=lambda *_: None,
+            on_epoch=lambda step, of, loss, told=told: told.append(loss),
+        ):
+            if trainer.steps == 1:
+                torch.testing.assert_close(found.up, 0 * found.up, rtol=0, atol=1e-9)
+        losses.append(told[-1])
+    assert losses[1] < 0.7 * losses[0]

@@ -88,6 +88,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.engine.training import LayerTrainer
 from driftlens.settings import Bounds
 
 
@@ -104,7 +105,7 @@ class Affine:
 
 
 @calibrators.register("toy-map")
-class ToyMap(Trained):
+class ToyMap(Trained, LayerTrainer):
     """Gradient descent on the mean squared distance to the expert's features."""
 
     title = "Toy map"

@@ -27,18 +27,18 @@ PASTED = "Paste or drop YAML"
 PASTED_AS = "pasted"
 """How its file is called, but for the ending and a number."""
 
-_KEPT, _TEXT = "_draft", "pasted"
+_KEPT, _TEXT, _DRAWER = "_draft", "pasted", "begin-draft"
 _PARTS = {"expert": "experts.{}.weights", "head": "heads.{}", "data": "data.{}", "baseline": "baselines.{}"}
 _PATHS = {"base": "base.weights", "merged model": "merged.weights", "device": "compute.device"}
 
 
 def draft(root: Path) -> str:
     """The text in the field, which a dropped file or the pickers fill; refused where it is larger than specs may be."""
-    drawer = st.expander("Drop a file, or pick base, experts and data", key="begin-draft", on_change="rerun")
+    drawer = st.expander("Drop a file, or pick base, experts and data", key=_DRAWER, on_change="rerun")
     with drawer:
         st.file_uploader("Drop a spec", ["yaml", "yml"], key="dropped", on_change=_take)
         if drawer.open:
-            pick(root, _TEXT)
+            pick(root, _TEXT, _DRAWER)
     text = st.text_area(
         "Spec",
         key=_TEXT,

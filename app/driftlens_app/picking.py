@@ -29,8 +29,8 @@ _HEADS = """
 """
 
 
-def pick(root: Path, text: str) -> None:
-    """Draw the pickers; a button writes what was picked into the field with the key `text`."""
+def pick(root: Path, text: str, drawer: str) -> None:
+    """Draw the pickers; a button writes a spec into the field with the key `text`, and closes that of `drawer`."""
     left, right = st.columns(2)
     choose = {"index": None, "accept_new_options": True, "placeholder": "in this folder, or a Hub id"}
     models, data = checkpoints(root), data_sets(root)
@@ -54,8 +54,16 @@ def pick(root: Path, text: str) -> None:
             f"Data of task {number}", [*data], key=f"pick-data-{expert}", index=None, help=about
         )
         rows[task.strip()] = expert, data[of] if of else None
-    if st.button("Write the spec", icon=":material/edit_note:", key="pick", disabled=not (base and experts)):
-        st.session_state[text] = spec_text(str(loader), source or base, base, rows)
+    is_whole = bool(base and rows)
+    made = spec_text(str(loader), source or str(base), str(base), rows) if is_whole else ""
+    st.button(
+        "Write the spec",
+        icon=":material/edit_note:",
+        key="pick",
+        disabled=not is_whole,
+        # The drawer closes, so that the text stands where one looks.
+        on_click=lambda: st.session_state.update({text: made, drawer: False}),
+    )
 
 
 def spec_text(

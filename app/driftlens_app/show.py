@@ -35,7 +35,7 @@ _LOG = logging.getLogger("driftlens_app")
 _DEFECT = "This is a defect of DriftLens; the traceback is in the log of `driftlens ui`."
 _LINE = 110
 """Characters of a caption that fit beside the sidebar."""
-_SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Z])")
+_SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _NUMBERS = {
     "count": (1, "%d"),
@@ -144,7 +144,7 @@ def caption(text: str) -> None:
         first, rest = first.split("; ", 1)
         first, others = f"{first}.", [rest, *others]
     if first:
-        st.caption(plain(first), help=plain(" ".join(others)) or None)
+        st.caption(coded(first), help=coded(" ".join(others)) or None)
 
 
 def note(text: str, icon: str = "info") -> None:

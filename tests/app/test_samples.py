@@ -70,6 +70,14 @@ def test_the_url_keeps_what_is_selected_until_another_task_is_chosen(open_app: O
     assert "1 selected in the chart" in said(wrong) and not wrong.error
 
 
+def test_a_selection_is_there_when_one_comes_back(open_app: Open, root: Path) -> None:
+    app = open_app(root, "samples", task="mnist", selected="2-5")
+    app.switch_page("views/overview.py").run()
+    app.query_params.pop("selected", None)  # as the browser's address has it on another page
+    app.switch_page("views/samples.py").run()
+    assert "2 selected in the chart" in said(app) and app.query_params["selected"] in ("2-5", ["2-5"])
+
+
 def test_the_verdict_leads_to_the_flipped_samples_behind_it(open_app: Open, root: Path) -> None:
     run = open_run(root / "full")
     rows = run.outputs(variant="merged")

@@ -5,8 +5,10 @@ Here a command is run, and errors are turned into two lines and an exit code.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -16,7 +18,7 @@ from typing import Any
 import typer
 
 from driftlens.cli import calibrating, converting, looking, reporting, running
-from driftlens.cli.app import app, manner
+from driftlens.cli.app import app, interrupt, manner
 from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
@@ -37,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
+    with contextlib.suppress(ValueError):  # another thread than the first may not say
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
     os.environ["MPLBACKEND"] = "agg"
     sys.exit(run(flags + rest))

@@ -6,14 +6,17 @@ import functools
 import inspect
 import json
 import logging
+import os
 import re
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, TypedDict
 
 import typer
@@ -216,6 +219,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return plain_rows(value) if hasattr(value, "columns") else plain(value)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C, for `signal.signal`: as usual, but not while a library is being imported: many don't survive it there.
+
+    Some swallow the interrupt and stay half imported, others bring the process down. It comes again a moment later.
+    """
+    at = frame
+    while at is not None:
+        if at.f_code.co_filename.startswith("<frozen importlib"):
+            again = threading.Timer(0.05, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        at = at.f_back
+    raise KeyboardInterrupt
 
 
 @contextmanager

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
 import pty
+import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from driftlens.cli.app import interrupt
 from driftlens.records.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens.templates import template_names
@@ -308,3 +312,21 @@ def test_accuracy_is_printed_by_evaluate(run_cli: Cli, finished: DriftRun) -> No
     assert [(row["task"], row["variant"], row["value"]) for row in rows] == list(
         finished.accuracy()[["task", "variant", "value"]].itertuples(index=False, name=None)
     )
+
+
+def test_an_interrupt_waits_until_the_library_at_hand_is_imported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that swallows it, as some do, is whole afterwards, and the interrupt comes."""
+    (tmp_path / "swallowing.py").write_text(
+        "import os, signal\nfound = 'whole'\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10_000))\n"
+        "except KeyboardInterrupt:\n    found = 'half'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        assert importlib.import_module("swallowing").found == "whole"
+        with pytest.raises(KeyboardInterrupt):
+            threading.Event().wait(60)
+    finally:
+        signal.signal(signal.SIGINT, before)

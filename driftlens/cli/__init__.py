@@ -17,12 +17,12 @@ from typing import Any
 
 import typer
 
-from driftlens.cli import calibrating, converting, looking, reporting, running
+from driftlens.cli import calibrating, converting, looking, reporting, reproducing, running
 from driftlens.cli.app import app, interrupt, manner
 from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
-_MODULES = (running, converting, calibrating, looking, reporting)
+_MODULES = (running, converting, calibrating, reproducing, looking, reporting)
 """Imported for their commands."""
 _MOST_LINES, _WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""

@@ -36,6 +36,7 @@ COMMANDS = (
     "attach",
     "calibrate",
     "sweep",
+    "reproduce",
     "project",
     "report",
     "export",

@@ -296,6 +296,7 @@ COMMANDS = (
     "calibrate",
     "sweep",
     "arena",
+    "reproduce",
     "convert",
     "ui",
 )

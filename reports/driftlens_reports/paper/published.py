@@ -219,7 +219,11 @@ def merger(run: DriftRun) -> str:
     Raises:
         RunError: the run's spec can't be read.
     """
-    method = str(merge_spec(run).get("method", "merged"))
+    return merger_title(str(merge_spec(run).get("method", "merged")))
+
+
+def merger_title(method: str) -> str:
+    """What the paper calls a merge method."""
     return str(_contents()["mergers"].get(method, method.replace("_", " ").title()))
 
 

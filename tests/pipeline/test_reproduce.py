@@ -86,6 +86,7 @@ def tiny(world: World, file: pathlib.Path, published: Any) -> pathlib.Path:
         "spec": spec,
         "mergers": {"average": {}, "task_arithmetic": {"scaling": 0.3}},
         "repairs": {"featcal": {}, "react": {}},
+        "samples": [2, 4],
         "published": published,
     }
     file.write_text(yaml.safe_dump(suite))
@@ -138,3 +139,20 @@ def test_a_tiny_suite_runs_from_the_hubs_cache(
     assert short.returncode == 4 and "tiny/clip_shapes" in short.stderr
     lacking = told(hub, file, "--dry-run")
     assert lacking.returncode == 0 and "model tiny/clip_shapes: to be downloaded" in lacking.stdout
+
+
+@pytest.mark.slow
+def test_the_protocols_that_vary_something_fill_the_runs_sweeps(
+    world: World, hub: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    file = str(tiny(world, tmp_path / "tiny.yaml", None))
+    found = {}
+    for protocol in ("samples", "ablations"):
+        made = told(hub, file, "--protocol", protocol, "--json", "--progress", "none")
+        assert made.returncode == 0, made.stderr
+        found[protocol] = json.loads(made.stdout)["rows"]
+    points = {(row["method"], row["n"], row["seed"]) for row in found["samples"]}
+    assert {(method, n) for method, n, _ in points} == {(m, n) for m in ("featcal",) for n in (2, 4)}
+    assert len({seed for *_, seed in points}) == 3
+    assert any(row["sweep"].endswith("ablation") for row in found["ablations"])
+    assert not (tmp_path / "runs" / "tiny" / "average").exists()

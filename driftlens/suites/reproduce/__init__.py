@@ -52,6 +52,7 @@ class Suite(Part):
         spec: everything else that a run's spec says. Heads and data of tasks that are missing are the published ones.
         mergers: merge method -> settings.
         repairs: method of calibration -> settings; FeatCal alone if left out.
+        samples: calibration samples per task of the protocol `samples`; the paper's if left out.
         published: None where there is nothing to compare with.
         note: what a reader must know.
     """
@@ -63,6 +64,7 @@ class Suite(Part):
     spec: dict[str, JsonValue]
     mergers: Methods = Field(default_factory=dict)
     repairs: Methods = Field(default_factory=dict)
+    samples: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [8, 16, 32, 64, 128, 256, 512])
     published: Printed | None = None
     note: str = ""
 

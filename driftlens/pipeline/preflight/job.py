@@ -27,12 +27,14 @@ from driftlens.pipeline.analyze.phases import suitable_threads
 from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of
 from driftlens.pipeline.preflight.costs import (
     Cost,
+    Effort,
     LayerCost,
     TaskLoad,
     Workload,
     estimate,
     layer_costs,
     size_text,
+    width_of,
 )
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
@@ -280,7 +282,7 @@ def _cost(
         more = merge_passes(entry, chosen, data, models) * sum(layer.operations for layer in layers)
         shapes = [shape for layer in _matrices(models) for _, shape in layer]
         more += sum(int(entry.work(chosen, len(spec.tasks), *shape)) for shape in shapes)
-    return estimate(work, sample, device, getattr(torch, spec.compute.dtype), more_operations=more)
+    return estimate(work, sample, device, more=Effort({("blocks", width_of(layers)): more}))
 
 
 def _check_data(

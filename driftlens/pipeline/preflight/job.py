@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from driftlens.access import Access, resolve_device
-from driftlens.calibration.calibrator import Trained
-from driftlens.data.samples import few_of
+from driftlens.calibration.calibrator import Calibrator, Trained
+from driftlens.data.samples import SampleSet, few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.errors import DataError, DriftLensError
@@ -24,9 +25,8 @@ from driftlens.models.chain import LayerChain, LinearHead
 from driftlens.models.own_heads import OwnHead
 from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.analyze.phases import suitable_threads
-from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of
+from driftlens.pipeline.calibrate.plan import CalibrationRequest, anchor_moves, calibrator_of
 from driftlens.pipeline.preflight.costs import (
-    Cost,
     Effort,
     LayerCost,
     TaskLoad,
@@ -38,6 +38,8 @@ from driftlens.pipeline.preflight.costs import (
 )
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.preflight.processes import Processes, plan_processes
+from driftlens.pipeline.preflight.solving import solving
 from driftlens.pipeline.study.companions import companions
 from driftlens.pipeline.study.merging import PIECE, merge_of, no_scores
 from driftlens.pipeline.study.opening import (
@@ -61,7 +63,9 @@ from driftlens.spec import RunSpec
 from driftlens.spec.sections import TextHead
 
 
-def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -> Preflight:
+def preflight(
+    spec: RunSpec, *, deep: bool = False, processes: int | None = None, access: Access = Access()
+) -> Preflight:
     """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
 
     Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read.
@@ -69,6 +73,7 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     Args:
         spec: the run.
         deep: also score every expert on its own task, which runs the models.
+        processes: also plan the analysis and its calibration for so many.
         access: what may be used, and on which device.
     """
     checks = Preflight()
@@ -92,7 +97,11 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     _check_calibration(spec, models, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
-        checks.cost = _cost(spec, models, data, layers, place)
+        load = _load(spec, models, data, layers)
+        checks.cost = estimate(load.work, load.sample, place, more=load.merge)
+        if processes is not None:
+            planned = partial(_processes, spec, models, data, load, place, processes)
+            checks.processes = checks.attempt("processes", planned)
     if deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
     elif deep:
@@ -195,24 +204,28 @@ def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflig
 
 def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
     """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
-    calibrator, chain = (
-        calibrator_of(CalibrationRequest("preflight"), spec.calibration),
-        models.architecture.chain,
-    )
-    if isinstance(calibrator, Trained):
-        return
-    patterns = None if spec.calibration is None else spec.calibration.sites
+    chain, patterns = models.architecture.chain, None if spec.calibration is None else spec.calibration.sites
     try:
-        sites = select_sites(chain, sites=patterns, update=calibrator.update)
+        calibrator, sites = _solved_sites(spec, chain)
     except DriftLensError as error:
         if spec.calibration is not None:
             checks.problem("sites", error)
         else:  # an analysis can do without
             checks.notice("sites", error.message, error.hint)
         return
-    share, text = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
-    file = checks.ok if share == 1 or patterns is not None else checks.notice
-    file("sites", text)
+    if sites:
+        share, text = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
+        file = checks.ok if share == 1 or patterns is not None else checks.notice
+        file("sites", text)
+
+
+def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping[int, tuple[str, ...]]]:
+    """What a calibration by the spec, or by default, solves for; no sites where its method trains something."""
+    calibrator = calibrator_of(CalibrationRequest("preflight"), spec.calibration)
+    if isinstance(calibrator, Trained):
+        return calibrator, {}
+    patterns = None if spec.calibration is None else spec.calibration.sites
+    return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
 
 
 def _merge_cost(
@@ -247,13 +260,18 @@ def _matrices(models: OpenModels) -> list[list[tuple[str, tuple[int, ...]]]]:
     return found
 
 
-def _cost(
-    spec: RunSpec,
-    models: OpenModels,
-    data: Mapping[str, TaskData],
-    layers: tuple[LayerCost, ...],
-    device: torch.device,
-) -> Cost:
+@dataclass(frozen=True)
+class _Load:
+    """The analysis of a spec, one of its samples, and the making of its merge."""
+
+    work: Workload
+    sample: SampleSet
+    merge: Effort
+
+
+def _load(
+    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], layers: tuple[LayerCost, ...]
+) -> _Load:
     tasks, scored = {}, heads_of(spec, models)
     for task, opened in data.items():
         diagnosis, test = opened.diagnosis, opened.test
@@ -275,14 +293,45 @@ def _cost(
         batch_size=spec.data.defaults.batch_size,
         merged_bytes=saved,
     )
-    sample = next(iter(data.values())).diagnosis
     more = 0
     if spec.merge is not None:
         entry, chosen = merge_of(spec, spec.merge.method, spec.merge.parameters)
         more = merge_passes(entry, chosen, data, models) * sum(layer.operations for layer in layers)
         shapes = [shape for layer in _matrices(models) for _, shape in layer]
         more += sum(int(entry.work(chosen, len(spec.tasks), *shape)) for shape in shapes)
-    return estimate(work, sample, device, more=Effort({("blocks", width_of(layers)): more}))
+    sample = next(iter(data.values())).diagnosis
+    return _Load(work, sample, Effort({("blocks", width_of(layers)): more}))
+
+
+def _processes(
+    spec: RunSpec,
+    models: OpenModels,
+    data: Mapping[str, TaskData],
+    load: _Load,
+    device: torch.device,
+    number: int,
+) -> Processes:
+    """The plan of an analysis, and of the calibration that the spec or the defaults ask for."""
+    chain, headers = models.architecture.chain, next(iter(models.sources.values())).headers
+    calibrator, sites = _solved_sites(spec, chain)
+    counts = {task: len(opened.calibration) for task, opened in data.items()}
+    reads = sum(
+        sum(header.nbytes for header in source.headers.values()) for source in models.sources.values()
+    )
+    walk = (
+        solving(chain, headers, sites, counts, load.work.layers) if sites and all(counts.values()) else None
+    )
+    has_control = spec.base is not None and anchor_moves(calibrator)
+    return plan_processes(
+        number,
+        load.work,
+        load.sample,
+        device,
+        walk=walk,
+        variants=2 if has_control else 1,
+        effort=calibrator.effort,
+        reads=reads,
+    )
 
 
 def _check_data(

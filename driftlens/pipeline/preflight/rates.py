@@ -7,6 +7,7 @@ process is timed alone, then one on every core at once, as processes that share 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -121,9 +121,10 @@ def measured_rates(device: torch.device) -> Rates | None:
 
 def rates_here(device: torch.device, width: int) -> Rates:
     """What was measured, else what a few tenths of a second tell of one width."""
-    return measured_rates(device) or quick_rates(device, min(max(width, WIDTHS[0]), WIDTHS[-1]))
+    return measured_rates(device) or quick_rates(device, min(max(width, WIDTHS[0]), WIDTHS[-2]))
 
 
+@functools.cache
 def quick_rates(device: torch.device, width: int) -> Rates:
     """Rates of one width, of this process alone."""
     found = {kind: {width: work(device, width, _MOMENT)} for kind, work in _WORK.items()}
@@ -275,7 +276,9 @@ def _member(rank: int, number: int, folder: str, name: str, threads: int) -> Non
         rate = torch.tensor([_blocks(device, width, 2 * _SECONDS)], dtype=torch.float64)
         distributed.all_reduce(rate)
         tiny, large = torch.zeros(1), torch.zeros(_BYTES // 8, dtype=torch.float64)
-        latency, heavy = (_seconds_of(partial(distributed.all_reduce, part)) for part in (tiny, large))
+        latency, heavy = (
+            _seconds_of(functools.partial(distributed.all_reduce, part)) for part in (tiny, large)
+        )
         if rank == 0:
             found = {
                 "one": alone / many,

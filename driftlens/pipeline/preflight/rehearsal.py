@@ -110,5 +110,5 @@ def _cost(opened: OpenCalibration, effort: float) -> Cost:
         merged_bytes=len(plan.variants) * sum(header.nbytes for header in source.headers.values()),
     )
     walk = solving(pool.chain, pool.source("merged").headers, plan.sites, plan.counts, layers)
-    more_memory = walk.memory(work, pool.dtype.itemsize) - memory_bytes(work)
+    more_memory = walk.memory(work) - memory_bytes(work)
     return estimate(work, first, pool.device, more=walk.effort * effort, memory=max(0, more_memory))

@@ -30,7 +30,7 @@ class Group:
     @property
     def moments(self) -> int:
         """Numbers in half of the Gram matrix and in the cross moments, of one task."""
-        return self.width * (self.width + 1) // 2 + sum(self.outs) * self.width
+        return self.width * (self.width + 1) // 2 + self.weights
 
     @property
     def weights(self) -> int:
@@ -63,19 +63,16 @@ class Solving:
         """All of it in one process: merged model, base and every expert are read, the merged one's layers twice."""
         return self.shared + self.solves + Effort(reads=self.reads * (self.tasks + 2))
 
-    def memory(self, work: Workload, itemsize: int) -> int:
-        """Peak bytes: solutions, one layer of each model, its moments, the waiting features."""
-        solved = sum(group.weights for layer in self.groups for group in layer) * itemsize
+    def memory(self, work: Workload) -> int:
+        """Peak bytes: one layer of each model, moments of all tasks and of the one at hand, the waiting features."""
         moments = max(
-            sum((len(group.outs) * group.width**2 + group.weights) * _FLOAT64 for group in layer)
-            for layer in self.groups
+            sum(group.width**2 + group.weights for group in layer) * _FLOAT64 for layer in self.groups
         )
         weights = max(layer.parameter_bytes for layer in work.layers[: len(self.groups)])
         state = max(cost.state_bytes for cost in work.layers)
         waiting = min(2 * state * self.samples, work.settings.feature_budget)
-        # The saved model is put together from the solutions, which takes them once more.
-        active = work.batch_size * state * LIVE_COPIES
-        return int(max(2 * solved, solved + 2 * moments + 4 * weights + waiting + active))
+        # Merged and expert layer, the new weights, and a copy in the dtype that is stored; solved layers are on disk.
+        return int(2 * moments + 4 * weights + waiting + work.batch_size * state * LIVE_COPIES)
 
 
 def solving(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch
 
 from driftlens.access import Access, resolve_device
 from driftlens.calibration.calibrator import Calibrator, Trained
-from driftlens.data.samples import SampleSet, few_of
+from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
-from driftlens.merging.method import READS, MergeMethod, merge_methods
+from driftlens.merging.method import READS, merge_methods
 from driftlens.metrics import Metric, metric_called
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain, LinearHead
@@ -27,21 +26,17 @@ from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.analyze.phases import suitable_threads
 from driftlens.pipeline.calibrate.plan import CalibrationRequest, anchor_moves, calibrator_of
 from driftlens.pipeline.preflight.costs import (
-    Effort,
     LayerCost,
-    TaskLoad,
-    Workload,
     estimate,
     layer_costs,
-    size_text,
-    width_of,
 )
+from driftlens.pipeline.preflight.load import Load, load_of, merge_cost, merge_passes
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
 from driftlens.pipeline.preflight.processes import Processes, plan_processes
 from driftlens.pipeline.preflight.solving import solving
 from driftlens.pipeline.study.companions import companions
-from driftlens.pipeline.study.merging import PIECE, merge_of, no_scores
+from driftlens.pipeline.study.merging import merge_of, no_scores
 from driftlens.pipeline.study.opening import (
     OpenModels,
     calibration_settings,
@@ -51,13 +46,11 @@ from driftlens.pipeline.study.opening import (
     open_data,
     open_heads,
     open_study,
-    settings_of,
 )
 from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.progress import Reporter
 from driftlens.records.intervals import Interval
-from driftlens.records.layout import MOST_THUMBS
 from driftlens.records.reading import estimate as with_interval
 from driftlens.spec import RunSpec
 from driftlens.spec.sections import TextHead
@@ -97,7 +90,7 @@ def preflight(
     _check_calibration(spec, models, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
-        load = _load(spec, models, data, layers)
+        load = load_of(spec, models, data, layers)
         checks.cost = estimate(load.work, load.sample, place, more=load.merge)
         if processes is not None:
             planned = partial(_processes, spec, models, data, load, place, processes)
@@ -167,28 +160,12 @@ def _check_merge(
             checks.problem("merge", no_scores(entry, without))
             return
         samples = sum(len(opened.calibration) for opened in data.values())
-        text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
+        text += f"; {merge_cost(entry, len(spec.tasks), models, samples, layers)}"
         passes = checks.attempt("merge", lambda: merge_passes(entry, settings, data, models))
         if passes is None:
             return
         text += f", and layers run {passes:,} times on a sample" if passes else ""
     checks.ok("merge", text)
-
-
-def merge_passes(
-    entry: MergeMethod, settings: Mapping[str, Any], data: Mapping[str, TaskData], models: OpenModels
-) -> int:
-    """How often every layer runs on one sample, there and back counted as three, at most.
-
-    Raises:
-        SpecError: it would be more often than anybody waits for.
-    """
-    lm = models.architecture.lm
-    rows = 1 if lm is None else next(iter(models.sources.values())).headers[lm.key].shape[0]
-    counts = [(len(at.calibration), len(at.class_names or at.answers()) or rows) for at in data.values()]
-    if entry.reads_moments:
-        return sum(count for count, _ in counts) * (2 if entry.reads == "prefix" else 1)
-    return 3 * sum(entry.runs(settings, *count) for count in counts) if entry.scores else 0
 
 
 def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflight) -> None:
@@ -228,86 +205,11 @@ def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping
     return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
 
 
-def _merge_cost(
-    entry: MergeMethod, num_tasks: int, models: OpenModels, samples: int, layers: tuple[LayerCost, ...]
-) -> str:
-    """How often the files are read, and what is in memory at a time."""
-    headers = next(iter(models.sources.values())).headers
-    largest = max(torch.Size(header.shape).numel() for header in headers.values())
-    # In float32 and at a time: the base's, each expert's, the result, and one to compute with.
-    words = (num_tasks + 3) * min(largest, PIECE if entry.reads == "entry" else largest)
-    if entry.reads_moments:
-        # In float64, once for all sites that read the same.
-        widths = [{read: shape[1] for read, shape in layer}.values() for layer in _matrices(models)]
-        words += max(sum(2 * width * width for width in layer) for layer in widths) * num_tasks
-        words += 2 * samples * max((layer.state_bytes for layer in layers), default=0) // 4
-    words += entry.held(num_tasks) * sum(torch.Size(header.shape).numel() for header in headers.values())
-    passes = entry.passes + entry.reads_moments  # which runs the experts first
-    is_known = entry.held(1) > 0 or entry.reads not in ("model", "samples")
-    least = "" if is_known else "at least "
-    times = "once" if passes == 1 else f"{passes} times"
-    return f"every file is read {times}, with {least}{size_text(4 * words)} in memory"
-
-
-def _matrices(models: OpenModels) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """By layer what each linear module reads, and the shape of its matrix."""
-    headers = next(iter(models.sources.values())).headers
-    found = []
-    for layer in models.architecture.chain.layers:
-        sites = [site for site in layer.sites if site.kind == "linear"]
-        slots = [(site.input, layer.parameters.get(f"{site.name}.weight")) for site in sites]
-        found.append([(input, slot.shape(headers[slot.key].shape)) for input, slot in slots if slot])
-    return found
-
-
-@dataclass(frozen=True)
-class _Load:
-    """The analysis of a spec, one of its samples, and the making of its merge."""
-
-    work: Workload
-    sample: SampleSet
-    merge: Effort
-
-
-def _load(
-    spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], layers: tuple[LayerCost, ...]
-) -> _Load:
-    tasks, scored = {}, heads_of(spec, models)
-    for task, opened in data.items():
-        diagnosis, test = opened.diagnosis, opened.test
-        is_scored = task in scored and test.labels is not None
-        tasks[task] = TaskLoad(
-            diagnosis=len(diagnosis),
-            test=len(test) if is_scored else 0,
-            ids=len(opened.calibration) + len(diagnosis) + len(test),
-            thumbs=min(len(diagnosis), MOST_THUMBS) if opened.has_pictures else 0,
-        )
-    saved = 0 if spec.merge is None else sum(header.nbytes for header in models.own_form.headers.values())
-    explained = 1 + len(spec.baselines)
-    work = Workload(
-        layers=layers,
-        tasks=tasks,
-        variants=explained + (spec.base is not None),
-        explained=explained,
-        settings=settings_of(spec, models.architecture.chain),
-        batch_size=spec.data.defaults.batch_size,
-        merged_bytes=saved,
-    )
-    more = 0
-    if spec.merge is not None:
-        entry, chosen = merge_of(spec, spec.merge.method, spec.merge.parameters)
-        more = merge_passes(entry, chosen, data, models) * sum(layer.operations for layer in layers)
-        shapes = [shape for layer in _matrices(models) for _, shape in layer]
-        more += sum(int(entry.work(chosen, len(spec.tasks), *shape)) for shape in shapes)
-    sample = next(iter(data.values())).diagnosis
-    return _Load(work, sample, Effort({("blocks", width_of(layers)): more}))
-
-
 def _processes(
     spec: RunSpec,
     models: OpenModels,
     data: Mapping[str, TaskData],
-    load: _Load,
+    load: Load,
     device: torch.device,
     number: int,
 ) -> Processes:

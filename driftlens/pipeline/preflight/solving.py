@@ -65,10 +65,9 @@ class Solving:
 
     def memory(self, work: Workload) -> int:
         """Peak bytes: one layer of each model, moments of all tasks and of the one at hand, the waiting features."""
-        moments = max(
-            sum(group.width**2 + group.weights for group in layer) * _FLOAT64 for layer in self.groups
-        )
-        weights = max(layer.parameter_bytes for layer in work.layers[: len(self.groups)])
+        sizes = [sum(group.width**2 + group.weights for group in layer) for layer in self.groups]
+        moments = max(sizes, default=0) * _FLOAT64
+        weights = max((layer.parameter_bytes for layer in work.layers[: len(self.groups)]), default=0)
         state = max(cost.state_bytes for cost in work.layers)
         waiting = min(2 * state * self.samples, work.settings.feature_budget)
         # Merged and expert layer, the new weights, and a copy in the dtype that is stored; solved layers are on disk.

@@ -90,9 +90,23 @@ def verify(run: RunFolder, as_json: JsonFlag = False) -> None:
 
 
 @app.command()
-def doctor(as_json: JsonFlag = False) -> None:
+def doctor(
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Time this machine for a minute; `validate` and --dry-run go by it."),
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="Of --measure: auto, cpu, cuda or cuda:N.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """Report the environment: versions, devices, cache, and what is missing."""
     found = environment()
+    if measure:
+        from driftlens.access import resolve_device
+        from driftlens.pipeline.preflight import rates
+
+        found |= rates.measure(
+            resolve_device(device or "auto"), lambda text: note(f"measuring {text}")
+        ).lines()
     if as_json:
         say_json(found)
     else:

@@ -102,6 +102,10 @@ def validate(
     spec: SpecFile,
     overrides: Overrides = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also score every expert on its own data.")] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Also plan for so many: seconds, memory and bytes on the wire of each."),
+    ] = None,
     *,
     as_json: JsonFlag = False,
     job: Job,
@@ -111,7 +115,8 @@ def validate(
     from driftlens.spec import load_spec
 
     with limited_threads(job.threads):
-        found = preflight(load_spec(spec, overrides or ()), deep=deep, access=job.access)
+        resolved = load_spec(spec, overrides or ())
+        found = preflight(resolved, deep=deep, processes=processes, access=job.access)
     say_json(found.as_dict()) if as_json else say(found.text())
     if found.problems:
         raise typer.Exit(found.exit_code)

@@ -89,7 +89,7 @@ class CalibrationPlan:
 
     def settled(self, calibrator: Calibrator, study: Study) -> CalibrationPlan:
         """The plan with this calibrator, and the control that its anchor wants."""
-        control = control_of(self.name) if study.has_base and _anchor_moves(calibrator) else ""
+        control = control_of(self.name) if study.has_base and anchor_moves(calibrator) else ""
         return dataclasses.replace(self, calibrator=calibrator, control=control)
 
     def chosen(self, choose: Choice, study: Study, reporter: Reporter, begun: Any) -> CalibrationPlan:
@@ -274,7 +274,7 @@ def preset_of(calibrator: Calibrator) -> str:
     return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
 
 
-def _anchor_moves(calibrator: Calibrator) -> bool:
+def anchor_moves(calibrator: Calibrator) -> bool:
     """Whether the anchor is another model than the merged one."""
     parameters = calibrator.get_params()
     return parameters.get("anchor") != "none" and parameters.get("rho", 1) != 1

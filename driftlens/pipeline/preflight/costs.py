@@ -5,9 +5,12 @@ Rough on purpose: what is counted is what grows with the model and the samples.
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,6 +24,7 @@ from driftlens.models.chain import Pool
 from driftlens.models.interception import buffers_on
 from driftlens.pipeline.analyze.causes import BATCH
 from driftlens.pipeline.analyze.evaluation import CHUNK_BYTES
+from driftlens.pipeline.preflight.rates import Rates, rates_here
 from driftlens.pipeline.study.study import Settings
 from driftlens.records.layout import THUMB_SIDE
 
@@ -32,10 +36,6 @@ POWER_STEPS = 30 * 3
 """Derivative passes per node of a spectral norm: 30 steps, each forward and backward."""
 LIVE_COPIES = 8
 """Tensors of the size of a batch's features that one layer holds at its widest: its MLP is four times as wide."""
-PROBE_SECONDS = 0.1
-PROBE_WIDTH = 1024
-EFFICIENCY = 0.4
-"""Share of a bare product's rate that layers reach beside norms, activations and derivatives (0.37 at width 192)."""
 
 
 @dataclass(frozen=True)
@@ -243,46 +243,70 @@ class Cost:
     def text(self) -> str:
         """The same in words."""
         memory, disk = size_text(self.memory_bytes), size_text(self.disk_bytes)
-        return f"about {memory} of memory, {disk} on disk, {_duration(self.seconds)}"
+        return f"about {memory} of memory, {disk} on disk, {duration_text(self.seconds)}"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Work by kind; efforts add, and a share of one is `effort * share`.
+
+    Attributes:
+        operations: ("blocks", "sums" or "solves", width) -> floating-point operations.
+        samples: how often a sample is read and preprocessed.
+        reads: bytes of weights that are read.
+    """
+
+    operations: Mapping[tuple[str, int], float] = field(default_factory=Counter)
+    samples: float = 0
+    reads: float = 0
+
+    def __add__(self, other: Effort) -> Effort:
+        keys = dict.fromkeys([*self.operations, *other.operations])
+        operations = {key: self.operations.get(key, 0) + other.operations.get(key, 0) for key in keys}
+        return Effort(operations, self.samples + other.samples, self.reads + other.reads)
+
+    def __mul__(self, share: float) -> Effort:
+        operations = {key: count * share for key, count in self.operations.items()}
+        return Effort(operations, self.samples * share, self.reads * share)
+
+    def seconds(self, rates: Rates, per_sample: float, pace: float = 1.0) -> float:
+        """Wall-clock time of one process that has `pace` of these rates."""
+        computed = sum(count / rates.at(*key) for key, count in self.operations.items())
+        return (computed + self.samples * per_sample + self.reads / rates.reads) / pace
+
+
+def width_of(layers: Sequence[LayerCost]) -> int:
+    """About how wide the blocks are: a transformer's has 12 numbers for every two of its width (float32)."""
+    return max(1, round(math.sqrt(statistics.median(layer.parameter_bytes for layer in layers) / 48)))
+
+
+def effort_of(work: Workload, more_operations: float = 0) -> Effort:
+    """The effort of an analysis, and of `more_operations` of its layers."""
+    key = "blocks", width_of(work.layers)
+    return Effort({key: operations(work) + more_operations}, samples_read(work))
 
 
 def estimate(
-    work: Workload,
-    sample: SampleSet,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    more_operations: int = 0,
-    more_samples: int = 0,
+    work: Workload, sample: SampleSet, device: torch.device, *, more: Effort = Effort(), memory: int = 0
 ) -> Cost:
-    """What the workload will take on this machine, and operations and samples beside those of the workload.
+    """What the workload will take on this machine, and more beside it: `memory` is beyond that of the workload.
 
-    A matrix product is timed, and the reading of a few samples.
+    Rates are those that were measured, else a block, sums and solves are timed, and the reading of a few samples.
     """
+    rates = rates_here(device, width_of(work.layers))
+    seconds = (effort_of(work) + more).seconds(rates, seconds_per_sample(sample))
+    return Cost(resident_bytes() + memory_bytes(work) + memory, disk_bytes(work), seconds)
+
+
+def resident_bytes() -> int:
+    """What this process holds already."""
     import psutil
 
-    rate = EFFICIENCY * _operations_per_second(work, device, dtype)
-    seconds = (operations(work) + more_operations) / rate
-    seconds += (samples_read(work) + more_samples) * _seconds_per_sample(sample)
-    resident = int(psutil.Process().memory_info().rss)
-    return Cost(resident + memory_bytes(work), disk_bytes(work), seconds)
+    return int(psutil.Process().memory_info().rss)
 
 
-def _operations_per_second(work: Workload, device: torch.device, dtype: torch.dtype) -> float:
-    """Rate of a product of the size that a layer does on a batch."""
-    # Wider products run no faster, and pooled vectors of `layers.pool: all` are wide beyond reason.
-    width = min(PROBE_WIDTH, max(layer.width for layer in work.layers))
-    rows = torch.ones(min(2048, 16 * work.batch_size), width, device=device, dtype=dtype)
-    weight = torch.ones(width, 4 * width, device=device, dtype=dtype)
-    float((rows @ weight)[0, 0])  # the first product also loads the library
-    products, started = 0, time.perf_counter()
-    while (passed := time.perf_counter() - started) < PROBE_SECONDS:
-        float((rows @ weight)[0, 0])  # reading a number waits for a GPU
-        products += 1
-    return products * 2 * rows.numel() * weight.shape[1] / passed
-
-
-def _seconds_per_sample(samples: SampleSet) -> float:
+def seconds_per_sample(samples: SampleSet) -> float:
+    """Wall-clock time in which one sample is read and preprocessed."""
     count = min(8, len(samples))
     samples.load([0])  # the first one also imports and opens what reads it
     started = time.perf_counter()
@@ -300,7 +324,8 @@ def size_text(count: int) -> str:
     return f"{size:.2g} TB" if size < 10 else f"{size:.0f} TB"
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """A time as a person reads it."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

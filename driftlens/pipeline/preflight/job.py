@@ -11,33 +11,32 @@ from typing import Any
 import torch
 
 from driftlens.access import Access, resolve_device
-from driftlens.calibration.calibrator import Trained
+from driftlens.calibration.calibrator import Calibrator, Trained
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import coverage, select_sites
 from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
-from driftlens.merging.method import READS, MergeMethod, merge_methods
+from driftlens.merging.method import READS, merge_methods
 from driftlens.metrics import Metric, metric_called
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain, LinearHead
 from driftlens.models.own_heads import OwnHead
 from driftlens.pipeline.analyze.evaluation import scores_of
 from driftlens.pipeline.analyze.phases import suitable_threads
-from driftlens.pipeline.calibrate.plan import CalibrationRequest, calibrator_of
+from driftlens.pipeline.calibrate.plan import CalibrationRequest, anchor_moves, calibrator_of
 from driftlens.pipeline.preflight.costs import (
-    Cost,
     LayerCost,
-    TaskLoad,
-    Workload,
     estimate,
     layer_costs,
-    size_text,
 )
+from driftlens.pipeline.preflight.load import Load, load_of, merge_cost, merge_passes
 from driftlens.pipeline.preflight.models import check_models
 from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.preflight.processes import Processes, plan_processes
+from driftlens.pipeline.preflight.solving import solving
 from driftlens.pipeline.study.companions import companions
-from driftlens.pipeline.study.merging import PIECE, merge_of, no_scores
+from driftlens.pipeline.study.merging import merge_of, no_scores
 from driftlens.pipeline.study.opening import (
     OpenModels,
     calibration_settings,
@@ -47,19 +46,19 @@ from driftlens.pipeline.study.opening import (
     open_data,
     open_heads,
     open_study,
-    settings_of,
 )
 from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.progress import Reporter
 from driftlens.records.intervals import Interval
-from driftlens.records.layout import MOST_THUMBS
 from driftlens.records.reading import estimate as with_interval
 from driftlens.spec import RunSpec
 from driftlens.spec.sections import TextHead
 
 
-def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -> Preflight:
+def preflight(
+    spec: RunSpec, *, deep: bool = False, processes: int | None = None, access: Access = Access()
+) -> Preflight:
     """What is wrong, odd or fine about a spec, its checkpoints and its data, and what an analysis will take.
 
     Errors become findings, so that all are seen at once. Of the checkpoints, headers and a few matrices are read.
@@ -67,6 +66,7 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     Args:
         spec: the run.
         deep: also score every expert on its own task, which runs the models.
+        processes: also plan the analysis and its calibration for so many.
         access: what may be used, and on which device.
     """
     checks = Preflight()
@@ -90,7 +90,11 @@ def preflight(spec: RunSpec, *, deep: bool = False, access: Access = Access()) -
     _check_calibration(spec, models, checks)
     checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
     if models is not None and place is not None and not checks.problems:
-        checks.cost = _cost(spec, models, data, layers, place)
+        load = load_of(spec, models, data, layers)
+        checks.cost = estimate(load.work, load.sample, place, more=load.merge)
+        if processes is not None:
+            planned = partial(_processes, spec, models, data, load, place, processes)
+            checks.processes = checks.attempt("processes", planned)
     if deep and checks.problems:
         checks.notice("experts", "not scored: the problems above come first")
     elif deep:
@@ -156,28 +160,12 @@ def _check_merge(
             checks.problem("merge", no_scores(entry, without))
             return
         samples = sum(len(opened.calibration) for opened in data.values())
-        text += f"; {_merge_cost(entry, len(spec.tasks), models, samples, layers)}"
+        text += f"; {merge_cost(entry, len(spec.tasks), models, samples, layers)}"
         passes = checks.attempt("merge", lambda: merge_passes(entry, settings, data, models))
         if passes is None:
             return
         text += f", and layers run {passes:,} times on a sample" if passes else ""
     checks.ok("merge", text)
-
-
-def merge_passes(
-    entry: MergeMethod, settings: Mapping[str, Any], data: Mapping[str, TaskData], models: OpenModels
-) -> int:
-    """How often every layer runs on one sample, there and back counted as three, at most.
-
-    Raises:
-        SpecError: it would be more often than anybody waits for.
-    """
-    lm = models.architecture.lm
-    rows = 1 if lm is None else next(iter(models.sources.values())).headers[lm.key].shape[0]
-    counts = [(len(at.calibration), len(at.class_names or at.answers()) or rows) for at in data.values()]
-    if entry.reads_moments:
-        return sum(count for count, _ in counts) * (2 if entry.reads == "prefix" else 1)
-    return 3 * sum(entry.runs(settings, *count) for count in counts) if entry.scores else 0
 
 
 def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflight) -> None:
@@ -193,94 +181,59 @@ def _check_calibration(spec: RunSpec, models: OpenModels | None, checks: Preflig
 
 def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
     """File which share of the parameters a calibration would solve for: that of the spec, or one by default."""
-    calibrator, chain = (
-        calibrator_of(CalibrationRequest("preflight"), spec.calibration),
-        models.architecture.chain,
-    )
-    if isinstance(calibrator, Trained):
-        return
-    patterns = None if spec.calibration is None else spec.calibration.sites
+    chain, patterns = models.architecture.chain, None if spec.calibration is None else spec.calibration.sites
     try:
-        sites = select_sites(chain, sites=patterns, update=calibrator.update)
+        calibrator, sites = _solved_sites(spec, chain)
     except DriftLensError as error:
         if spec.calibration is not None:
             checks.problem("sites", error)
         else:  # an analysis can do without
             checks.notice("sites", error.message, error.hint)
         return
-    share, text = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
-    file = checks.ok if share == 1 or patterns is not None else checks.notice
-    file("sites", text)
+    if sites:
+        share, text = coverage(chain, next(iter(models.sources.values())), sites, calibrator.update)
+        file = checks.ok if share == 1 or patterns is not None else checks.notice
+        file("sites", text)
 
 
-def _merge_cost(
-    entry: MergeMethod, num_tasks: int, models: OpenModels, samples: int, layers: tuple[LayerCost, ...]
-) -> str:
-    """How often the files are read, and what is in memory at a time."""
-    headers = next(iter(models.sources.values())).headers
-    largest = max(torch.Size(header.shape).numel() for header in headers.values())
-    # In float32 and at a time: the base's, each expert's, the result, and one to compute with.
-    words = (num_tasks + 3) * min(largest, PIECE if entry.reads == "entry" else largest)
-    if entry.reads_moments:
-        # In float64, once for all sites that read the same.
-        widths = [{read: shape[1] for read, shape in layer}.values() for layer in _matrices(models)]
-        words += max(sum(2 * width * width for width in layer) for layer in widths) * num_tasks
-        words += 2 * samples * max((layer.state_bytes for layer in layers), default=0) // 4
-    words += entry.held(num_tasks) * sum(torch.Size(header.shape).numel() for header in headers.values())
-    passes = entry.passes + entry.reads_moments  # which runs the experts first
-    is_known = entry.held(1) > 0 or entry.reads not in ("model", "samples")
-    least = "" if is_known else "at least "
-    times = "once" if passes == 1 else f"{passes} times"
-    return f"every file is read {times}, with {least}{size_text(4 * words)} in memory"
+def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping[int, tuple[str, ...]]]:
+    """What a calibration by the spec, or by default, solves for; no sites where its method trains something."""
+    calibrator = calibrator_of(CalibrationRequest("preflight"), spec.calibration)
+    if isinstance(calibrator, Trained):
+        return calibrator, {}
+    patterns = None if spec.calibration is None else spec.calibration.sites
+    return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)
 
 
-def _matrices(models: OpenModels) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """By layer what each linear module reads, and the shape of its matrix."""
-    headers = next(iter(models.sources.values())).headers
-    found = []
-    for layer in models.architecture.chain.layers:
-        sites = [site for site in layer.sites if site.kind == "linear"]
-        slots = [(site.input, layer.parameters.get(f"{site.name}.weight")) for site in sites]
-        found.append([(input, slot.shape(headers[slot.key].shape)) for input, slot in slots if slot])
-    return found
-
-
-def _cost(
+def _processes(
     spec: RunSpec,
     models: OpenModels,
     data: Mapping[str, TaskData],
-    layers: tuple[LayerCost, ...],
+    load: Load,
     device: torch.device,
-) -> Cost:
-    tasks, scored = {}, heads_of(spec, models)
-    for task, opened in data.items():
-        diagnosis, test = opened.diagnosis, opened.test
-        is_scored = task in scored and test.labels is not None
-        tasks[task] = TaskLoad(
-            diagnosis=len(diagnosis),
-            test=len(test) if is_scored else 0,
-            ids=len(opened.calibration) + len(diagnosis) + len(test),
-            thumbs=min(len(diagnosis), MOST_THUMBS) if opened.has_pictures else 0,
-        )
-    saved = 0 if spec.merge is None else sum(header.nbytes for header in models.own_form.headers.values())
-    explained = 1 + len(spec.baselines)
-    work = Workload(
-        layers=layers,
-        tasks=tasks,
-        variants=explained + (spec.base is not None),
-        explained=explained,
-        settings=settings_of(spec, models.architecture.chain),
-        batch_size=spec.data.defaults.batch_size,
-        merged_bytes=saved,
+    number: int,
+) -> Processes:
+    """The plan of an analysis, and of the calibration that the spec or the defaults ask for."""
+    chain, headers = models.architecture.chain, next(iter(models.sources.values())).headers
+    calibrator, sites = _solved_sites(spec, chain)
+    counts = {task: len(opened.calibration) for task, opened in data.items()}
+    reads = sum(
+        sum(header.nbytes for header in source.headers.values()) for source in models.sources.values()
     )
-    sample = next(iter(data.values())).diagnosis
-    more = 0
-    if spec.merge is not None:
-        entry, chosen = merge_of(spec, spec.merge.method, spec.merge.parameters)
-        more = merge_passes(entry, chosen, data, models) * sum(layer.operations for layer in layers)
-        shapes = [shape for layer in _matrices(models) for _, shape in layer]
-        more += sum(int(entry.work(chosen, len(spec.tasks), *shape)) for shape in shapes)
-    return estimate(work, sample, device, getattr(torch, spec.compute.dtype), more_operations=more)
+    walk = (
+        solving(chain, headers, sites, counts, load.work.layers) if sites and all(counts.values()) else None
+    )
+    has_control = spec.base is not None and anchor_moves(calibrator)
+    return plan_processes(
+        number,
+        load.work,
+        load.sample,
+        device,
+        walk=walk,
+        variants=2 if has_control else 1,
+        effort=calibrator.effort,
+        reads=reads,
+    )
 
 
 def _check_data(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from driftlens.errors import DriftLensError
 from driftlens.pipeline.preflight.costs import Cost
+from driftlens.pipeline.preflight.processes import Processes
 from driftlens.pipeline.study.suspicion import Finding, problem
 
 T = TypeVar("T")
@@ -21,10 +22,12 @@ class Preflight:
     Attributes:
         findings: in the order of the checks.
         cost: what the work will take; None where problems kept it from being estimated.
+        processes: what each of several will take, where somebody asked.
     """
 
     findings: list[Finding] = field(default_factory=list)
     cost: Cost | None = None
+    processes: Processes | None = None
 
     def ok(self, subject: str, text: str, hint: str = "") -> None:
         """Say that something is as it should be."""
@@ -63,6 +66,7 @@ class Preflight:
             "exit_code": self.exit_code,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "estimate": None if self.cost is None else dataclasses.asdict(self.cost),
+            **({} if self.processes is None else {"processes": dataclasses.asdict(self.processes)}),
         }
 
     def text(self) -> str:
@@ -71,6 +75,8 @@ class Preflight:
         lines = [line for finding in self.findings for line in _lines(finding, width)]
         if self.cost is not None:
             lines += ["", f"estimate: {self.cost.text()}"]
+        if self.processes is not None:
+            lines += [self.processes.text()]
         count = len(self.problems)
         return "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}" if count else "ready"])
 

@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 
 from driftlens.access import Access
-from driftlens.engine.pool import ModelPool
 from driftlens.engine.site_selection import coverage
 from driftlens.errors import RunError
 from driftlens.files import PathLike, free_bytes
-from driftlens.models.chain import Layer
 from driftlens.models.saving import require_target
 from driftlens.pipeline.calibrate.job import OpenCalibration, Terms, open_calibration
 from driftlens.pipeline.calibrate.plan import (
-    CalibrationPlan,
     CalibrationRequest,
     Choice,
     untouched_but_moved,
 )
-from driftlens.pipeline.preflight.costs import (
-    LIVE_COPIES,
-    Cost,
-    LayerCost,
-    TaskLoad,
-    Workload,
-    estimate,
-    layer_costs,
-    memory_bytes,
-)
+from driftlens.pipeline.preflight.costs import Cost, TaskLoad, Workload, estimate, layer_costs, memory_bytes
 from driftlens.pipeline.preflight.outcome import Preflight
+from driftlens.pipeline.preflight.solving import solving
 from driftlens.pipeline.study.reopening import require_same_samples
 from driftlens.records.lock import require_unlocked
-
-FORWARDS = 3
-"""Passes through a block per sample: the expert's, the merged one that is listened to, the calibrated one."""
 
 
 def rehearse(
@@ -124,48 +109,6 @@ def _cost(opened: OpenCalibration, effort: float) -> Cost:
         batch_size=first.batch_size,
         merged_bytes=len(plan.variants) * sum(header.nbytes for header in source.headers.values()),
     )
-    more = {"more_operations": _operations(plan, pool, layers), "more_samples": sum(plan.counts.values())}
-    more = {name: round(effort * count) for name, count in more.items()}
-    found = estimate(work, first, pool.device, pool.dtype, **more)
-    more_memory = max(0, _memory_bytes(plan, pool, work) - memory_bytes(work))
-    return dataclasses.replace(found, memory_bytes=found.memory_bytes + more_memory)
-
-
-def _operations(plan: CalibrationPlan, pool: ModelPool, layers: Sequence[LayerCost]) -> int:
-    """Floating-point operations of the solving walk, two per multiply-add."""
-    samples, total = sum(plan.counts.values()), 0
-    for layer, cost in zip(pool.chain.layers[: max(plan.layers)], layers, strict=False):
-        total += FORWARDS * samples * cost.operations
-        shapes = _shapes(plan, pool, layer)
-        # The narrowest site is as wide as the features.
-        entries, narrowest = cost.state_bytes // pool.dtype.itemsize, min((k for _, k in shapes), default=1)
-        tokens = max(1, entries // narrowest) * samples
-        for out, width in shapes:
-            through_outputs = 2 * tokens * out * width
-            through_moments = 2 * width * width * (tokens + len(plan.samples) * out)
-            total += tokens * width * width + min(through_outputs, through_moments)
-            total += width**3 // 3 + 2 * out * width * width
-    return total
-
-
-def _memory_bytes(plan: CalibrationPlan, pool: ModelPool, work: Workload) -> int:
-    """Peak bytes of the solving walk: solutions, one layer of each model, its moments, the waiting features."""
-    solved, moments, weights = 0, 0, 0
-    for layer, cost in zip(pool.chain.layers, work.layers, strict=True):
-        shapes = _shapes(plan, pool, layer)
-        solved += sum(out * width for out, width in shapes) * pool.dtype.itemsize
-        moments = max(moments, sum(width * width + out * width for out, width in shapes) * 8)
-        weights = max(weights, cost.parameter_bytes)
-    state = max(cost.state_bytes for cost in work.layers)
-    waiting = min(2 * state * sum(plan.counts.values()), work.settings.feature_budget)
-    # The saved model is put together from the solutions, which takes them once more.
-    active = work.batch_size * state * LIVE_COPIES
-    return max(2 * solved, solved + 2 * moments + 4 * weights + waiting + active)
-
-
-def _shapes(plan: CalibrationPlan, pool: ModelPool, layer: Layer) -> list[tuple[int, ...]]:
-    """[out, in] of every linear site of the layer that is solved for."""
-    wanted, headers = plan.sites.get(layer.index, ()), pool.source("merged").headers
-    linear = [site.name for site in layer.sites if site.kind == "linear" and site.name in wanted]
-    slots = [layer.parameters[f"{name}.weight"] for name in linear]
-    return [slot.shape(headers[slot.key].shape) for slot in slots]
+    walk = solving(pool.chain, pool.source("merged").headers, plan.sites, plan.counts, layers)
+    more_memory = walk.memory(work) - memory_bytes(work)
+    return estimate(work, first, pool.device, more=walk.effort * effort, memory=max(0, more_memory))

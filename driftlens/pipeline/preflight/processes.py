@@ -1,0 +1,226 @@
+"""What every one of several processes will take, from the rates of one and from how a `Team` divides the work."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from driftlens.data.samples import SampleSet
+from driftlens.errors import SpecError
+from driftlens.pipeline.preflight.costs import (
+    OUTPUT_ROW,
+    SAMPLE_ROW,
+    Effort,
+    TaskLoad,
+    Workload,
+    duration_text,
+    effort_of,
+    memory_bytes,
+    resident_bytes,
+    seconds_per_sample,
+    size_text,
+    width_of,
+)
+from driftlens.pipeline.preflight.rates import Rates, measured_rates, rates_here
+from driftlens.pipeline.preflight.solving import Group, Solving
+
+MOST = 65_536
+"""Processes: more than anybody has, and few enough to be laid out one by one."""
+_FLOAT64 = 8
+_WIRE = 1e9
+"""Bytes per second between processes where nobody has measured them: a plain network's."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process takes, the busiest of all.
+
+    Attributes:
+        seconds: wall-clock time.
+        memory_bytes: peak resident memory.
+        wire_bytes: what it sends to others.
+    """
+
+    seconds: float
+    memory_bytes: int
+    wire_bytes: int
+
+    def text(self) -> str:
+        """The same in words."""
+        wire = f"{size_text(self.wire_bytes)} on the wire" if self.wire_bytes else "nothing on the wire"
+        return f"{duration_text(self.seconds)}, {size_text(self.memory_bytes)} of memory, {wire}"
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The plan of a run by several processes.
+
+    Attributes:
+        number: of all processes.
+        per_machine: how many of them share a machine like this one.
+        measured: whether rates are those of `doctor --measure`, or of a moment.
+        shares: "analyze" and "calibrate" -> what the busiest process takes.
+    """
+
+    number: int
+    per_machine: int
+    measured: bool
+    shares: Mapping[str, Share]
+
+    def text(self) -> str:
+        """The same in lines."""
+        many = (
+            "process"
+            if self.number == 1
+            else f"of {self.number} processes, {self.per_machine} on a machine like this"
+        )
+        lines = [f"each {many}:" if self.number > 1 else "one process:"]
+        width = max(map(len, self.shares), default=0)
+        lines += [f"  {name:<{width}}  {share.text()}" for name, share in self.shares.items()]
+        if not self.measured:
+            lines.append(
+                "  from a moment's measurement; `driftlens doctor --measure` takes a minute and knows better"
+            )
+        return "\n".join(lines)
+
+
+def plan_processes(
+    number: int,
+    work: Workload,
+    sample: SampleSet,
+    device: torch.device,
+    *,
+    walk: Solving | None,
+    variants: int,
+    effort: float = 1.0,
+    reads: int = 0,
+) -> Processes:
+    """The busiest process's share of an analysis, and of a calibration that solves as `walk` says.
+
+    Args:
+        number: of processes.
+        work: the analysis.
+        sample: of one task, to time its reading.
+        device: where each process computes.
+        walk: FeatCal's walk; None where the calibrator walks through no samples, or none is possible.
+        variants: that a calibration adds and measures.
+        effort: of the calibrator against FeatCal.
+        reads: bytes of weights that an analysis reads.
+
+    Raises:
+        SpecError: `number` is no number of processes.
+    """
+    if not 1 <= number <= MOST:
+        raise SpecError(f"processes is {number}, expected 1 to {MOST}")
+    rates, per_sample = rates_here(device, width_of(work.layers)), seconds_per_sample(sample)
+    here = torch.cuda.device_count() if device.type == "cuda" else rates.cores
+    crew = _Crew(number, min(number, max(1, here)), rates, per_sample, reads)
+    shares = {"analyze": crew.analysis(work)}
+    if walk is not None:
+        added = dataclasses.replace(work, variants=variants, explained=variants, merged_bytes=0)
+        shares["calibrate"] = crew.calibration(walk, added, effort)
+    return Processes(number, crew.per_machine, measured_rates(device) is not None, shares)
+
+
+@dataclass(frozen=True)
+class _Crew:
+    """Processes, how many of them share a machine, and what they can do; `reads` as for `plan_processes`."""
+
+    number: int
+    per_machine: int
+    rates: Rates
+    per_sample: float
+    reads: int
+
+    def analysis(self, work: Workload) -> Share:
+        share, seconds = self._analysis(work)
+        memory = resident_bytes() + memory_bytes(_with_share(work, share))
+        return Share(self.rates.start + seconds, memory, _row_bytes(work, share, self.number))
+
+    def calibration(self, walk: Solving, added: Workload, effort: float) -> Share:
+        """Of the walk, and of the analysis of what it adds."""
+        share, seconds = self._analysis(added)
+        mine = walk.shared * share + walk.solves * solve_share(walk, self.number)
+        reads = walk.reads * (math.ceil(walk.tasks / self.number) + 2)
+        wire, sums = wire_bytes(walk, self.number)
+        seconds += self._seconds(mine * effort + Effort(reads=reads))
+        if self.number > 1:
+            seconds += wire / (self.rates.wire or _WIRE) + sums * self.rates.latency
+        part, held = (
+            dataclasses.replace(walk, samples=math.ceil(walk.samples * share)),
+            _with_share(added, share),
+        )
+        memory = resident_bytes() + max(part.memory(held), memory_bytes(held))
+        return Share(self.rates.start + seconds, memory, wire + _row_bytes(added, share, self.number))
+
+    def _analysis(self, work: Workload) -> tuple[float, float]:
+        """The busiest process's share of all samples, and its seconds."""
+        share = _largest_share([task.diagnosis for task in work.tasks.values()], self.number)
+        return share, self._seconds(effort_of(work) * share + Effort(reads=self.reads))
+
+    def _seconds(self, effort: Effort) -> float:
+        return effort.seconds(self.rates, self.per_sample, self.rates.pace(self.per_machine))
+
+
+def _largest_share(counts: Sequence[int], number: int) -> float:
+    """The share of all samples that the busiest process has, each task being one process's."""
+    return busiest(counts, number) / sum(counts)
+
+
+def _with_share(work: Workload, share: float) -> Workload:
+    total = sum(task.diagnosis for task in work.tasks.values())
+    most = max(1, math.ceil(share * total))
+
+    def part(task: TaskLoad) -> TaskLoad:
+        return dataclasses.replace(task, diagnosis=min(task.diagnosis, most), test=min(task.test, most))
+
+    return dataclasses.replace(work, tasks={name: part(task) for name, task in work.tasks.items()})
+
+
+def _row_bytes(work: Workload, share: float, number: int) -> int:
+    """What a process sends of tables and features: those of its samples, which the first process writes."""
+    if number == 1:
+        return 0
+    rows = sum(task.diagnosis * work.variants for task in work.tasks.values())
+    per_row = sum(2 * width + SAMPLE_ROW for width in work.stored_widths) + OUTPUT_ROW
+    return int(rows * share * per_row)
+
+
+def solve_share(walk: Solving, number: int) -> float:
+    """The share of all solves that lie on the way, where every layer waits for its busiest process."""
+
+    def cost(group: Group) -> float:
+        return group.width**3 / 3 + 2 * sum(group.outs) * group.width**2
+
+    total = sum(cost(group) for layer in walk.groups for group in layer)
+    waited = 0.0
+    for layer in walk.groups:
+        waited += busiest([cost(group) for group in layer], number)
+    return waited / total if total else 0.0
+
+
+def wire_bytes(walk: Solving, number: int) -> tuple[int, int]:
+    """What a process sends while a calibration is solved, and in how many sums and broadcasts.
+
+    Of every group, half a Gram matrix and the cross moments, already folded over its tasks, go into one sum in float64;
+    a sum over a ring of n processes makes each send 2 (n - 1) / n of it. What was solved is sent once in float32.
+    """
+    if number == 1:
+        return 0, 0
+    groups = [group for layer in walk.groups for group in layer]
+    summed = sum(group.moments for group in groups) * _FLOAT64 * 2 * (number - 1) / number
+    solved = sum(group.weights for group in groups) * 4
+    return int(summed + solved), len(groups) + number * len(walk.groups)
+
+
+def busiest(costs: Sequence[float], number: int) -> float:
+    """The load of the busiest of some processes: the largest piece first, each to whom has least."""
+    loads = [0.0] * min(number, max(1, len(costs)))
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)

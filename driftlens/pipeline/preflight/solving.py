@@ -1,0 +1,125 @@
+"""What the walk that calibrates will take, counted from the sites' shapes before any weight is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from driftlens.models.chain import Layer, LayerChain
+from driftlens.models.sources import TensorHeader
+from driftlens.pipeline.preflight.costs import LIVE_COPIES, Effort, LayerCost, Workload, width_of
+
+FORWARDS = 3
+"""Passes through a block per sample: the expert's, the merged one that is listened to, the calibrated one."""
+_FLOAT64 = 8
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear sites of a layer that read the same, and so have one Gram matrix and one factor.
+
+    Attributes:
+        width: k, entries of an input.
+        outs: entries of each site's output.
+    """
+
+    width: int
+    outs: tuple[int, ...]
+
+    @property
+    def moments(self) -> int:
+        """Numbers in half of the Gram matrix and in the cross moments, of one task."""
+        return self.width * (self.width + 1) // 2 + self.weights
+
+    @property
+    def weights(self) -> int:
+        """Numbers that are solved for."""
+        return sum(self.outs) * self.width
+
+
+@dataclass(frozen=True)
+class Solving:
+    """The walk of one calibration by FeatCal.
+
+    Attributes:
+        groups: of every layer up to the last one that is calibrated, in forward order.
+        samples: of all tasks together.
+        tasks: how many.
+        shared: effort that divides by samples: passes, sums, and the reading of samples.
+        solves: effort that divides by groups.
+        reads: bytes of one model's weights that the walk reads.
+    """
+
+    groups: tuple[tuple[Group, ...], ...]
+    samples: int
+    tasks: int
+    shared: Effort
+    solves: Effort
+    reads: int
+
+    @property
+    def effort(self) -> Effort:
+        """All of it in one process: merged model, base and every expert are read, the merged one's layers twice."""
+        return self.shared + self.solves + Effort(reads=self.reads * (self.tasks + 2))
+
+    def memory(self, work: Workload) -> int:
+        """Peak bytes: one layer of each model, moments of all tasks and of the one at hand, the waiting features."""
+        sizes = [sum(group.width**2 + group.weights for group in layer) for layer in self.groups]
+        moments = max(sizes, default=0) * _FLOAT64
+        weights = max((layer.parameter_bytes for layer in work.layers[: len(self.groups)]), default=0)
+        state = max(cost.state_bytes for cost in work.layers)
+        waiting = min(2 * state * self.samples, work.settings.feature_budget)
+        # Merged and expert layer, the new weights, and a copy in the dtype that is stored; solved layers are on disk.
+        return int(2 * moments + 4 * weights + waiting + work.batch_size * state * LIVE_COPIES)
+
+
+def solving(
+    chain: LayerChain,
+    headers: Mapping[str, TensorHeader],
+    sites: Mapping[int, Collection[str]],
+    counts: Mapping[str, int],
+    layers: Sequence[LayerCost],
+) -> Solving:
+    """The walk up to the last layer with chosen sites.
+
+    Args:
+        chain: the model taken apart.
+        headers: of its tensors.
+        sites: layer index -> names of the sites to calibrate.
+        counts: calibration samples by task.
+        layers: what each layer costs on one sample, in float32.
+    """
+    samples, last, width = sum(counts.values()), max(sites, default=0), width_of(layers)
+    passes, solves, found = (
+        defaultdict[tuple[str, int], float](float),
+        defaultdict[tuple[str, int], float](float),
+        [],
+    )
+    for layer, cost in zip(chain.layers[:last], layers, strict=False):
+        passes["blocks", width] += FORWARDS * samples * cost.operations
+        groups = _groups(layer, headers, sites.get(layer.index, ()))
+        # The narrowest site is as wide as the features.
+        tokens = max(1, cost.state_bytes // 4 // min((group.width for group in groups), default=1)) * samples
+        for group in groups:
+            k, outs = group.width, sum(group.outs)
+            through_outputs, through_moments = (
+                2 * tokens * outs * k,
+                2 * k * k * (tokens + len(counts) * outs),
+            )
+            passes["sums", k] += tokens * k * k + min(through_outputs, through_moments)
+            solves["solves", k] += k**3 / 3 + 2 * outs * k * k
+        found.append(groups)
+    reads = sum(layer.parameter_bytes for layer in layers[:last])
+    return Solving(tuple(found), samples, len(counts), Effort(passes, samples=samples), Effort(solves), reads)
+
+
+def _groups(layer: Layer, headers: Mapping[str, TensorHeader], wanted: Collection[str]) -> tuple[Group, ...]:
+    """The layer's linear sites that are solved for, by what they read."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for site in layer.sites:
+        if site.kind == "linear" and site.name in wanted:
+            slot = layer.parameters[f"{site.name}.weight"]
+            out, width = slot.shape(headers[slot.key].shape)
+            found.setdefault((site.input, width), []).append(out)
+    return tuple(Group(width, tuple(outs)) for (_, width), outs in found.items())

@@ -1,0 +1,182 @@
+"""What each of several processes takes: counted by hand, and of a decoder that no machine here could hold."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import struct
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from driftlens.access import Access
+from driftlens.engine.site_selection import select_sites
+from driftlens.errors import SpecError
+from driftlens.pipeline.preflight import processes, rates
+from driftlens.pipeline.preflight.costs import layer_costs
+from driftlens.pipeline.preflight.solving import Group, Solving, solving
+from driftlens.pipeline.study.opening import open_models
+from driftlens.spec import load_spec
+from tests.models.tokenizers import word_tokenizer
+from tests.pipeline.checking import check
+from tests.pipeline.world import DEPTH, World
+
+KNOWN = rates.Rates(
+    device="cpu",
+    cores=4,
+    threads=4,
+    work={"blocks": {256: 1e11}, "sums": {256: 1e11}, "solves": {256: 5e10}},
+    reads=1e9,
+    one=0.4,
+    crowded=0.8,
+    wire=1e9,
+    latency=1e-3,
+    start=5.0,
+)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "rates_here", lambda device, width: KNOWN)
+    monkeypatch.setattr(processes, "measured_rates", lambda device: KNOWN)
+    monkeypatch.setattr(processes, "resident_bytes", lambda: 10**9)
+    monkeypatch.setattr(processes, "seconds_per_sample", lambda samples: 1e-3)
+
+
+@pytest.fixture
+def walk(world: World) -> Solving:
+    """FeatCal's walk through the tiny transformer of `world`, 10 and 30 samples."""
+    models = open_models(load_spec(world.spec()), Access())
+    chain, headers = models.architecture.chain, models.sources["base"].headers
+    layers = layer_costs(models.architecture, torch.zeros(1, 3, 16, 16), torch.float32, "cls")
+    return solving(chain, headers, select_sites(chain), {"a": 10, "b": 30}, layers)
+
+
+def test_sites_that_read_the_same_are_one_group(walk: Solving) -> None:
+    """Width 16, an MLP four times as wide: q, k and v, then out, fc1 and fc2; nothing in the stem."""
+    block = (Group(16, (16, 16, 16)), Group(16, (16,)), Group(16, (64,)), Group(64, (16,)))
+    assert walk.groups == ((), *[block] * DEPTH) and walk.samples == 40 and walk.tasks == 2
+
+
+def test_the_wire_carries_half_gram_matrices_cross_moments_and_what_is_solved(walk: Solving) -> None:
+    numbers = 3 * (16 * 17 // 2) + 64 * 65 // 2 + (3 + 1 + 4 + 4) * 16 * 16
+    weights = (3 + 1 + 4 + 4) * 16 * 16
+    assert processes.wire_bytes(walk, 1) == (0, 0)
+    assert processes.wire_bytes(walk, 2) == (DEPTH * (8 * numbers + 4 * weights), DEPTH * 4 + 2 * (DEPTH + 1))
+    many, _ = processes.wire_bytes(walk, 64)
+    assert many == int(DEPTH * (8 * numbers * 2 * 63 / 64 + 4 * weights))
+
+
+def test_the_busiest_process_is_never_idle_and_never_has_more_than_it_must() -> None:
+    costs = [7.0, 5.0, 4.0, 3.0, 1.0]
+    for number in (1, 2, 3, 5, 9):
+        best = min(
+            max(sum(c for c, at in zip(costs, places, strict=True) if at == one) for one in range(number))
+            for places in itertools.product(range(min(number, 5)), repeat=len(costs))
+        )
+        assert best <= processes.busiest(costs, number) <= 4 / 3 * best
+    assert processes.busiest([], 4) == 0
+
+
+def test_solves_that_one_process_does_while_others_wait_are_waited_for(walk: Solving) -> None:
+    assert processes.solve_share(walk, 1) == pytest.approx(1)
+    cost = [16**3 / 3 + 2 * outs * 16**2 for outs in (48, 16, 64)] + [64**3 / 3 + 2 * 16 * 64**2]
+    assert processes.solve_share(walk, 64) == pytest.approx(max(cost) / sum(cost))
+
+
+def test_more_processes_than_tasks_only_share_the_machine(world: World) -> None:
+    spec = world.spec()
+    found = {number: check(spec, processes=number).processes for number in (1, 2, 4)}
+    for name in ("analyze", "calibrate"):
+        one, two, four = (found[number].shares[name] for number in (1, 2, 4))
+        assert two.memory_bytes <= one.memory_bytes and one.wire_bytes == 0 < two.wire_bytes
+        # Two tasks are for two processes: others would wait, and take their part of the machine.
+        assert two.seconds < four.seconds
+
+
+def test_a_number_that_nobody_has_is_refused(world: World) -> None:
+    for number in (0, -3, processes.MOST + 1):
+        result = check(world.spec(), processes=number)
+        assert result.exit_code == 2 and f"processes is {number}" in result.problems[0].text
+    with pytest.raises(SpecError, match="expected 1 to"):
+        raise SpecError(result.problems[0].text)
+
+
+def test_the_plan_stands_under_the_estimate_and_in_json(world: World) -> None:
+    result = check(world.spec(), processes=2)
+    assert "each of 2 processes, 2 on a machine like this:" in result.text().splitlines()
+    plan = json.loads(json.dumps(result.as_dict()))["processes"]
+    assert {*plan["shares"]} == {"analyze", "calibrate"} and plan["number"] == 2 and plan["measured"]
+    assert "processes" not in check(world.spec()).as_dict()
+
+
+@pytest.mark.slow
+def test_a_decoder_of_8b_with_five_experts_is_planned_from_its_headers(tmp_path: pathlib.Path) -> None:
+    spec = eight_billions(tmp_path)
+    many = check(spec, processes=64)
+    assert not many.problems, many.text()
+    shares = many.processes.shares
+    assert many.processes.per_machine == KNOWN.cores
+    # Two weight-sized arrays in float64 go around per layer, and what was solved in float32, of 6.98e9 numbers.
+    solved = 32 * (4096 * (4096 * 2 + 2 * 1024) + 3 * 4096 * 14336)
+    halves = 32 * (3 * 4096 * 4097 + 14336 * 14337) // 2
+    rows = shares["calibrate"].wire_bytes - (8 * (solved + halves) * 2 * 63 / 64 + 4 * solved)
+    assert 0 <= rows < 1e9
+    # A layer of each model and its moments, never a whole model.
+    assert 5e9 < shares["calibrate"].memory_bytes < 3e10
+    # Passes, sums and solves of one task's samples, at the rates given: 2 operations per number and token at least.
+    assert shares["calibrate"].seconds > 16 * 3 * 2 * 4 * solved / 1e11
+
+
+def eight_billions(folder: pathlib.Path) -> dict[str, object]:
+    """A spec whose checkpoints are headers, some numbers, and holes."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in LlamaForCausalLM(config).state_dict().items()}
+    names = ["base", *"abcde"]
+    for seed, name in enumerate(names):
+        place = folder / name
+        config.save_pretrained(place)
+        word_tokenizer().save_pretrained(place)
+        write_holes(place / "model.safetensors", shapes, torch.Generator().manual_seed(seed))
+    rows = [{"input": "is it red", "target": "yes"}, {"input": "is it", "target": "no"}] * 32
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = {"kind": "jsonl", "calibration": str(file), "test": str(file)}
+    return {
+        "version": 1,
+        "name": "eight",
+        "architecture": {"loader": "hf-decoder", "source": str(folder / "base")},
+        "base": {"weights": str(folder / "base")},
+        "merge": {"method": "task_arithmetic", "scaling": 0.3},
+        "experts": {name: {"weights": str(folder / name)} for name in names[1:]},
+        "data": {"defaults": {"n": 16, "n_diagnosis": 16, "n_test": 16}, **dict.fromkeys(names[1:], data)},
+    }
+
+
+def write_holes(file: pathlib.Path, shapes: dict[str, torch.Size], generator: torch.Generator) -> None:
+    """A checkpoint in bfloat16 whose tensors begin with some numbers and go on with zeros that no disk holds."""
+    headers, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * shape.numel()
+        headers[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(headers).encode()
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        begin = out.tell()
+        for header in headers.values():
+            start, stop = header["data_offsets"]
+            numbers = torch.randn(min(512, (stop - start) // 2), generator=generator).to(torch.bfloat16)
+            out.seek(begin + start)
+            out.write(numbers.view(torch.int16).numpy().tobytes())
+        out.truncate(begin + end)

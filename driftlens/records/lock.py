@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 import psutil
 from filelock import FileLock
 
+from driftlens import stopping
 from driftlens.errors import RunError, RunLockedError
-from driftlens.files import from_json, write_json_atomic
-from driftlens.records.layout import GUARD, LOCK
+from driftlens.files import PARTIAL, from_json, sweep, write_json_atomic
+from driftlens.records.layout import ENTRIES, GUARD, LOCK
 
 _FRESH_SECONDS = 60.0
 _CLOCK_TOLERANCE = 2.0
@@ -78,15 +79,17 @@ class RunLock:
         self._held: os.stat_result | None = None
 
     def acquire(self) -> Owner | None:
-        """Take the lock; returns the owner that died holding it, if one did.
+        """Take the lock; returns the owner that died holding it, if one did, whose scratch folders are removed.
 
         Raises:
             RunLockedError: a live process holds it; the message names the process.
             RunError: the folder can't be written to.
         """
+        stopping.begin(self, self.release)
         try:
             self._guard.acquire()
         except TimeoutError:
+            stopping.end(self)
             raise _locked(self._folder, owner_of(self._folder)) from None
         try:
             self._held = (self._folder / GUARD).stat()
@@ -95,9 +98,13 @@ class RunLock:
             # owner that the note names alive nevertheless.
             if previous is not None and previous.pid != os.getpid() and previous.is_alive:
                 raise _locked(self._folder, previous)
+            sweep(self._folder.glob(PARTIAL), others=True)
+            for entry in ENTRIES:  # what is not the run's own may be large, and is none of its business
+                sweep((self._folder / entry).rglob(PARTIAL), others=True)
             self.beat()
         except BaseException:
             self._guard.release()
+            stopping.end(self)
             raise
         return previous
 
@@ -136,12 +143,12 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock back and remove the note; does nothing when the lock is not held."""
-        if not self._guard.is_locked:
-            return
-        with contextlib.suppress(OSError):
-            if self.is_own:
-                (self._folder / LOCK).unlink()
-        self._guard.release()
+        if self._guard.is_locked:
+            with contextlib.suppress(OSError):
+                if self.is_own:
+                    (self._folder / LOCK).unlink()
+            self._guard.release()
+        stopping.end(self)
 
 
 def owner_of(folder: pathlib.Path) -> Owner | None:

@@ -34,7 +34,7 @@ class Owner:
 
     Attributes:
         pid: process id.
-        process_started: when that process began, in seconds since 1970; tells it from a later one of that id.
+        process_started: when that process began (see `process_started`); tells it from a later one of that id.
         host: name of the machine.
         heartbeat: when it last gave a sign of life, UTC.
     """
@@ -156,7 +156,10 @@ def owner_of(folder: pathlib.Path) -> Owner | None:
     try:
         note = from_json((folder / LOCK).read_text(encoding="utf-8"))
         owner = Owner(**{field.name: note[field.name] for field in dataclasses.fields(Owner)})
-        datetime.fromisoformat(owner.heartbeat)
+        is_sound = type(owner.pid) is int and 0 < owner.pid < 2**31 and isinstance(owner.host, str)
+        is_sound &= isinstance(owner.process_started, int | float | None)
+        if not is_sound or datetime.fromisoformat(owner.heartbeat).tzinfo is None:
+            return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return owner
@@ -188,9 +191,19 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
 
 
 def process_started(pid: int) -> float | None:
-    """When the process began, or None when there is no such process."""
+    """When the process began, or None when there is no such process.
+
+    In seconds since the machine did, where the system tells that (Linux), else since 1970: no clock that is set in the
+    meantime may make a live process look like another one.
+    """
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            # Field 22, counted behind the name, which may hold anything.
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return float(process.create_time())
     except psutil.Error:
         return None

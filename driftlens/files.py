@@ -1,7 +1,8 @@
 """Files that are either whole or absent: everything DriftLens writes goes through here.
 
 A file is written under its own name inside a scratch folder `.partial-*` next to its place, and moved there
-once complete and flushed. The scratch folder disappears with whatever stopped the writing, Ctrl-C included.
+once complete and flushed. The scratch folder disappears with whatever stopped the writing, Ctrl-C included; what a
+killed process leaves is removed by the next one that writes beside it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,29 @@ import hashlib
 import json
 import os
 import pathlib
+import platform
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import psutil
+
+from driftlens import stopping
 from driftlens.errors import RunError
 
 PathLike = str | os.PathLike[str]
 
+PARTIAL = ".partial-*"
+"""What scratch folders are called, behind `.partial-` the machine and the process that made them."""
+
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_ASIDE = ".replaced"
+_HERE = f"{zlib.crc32(platform.node().encode()):08x}"
+_swept: set[tuple[int, pathlib.Path]] = set()
+"""Folders that this process has rid of what killed ones left."""
 
 
 @contextlib.contextmanager
@@ -70,7 +84,7 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
         for file in filled.rglob("*"):
             if file.is_file():
                 _flush(file)
-        _swap(filled, target, aside=scratch / "replaced")
+        _swap(filled, target, aside=scratch / _ASIDE)
 
 
 def require_free(path: PathLike) -> None:
@@ -138,20 +152,54 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
     Raises:
         RunError: no folder can be made there, or the disk is full; `need` is how many bytes the message asks for.
     """
+    folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(
-            prefix=".partial-", dir=target.parent, ignore_cleanup_errors=True
-        )
+        if (os.getpid(), target.parent) not in _swept:
+            _swept.add((os.getpid(), target.parent))
+            sweep(target.parent.glob(PARTIAL))
+        stopping.begin(folder, lambda: _discard(folder))
+        folder.mkdir(mode=0o700)
     except OSError as error:
+        _discard(folder)
         raise _unwritable(target, error, need) from error
-    with folder as name:
-        try:
-            yield pathlib.Path(name)
-        except OSError as error:
-            if error.errno in _DISK_FULL:
-                raise _unwritable(target, error, need) from error
-            raise
+    try:
+        yield folder
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise _unwritable(target, error, need) from error
+        raise
+    finally:
+        _discard(folder)
+
+
+def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
+    """A folder for files of this process alone, in the system's own place for them; raises as `scratch_beside`."""
+    return scratch_beside(pathlib.Path(tempfile.gettempdir(), "driftlens"), None)
+
+
+def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
+    """Remove scratch folders that a process of this machine made which runs no more.
+
+    Args:
+        scratch: what `PARTIAL` finds somewhere.
+        others: also those of other machines, and of unknown origin: whoever holds a run's lock writes there alone.
+    """
+    for folder in scratch:
+        machine, _, rest = folder.name.removeprefix(".partial-").partition("-")
+        number = rest.partition("-")[0]
+        is_known = machine == _HERE and number.isdecimal() and len(number) < 10
+        is_mine = is_known and int(number) == os.getpid()
+        is_live = stopping.is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
+        if (is_known or others) and not is_live:
+            with contextlib.suppress(OSError):
+                _finish_swap(folder)
+            _discard(folder)
+
+
+def _discard(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    stopping.end(folder)
 
 
 def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
@@ -177,12 +225,19 @@ def _flush(path: pathlib.Path) -> None:
 
 def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
     """Move `filled` to `target`; what was there goes aside first, and back if the move fails."""
-    if not target.exists():
-        filled.rename(target)
-        return
-    target.rename(aside)
     try:
+        if target.exists():
+            target.rename(aside)
         filled.rename(target)
     except BaseException:
-        aside.rename(target)
+        if aside.exists() and not target.exists():
+            aside.rename(target)
         raise
+
+
+def _finish_swap(scratch: pathlib.Path) -> None:
+    """Of a process that was killed between the two moves: the new folder is whole, so that it takes its place."""
+    if (scratch / _ASIDE).exists():
+        for filled in scratch.iterdir():
+            if filled.name != _ASIDE and not (target := scratch.parent / filled.name).exists():
+                filled.rename(target)

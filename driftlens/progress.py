@@ -55,11 +55,14 @@ class CancelToken:
     """A flag polled once per batch; `cancel` may be called from another thread or a signal handler."""
 
     def __init__(self) -> None:
-        self._cancelled = False
+        self.is_set = False
+        """Whether somebody asked to stop."""
+        self.is_heard = False
+        """Whether the work has begun to stop, and is putting things in order."""
 
     def cancel(self) -> None:
         """Ask the work to stop at the next batch."""
-        self._cancelled = True
+        self.is_set = True
 
     def check(self) -> None:
         """Raise `Cancelled` if somebody asked to stop.
@@ -67,7 +70,8 @@ class CancelToken:
         Raises:
             Cancelled: `cancel` was called.
         """
-        if self._cancelled:
+        if self.is_set:
+            self.is_heard = True
             raise Cancelled(
                 "cancelled",
                 hint="What was finished is kept; run the command again, with --resume where it has that option.",

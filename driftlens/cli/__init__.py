@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from typing import Any
 
 import typer
 
+from driftlens import stopping
 from driftlens.cli import calibrating, converting, looking, reporting, reproducing, running
-from driftlens.cli.app import app, interrupt, manner
+from driftlens.cli.app import app, hearing, manner, stopped
 from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
 
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
@@ -39,12 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     manner.debug = "--debug" in flags  # also where the rest can't be parsed
     if not os.environ.get("PYTHONWARNINGS"):
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
-    with contextlib.suppress(ValueError):  # another thread than the first may not say
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, interrupt)
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
     os.environ["MPLBACKEND"] = "agg"
-    sys.exit(run(flags + rest))
+    # Another thread than the first hears no signals.
+    is_first = threading.current_thread() is threading.main_thread()
+    code = Cancelled.exit_code
+    heard = hearing(last=arguments is None) if is_first else contextlib.nullcontext()
+    with contextlib.suppress(KeyboardInterrupt), heard:
+        code = run(flags + rest)
+    stopping.put_in_order()  # what was begun where the interrupt fell
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -63,6 +68,8 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return _report(f"the disk is full: {error}", "Free some space; finished phases are kept.", 4)
+        if stopped.is_on_its_way:  # the terminal is gone
+            return Cancelled.exit_code
         if isinstance(error, BrokenPipeError):
             # Whoever read our output has left; flushing at exit would raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,10 +10,11 @@ import os
 import re
 import shlex
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import FrameType
@@ -221,11 +222,49 @@ def _plain(value: Any) -> Any:
     return plain_rows(value) if hasattr(value, "columns") else plain(value)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, for `signal.signal`: as usual, but not while a library is being imported: many don't survive it there.
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""What asks the process to end: Ctrl-C, a scheduler, a terminal that is closed. All are heard alike."""
 
-    Some swallow the interrupt and stay half imported, others bring the process down. It comes again a moment later.
+
+@dataclass
+class Stopping:
+    """Whether this process was asked to end and is on its way out."""
+
+    is_on_its_way: bool = False
+
+
+stopped = Stopping()
+
+
+@contextmanager
+def hearing(*, last: bool) -> Iterator[None]:
+    """A block that all of `ENDING` interrupt, once; after it they do what they did before.
+
+    Args:
+        last: whether the process ends after the block: from its end on nothing interrupts.
     """
+    before = {number: signal.getsignal(number) for number in ENDING}
+    # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
+    usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]
+    stopped.is_on_its_way = False
+    try:
+        for number in usual:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        stopped.is_on_its_way = last
+        for number in () if last else usual:
+            signal.signal(number, before[number])
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C, for `signal.signal`: as usual, but once, and not while a library is being imported.
+
+    Many don't survive it there: some swallow the interrupt and stay half imported, others bring the process down. It
+    comes again a moment later. After the first nothing breaks off what puts things in order.
+    """
+    if stopped.is_on_its_way:
+        return
     at = frame
     while at is not None:
         if at.f_code.co_filename.startswith("<frozen importlib"):
@@ -234,20 +273,35 @@ def interrupt(number: int, frame: FrameType | None) -> None:
             again.start()
             return
         at = at.f_back
+    stopped.is_on_its_way = True
+    _leave_lost_terminal()
     raise KeyboardInterrupt
+
+
+def _leave_lost_terminal() -> None:
+    """Write nowhere instead of to a terminal that was closed: what can't be said must not be one more error."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 @contextmanager
 def cancelling() -> Iterator[CancelToken]:
-    """A token that Ctrl-C and SIGTERM set; a second one ends the process the usual way."""
+    """A token that the first of `ENDING` sets; a second one, of any kind, stops at once. No third is heard."""
     token = CancelToken()
 
-    def ask(number: int, _frame: object) -> None:
+    def ask(number: int, frame: FrameType | None) -> None:
+        _leave_lost_terminal()
+        if token.is_heard:
+            return
+        if token.is_set:
+            interrupt(number, frame)
         token.cancel()
-        note("stopping at the next batch; once more stops at once")
-        signal.signal(number, before[signal.Signals(number)])
+        with suppress(OSError, RuntimeError):  # it may be said in the middle of what is being written there
+            note("stopping at the next batch; once more stops at once")
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: at for number in ENDING if (at := signal.getsignal(number)) is not signal.SIG_IGN}
     try:
         for number in before:
             signal.signal(number, ask)

@@ -34,9 +34,6 @@ MOST_THUMBS = 2000
 LONGEST_TEXT = 1000
 """Characters of a sample's text that a run keeps; the middle of a longer one is left out."""
 
-PARTIAL = ".partial-*"
-"""Scratch folders that a killed process leaves behind."""
-
 _UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
 
 

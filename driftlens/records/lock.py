@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 import psutil
 from filelock import FileLock
 
+from driftlens import stopping
 from driftlens.errors import RunError, RunLockedError
-from driftlens.files import from_json, write_json_atomic
-from driftlens.records.layout import GUARD, LOCK
+from driftlens.files import PARTIAL, from_json, sweep, write_json_atomic
+from driftlens.records.layout import ENTRIES, GUARD, LOCK
 
 _FRESH_SECONDS = 60.0
 _CLOCK_TOLERANCE = 2.0
@@ -33,7 +34,7 @@ class Owner:
 
     Attributes:
         pid: process id.
-        process_started: when that process began, in seconds since 1970; tells it from a later one of that id.
+        process_started: when that process began (see `process_started`); tells it from a later one of that id.
         host: name of the machine.
         heartbeat: when it last gave a sign of life, UTC.
     """
@@ -78,15 +79,17 @@ class RunLock:
         self._held: os.stat_result | None = None
 
     def acquire(self) -> Owner | None:
-        """Take the lock; returns the owner that died holding it, if one did.
+        """Take the lock; returns the owner that died holding it, if one did, whose scratch folders are removed.
 
         Raises:
             RunLockedError: a live process holds it; the message names the process.
             RunError: the folder can't be written to.
         """
+        stopping.begin(self, self.release)
         try:
             self._guard.acquire()
         except TimeoutError:
+            stopping.end(self)
             raise _locked(self._folder, owner_of(self._folder)) from None
         try:
             self._held = (self._folder / GUARD).stat()
@@ -95,9 +98,13 @@ class RunLock:
             # owner that the note names alive nevertheless.
             if previous is not None and previous.pid != os.getpid() and previous.is_alive:
                 raise _locked(self._folder, previous)
+            sweep(self._folder.glob(PARTIAL), others=True)
+            for entry in ENTRIES:  # what is not the run's own may be large, and is none of its business
+                sweep((self._folder / entry).rglob(PARTIAL), others=True)
             self.beat()
         except BaseException:
             self._guard.release()
+            stopping.end(self)
             raise
         return previous
 
@@ -136,12 +143,12 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock back and remove the note; does nothing when the lock is not held."""
-        if not self._guard.is_locked:
-            return
-        with contextlib.suppress(OSError):
-            if self.is_own:
-                (self._folder / LOCK).unlink()
-        self._guard.release()
+        if self._guard.is_locked:
+            with contextlib.suppress(OSError):
+                if self.is_own:
+                    (self._folder / LOCK).unlink()
+            self._guard.release()
+        stopping.end(self)
 
 
 def owner_of(folder: pathlib.Path) -> Owner | None:
@@ -149,7 +156,10 @@ def owner_of(folder: pathlib.Path) -> Owner | None:
     try:
         note = from_json((folder / LOCK).read_text(encoding="utf-8"))
         owner = Owner(**{field.name: note[field.name] for field in dataclasses.fields(Owner)})
-        datetime.fromisoformat(owner.heartbeat)
+        is_sound = type(owner.pid) is int and 0 < owner.pid < 2**31 and isinstance(owner.host, str)
+        is_sound &= isinstance(owner.process_started, int | float | None)
+        if not is_sound or datetime.fromisoformat(owner.heartbeat).tzinfo is None:
+            return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return owner
@@ -181,9 +191,19 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
 
 
 def process_started(pid: int) -> float | None:
-    """When the process began, or None when there is no such process."""
+    """When the process began, or None when there is no such process.
+
+    In seconds since the machine did, where the system tells that (Linux), else since 1970: no clock that is set in the
+    meantime may make a live process look like another one.
+    """
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            # Field 22, counted behind the name, which may hold anything.
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return float(process.create_time())
     except psutil.Error:
         return None

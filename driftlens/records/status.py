@@ -50,7 +50,7 @@ class Status:
         metrics: numbers worth showing while waiting; None where one is not finite.
         heartbeat: when this was written, UTC.
         pid: process that wrote it.
-        process_started: when that process began, in seconds since 1970.
+        process_started: when that process began, as `driftlens.records.lock.process_started` tells it.
         error: why it failed.
     """
 

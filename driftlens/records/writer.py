@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 import pandas as pd
 
+from driftlens import stopping
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike, write_text_atomic
 from driftlens.progress import ProgressEvent
@@ -72,8 +72,8 @@ class RunWriter(RunContents):
                 if entry not in (layout.LOCK, layout.GUARD):
                     remove_tree(folder / entry)
             writer = cls(folder, new_manifest(name, spec_digest), lock)
-            writer._begin("created", previous)
-            write_text_atomic(folder / layout.SPEC, spec_yaml)
+            with writer._beginning("created", previous):
+                write_text_atomic(folder / layout.SPEC, spec_yaml)
         except BaseException:
             lock.release()
             raise
@@ -95,17 +95,15 @@ class RunWriter(RunContents):
         try:
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / layout.MANIFEST, minor=True)
-            for scratch in folder.rglob(layout.PARTIAL):  # a killed writer left it behind
-                shutil.rmtree(scratch, ignore_errors=True)
             writer = cls(
                 folder, dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION), lock
             )
-            writer._begin("resumed", previous)
-            now, before = versions(), manifest.versions
-            changed = [name for name in before if name in now and now[name] != before[name]]
-            if changed:
-                listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
-                writer.notice(f"resumed with {listed}")
+            with writer._beginning("resumed", previous):
+                now, before = versions(), manifest.versions
+                changed = [name for name in before if name in now and now[name] != before[name]]
+                if changed:
+                    listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
+                    writer.notice(f"resumed with {listed}")
         except BaseException:
             lock.release()
             raise
@@ -128,7 +126,7 @@ class RunWriter(RunContents):
             self._end(late)
             raise
         finally:
-            self._lock.release()
+            self._release()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
@@ -193,12 +191,29 @@ class RunWriter(RunContents):
         append_event(self.folder, "finished")
         self.status("done")
 
-    def _begin(self, how: str, previous: Owner | None) -> None:
-        self._save()
-        self.status("running")
-        append_event(self.folder, how)
-        if previous is not None:
-            self.notice(f"took over from {previous}, which ended without releasing the run")
+    @contextmanager
+    def _beginning(self, how: str, previous: Owner | None) -> Iterator[None]:
+        """A block that begins the run; what ends it ends the run."""
+        stopping.begin(self, lambda: self._abandon(KeyboardInterrupt()))
+        try:
+            self._save()
+            self.status("running")
+            append_event(self.folder, how)
+            if previous is not None:
+                self.notice(f"took over from {previous}, which ended without releasing the run")
+            yield
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _abandon(self, error: BaseException) -> None:
+        """End the run as `error` does, wherever it was."""
+        self._end(error)
+        self._release()
+
+    def _release(self) -> None:
+        self._lock.release()
+        stopping.end(self)
 
     def _end(self, error: BaseException) -> None:
         """Record how the run ended; a disk that takes no more must not hide the error that is on its way."""
@@ -258,7 +273,8 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
             f"{folder} is not empty", hint="Give another one, or --force to replace the run in it."
         )
     in_the_way = sorted(there.intersection(layout.ENTRIES))
-    if not in_the_way:
+    # Where a run was ever written, one without a manifest is one whose removal or beginning was cut short.
+    if not in_the_way or ((folder / layout.GUARD).exists() and layout.MANIFEST not in there):
         return
     try:
         read_manifest(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from driftlens.errors import RunLockedError
 from driftlens.records.listing import current_state, find_runs
-from driftlens.records.lock import Owner, RunLock, owner_of
+from driftlens.records.lock import Owner, RunLock, living_owner_of, owner_of
 from driftlens.records.run import open_run
 from driftlens.records.writer import RunWriter
 
@@ -132,6 +134,35 @@ def test_a_note_of_a_live_process_counts_even_where_the_guard_was_removed(tmp_pa
         (tmp_path / "run/run.lock.guard").unlink()
         with pytest.raises(RunLockedError, match=f"process {first.pid}"):
             RunLock(tmp_path / "run").acquire()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="only Linux tells it")
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_makes_nobody_another_process(
+    monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    psutil = pytest.importorskip("psutil._pslinux")
+    this, booted = Owner.this_process(), psutil.boot_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: booted + 3600 * hours)  # as the system tells it from then on
+    assert this.is_alive and Owner.this_process().process_started == this.process_started
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        *({"pid": bad} for bad in ("x", -1, 2**40, True, None)),
+        *({"process_started": bad} for bad in ("5", [])),
+        *({"heartbeat": bad} for bad in ("2026-01-01", 5, "2026-13-01T00:00:00Z")),
+        {"host": 5},
+    ],
+    ids=str,
+)
+def test_a_note_of_the_wrong_kinds_is_nobodys(own: pathlib.Path, spoiled: dict[str, object]) -> None:
+    right = dataclasses.asdict(Owner.this_process()) | {"host": "another-machine"}
+    (own / "run.lock").write_text(json.dumps(right))
+    assert living_owner_of(own) is not None
+    (own / "run.lock").write_text(json.dumps(right | spoiled))
+    assert living_owner_of(own) is None
 
 
 def test_a_damaged_note_blocks_nobody(own: pathlib.Path) -> None:

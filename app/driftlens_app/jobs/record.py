@@ -57,7 +57,7 @@ class Job:
     Attributes:
         log: the file with what it printed.
         pid: its process.
-        process_started: when that process began, in seconds since 1970; tells it from a later one of that id.
+        process_started: when that process began, as in `Owner`; tells it from a later one of that id.
         host: name of the machine that it runs on.
         started: when it was started, UTC.
         cancelled: when it was asked to stop, UTC; empty if it was not.

@@ -9,7 +9,7 @@ from typing import Any
 
 from driftlens.access import Access
 from driftlens.errors import SpecError
-from driftlens.files import PathLike
+from driftlens.files import PathLike, write_text_atomic
 from driftlens.models.loading import open_checkpoint
 from driftlens.pipeline.analyze.phases import (
     all_of,
@@ -35,6 +35,7 @@ from driftlens.pipeline.study.reopening import (
 from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
 from driftlens.progress import CancelToken, ProgressSink, Reporter
+from driftlens.records import layout
 from driftlens.records.listing import is_live
 from driftlens.records.manifest import read_manifest
 from driftlens.records.run import DriftRun, open_run
@@ -89,6 +90,8 @@ def analyze(
     new = {"spec_yaml": resolved.dump(), "spec_digest": resolved.digest(), "name": resolved.name}
     with RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, force=force) as writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
+        if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
+            write_text_atomic(writer.folder / layout.SPEC, new["spec_yaml"])
         describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
         for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
             if finding.level == "notice":

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import pathlib
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +34,7 @@ from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import ClosedForm, Layerwise
 from driftlens.engine.site_selection import updated_sites
 from driftlens.errors import DataError, DriftLensError, NumericsError, SingularGramError, SpecError
+from driftlens.files import temporary_folder
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
 from driftlens.pipeline.calibrate.plan import method_called, preset_of
 from driftlens.pipeline.search.judge import LANE, Judge
@@ -71,8 +70,8 @@ def choose_settings(
     """
     started, judge = time.perf_counter(), Judge(study)
     varies = _free(start, has_base=study.has_base, others=others)
-    with tempfile.TemporaryDirectory() as folder:
-        spill = pathlib.Path(folder) / "features"
+    with temporary_folder() as folder:
+        spill = folder / "features"
         known = {"start": start, **_declared(start, others=others, has_base=study.has_base)}
         counts = {task: len(at.calibration) for task, at in study.tasks.items() if at.calibration is not None}
         most = outlook(start, counts, has_base=study.has_base, others=others)[1]

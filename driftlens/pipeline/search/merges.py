@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from driftlens.calibration.automatic import Scores, folds_of
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.exactness import exact_products
 from driftlens.errors import Cancelled, DataError, DriftLensError, SpecError
-from driftlens.files import PathLike
+from driftlens.files import PathLike, temporary_folder
 from driftlens.merging.method import merge_methods
 from driftlens.models.saving import require_target
 from driftlens.pipeline.analyze.evaluation import final_features
@@ -119,7 +118,7 @@ def compare_merges(
             if not judge.bare:
                 scores[name]["kl"][task] = judge(model, task, found, expert)
 
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+    with torch.no_grad(), temporary_folder() as folder:
         for name in ("base", "merged"):
             if name in study.pool:
                 rows.append(_row(name, "", {}))
@@ -131,7 +130,7 @@ def compare_merges(
             rows.append(row)
             try:
                 method, settings, seen = merge.method, merge.settings, study.blinded(shown)
-                where, stop = Path(folder, "merged"), Reporter(cancel=cancel)
+                where, stop = folder / "merged", Reporter(cancel=cancel)
                 source = merged_source(models, method, settings, seen, beside=where, reporter=stop)
                 if keep is not None:
                     save_merge(models, method, settings, kept[merge.name], seen, source=source)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from driftlens.access import Access, resolve_device
-from driftlens.calibration.calibrator import Trained
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import coverage, select_sites
+from driftlens.engine.training import Trainer
 from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
 from driftlens.merging.method import READS, MergeMethod, merge_methods
@@ -197,7 +197,7 @@ def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
         calibrator_of(CalibrationRequest("preflight"), spec.calibration),
         models.architecture.chain,
     )
-    if isinstance(calibrator, Trained):
+    if isinstance(calibrator, Trainer):
         return
     patterns = None if spec.calibration is None else spec.calibration.sites
     try:

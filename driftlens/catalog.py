@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.calibration.calibrator import calibrators
+from driftlens.engine.training import Trainer
 from driftlens.merging.method import READS, merge_methods
 from driftlens.models.architecture import loaders
 from driftlens.settings import settings_of
@@ -25,7 +26,9 @@ def catalog() -> dict[str, dict[str, Any]]:
             name: {
                 "title": kind.title or name,
                 "source": kind.source,
-                "kind": "trained" if issubclass(kind, Trained) else "closed form",
+                "kind": "trained" if issubclass(kind, Trainer) else "closed form",
+                "needs_task_id": kind.needs_task_id,
+                "leaves": kind.leaves(),
                 "settings": _settings(kind),
                 "presets": {preset: dict(values) for preset, values in kind.presets.items()},
                 "suited": dict(kind.suited),
@@ -62,6 +65,8 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
         for name, method in methods.items():
             source = f", {method['source']}" if method["source"] else ""
             reads = f"; reads {method['reads']}" if "reads" in method else ""
+            reads += f"; leaves {method['leaves']}" if "leaves" in method else ""
+            reads += ", wants to know the task of an input" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting in method["settings"]:
                 unit = f" {setting['unit']}" if setting["unit"] else ""

@@ -2,8 +2,8 @@
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
 annotations (see `driftlens.settings`). Spec, command line, dashboard and model card ask for them there. It is
-`Layerwise` or `Stepwise`, which solve from moments, `Weightwise`, which solves from weights, or `Trained`, which learns
-attachments from features.
+`Layerwise` or `Stepwise`, which solve from moments, `Weightwise`, which solves from weights, `Trained`, which learns
+attachments from features, or a `WeightTrainer`, which learns weights from them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Calibrator:
         effort: processor time of a calibration against FeatCal's, for estimates.
         ablations: settings that each take one part of the method away, for `sweep --ablate`.
         update: kinds of parameters that it changes; none where it only attaches.
+        needs_task_id: whether it has another model for every task, so that the task of an input must be known.
     """
 
     title: ClassVar[str] = ""
@@ -46,6 +47,7 @@ class Calibrator:
     searched: ClassVar[Sequence[str]] = ()
     effort: ClassVar[float] = 1.0
     ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    needs_task_id: ClassVar[bool] = False
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -73,6 +75,15 @@ class Calibrator:
     def steps_from(self, name: str, *, has_base: bool = True) -> Sequence[Any]:
         """Values of a setting that are tried beside its own; none where it changes nothing or may not be changed."""
         return ()
+
+    @classmethod
+    def leaves(cls) -> str:
+        """What of a calibration leaves the folder."""
+        return "a checkpoint and attachments" if cls.needs_task_id else "a checkpoint"
+
+    def added(self, widths: Sequence[int]) -> int:
+        """How many numbers it adds to the model for every task, whose features are so wide at its boundaries."""
+        return 0
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
@@ -102,13 +113,15 @@ class ClosedFormBase(Calibrator, Layerwise):
 class Trained(Calibrator, Trainer):
     """A calibrator that learns a map of features per task and boundary; the weights stay as they are.
 
-    A subclass adds `attachment`, and `train` of a `LayerTrainer` or `train_jointly` of a `JointTrainer`.
+    A subclass adds `added` and `attachment`, and `train` of a `LayerTrainer` or `train_jointly` of a `JointTrainer`.
     """
+
+    needs_task_id = True
 
     @classmethod
     @abstractmethod
-    def attachment(cls, tensors: Mapping[str, Tensor]) -> Attachment:
-        """The map that these tensors make up, as `Attachment.tensors` gave them."""
+    def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> Attachment:
+        """The map that these tensors make up, as `Attachment.tensors` gave them; of the output of a site, if any."""
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
@@ -132,7 +145,7 @@ def require_task_id(task_id: str, method: str) -> None:
     Raises:
         SpecError: it has one, or there is no such method.
     """
-    if task_id == "unknown" and issubclass(calibrators[method], Trained):
+    if task_id == "unknown" and calibrators[method].needs_task_id:
         raise SpecError(
             f"{method} has a map for every task, and task_id is unknown: nobody will know the task of an input",
             hint="Choose a method that changes weights (featcal, residual, svc), or set task_id: known.",

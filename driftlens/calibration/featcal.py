@@ -66,7 +66,12 @@ class FeatCal(ClosedFormBase):
     presets = PRESETS
     suited: ClassVar[Mapping[str, str]] = {"hf_t5": "flan-t5", "hf_decoder": "llama-3b"}
     searched = ("lam", "alpha", "rho")
-    ablations = ({"rho": 1}, {"alpha": 0}, {"anchor": "none"}, {"update": ["linear"]})
+    ablations: ClassVar[Sequence[Mapping[str, Any]]] = (
+        {"rho": 1},
+        {"alpha": 0},
+        {"anchor": "none"},
+        {"update": ["linear"]},
+    )
 
     def __init__(
         self,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.surgery import Descent, LowRank, uniform
-from driftlens.engine.training import BoundaryFeatures, LayerTrainer, OnEpoch
+from driftlens.calibration.descent import uniform
+from driftlens.calibration.surgery import LowRank, LowRankTrained
+from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
 from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("prob_surgery")
-class ProbSurgery(Descent, LayerTrainer):
+class ProbSurgery(LowRankTrained, LayerTrainer):
     """f' = f - z with z ~ N(mu, sigma^2), h = relu(D f), mu = M h, log sigma^2 = V h; by |f' - f_expert| + w KL.
 
     KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. Trained on calibration
@@ -45,18 +46,18 @@ class ProbSurgery(Descent, LayerTrainer):
         self.batch = batch
         self.lr = lr
 
-    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> LowRank:
+    def train(self, features: BoundaryFeatures, course: Course) -> LowRank:
         """The correction of one task, its mean alone."""
-        width, device = features.merged.shape[-1], features.merged.device
-        down = uniform(self.rank, width, generator).to(device).requires_grad_()
-        mean, spread = (torch.zeros(width, self.rank, device=device, requires_grad=True) for _ in range(2))
+        width, like = features.merged.shape[-1], features.merged
+        down = uniform(self.rank, width, course.generator).to(like).requires_grad_()
+        mean, spread = (like.new_zeros(width, self.rank).requires_grad_() for _ in range(2))
 
         def loss(chosen: Tensor) -> Tensor:
             merged, expert = features.rows(chosen)
-            noise = torch.randn(merged.shape, generator=generator).to(merged)
+            noise = torch.randn(merged.shape, generator=course.generator).to(merged)
             return prob_surgery_loss(merged, expert, noise, down, mean, spread, weight=self.weight)
 
-        self.descend([down, mean, spread], loss, len(features.merged), generator, on_epoch)
+        self.descend([down, mean, spread], loss, len(features.merged), course)
         return LowRank(down.detach(), mean.detach())
 
 

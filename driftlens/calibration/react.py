@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.training import BoundaryFeatures, LayerTrainer, OnEpoch
+from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
 from driftlens.linalg.cholesky import factorize
 from driftlens.settings import Bounds, Label
 
@@ -53,7 +53,11 @@ class ReACT(Trained, LayerTrainer):
     ) -> None:
         self.lam = lam
 
-    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> Linear:
+    def added(self, widths: Sequence[int]) -> int:
+        """A square matrix."""
+        return sum(width * width for width in widths)
+
+    def train(self, features: BoundaryFeatures, course: Course) -> Linear:
         """The correction of one task, solved in float64.
 
         Raises:
@@ -66,10 +70,10 @@ class ReACT(Trained, LayerTrainer):
         scale = 1 / size if bool(size > 0) else size.new_ones(())
         factor = factorize(scale * gram, what="gram + lam I", shift=self.lam)
         change = factor.solve_rows(scale * (expert - merged).mT @ merged)
-        on_epoch(1, 1, float((expert - merged - merged @ change.mT).square().mean()))
+        course.told(1, 1, float((expert - merged - merged @ change.mT).square().mean()))
         return Linear((torch.eye(len(gram)).to(change) + change).to(features.merged.dtype))
 
     @classmethod
-    def attachment(cls, tensors: Mapping[str, Tensor]) -> Linear:
+    def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> Linear:
         """The correction that was saved."""
         return Linear(tensors["matrix"])

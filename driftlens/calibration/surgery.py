@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.training import BoundaryFeatures, LayerTrainer, OnEpoch
+from driftlens.calibration.descent import Descent, uniform
+from driftlens.engine.training import BoundaryFeatures, Course, LayerTrainer
 from driftlens.settings import Bounds, Label
-
-_TOLD_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -43,58 +41,23 @@ class LowRank:
         return {"down": self.down, "up": self.up, **flag}
 
 
-def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """A matrix as `nn.Linear` starts with: uniform within 1 / sqrt(columns), which is Kaiming's with a = sqrt 5."""
-    bound = 1 / math.sqrt(columns)
-    return (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
+class LowRankTrained(Descent, Trained):
+    """What repairs by low-rank maps has in common beside the descent: what is added and saved."""
 
+    rank: int
 
-class Descent(Trained):
-    """What repairs by a low-rank map that Adam trains have in common: a fixed number of steps, and what is saved."""
-
-    steps: int
-    batch: int
-    lr: float
-
-    def descend(
-        self,
-        parameters: Sequence[Tensor],
-        loss_of: Callable[[Tensor], Tensor],
-        count: int,
-        generator: torch.Generator,
-        on_epoch: OnEpoch,
-    ) -> None:
-        """Adam over batches of samples, which are drawn without replacement until all were had.
-
-        There is no validation and no choice among steps: where it stops is fixed beforehand.
-
-        Args:
-            parameters: leaf tensors, changed in place.
-            loss_of: positions of samples -> the loss.
-            count: of samples.
-            generator: draws the batches.
-            on_epoch: told of the loss every few steps; it may raise.
-        """
-        descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
-        for step in range(1, self.steps + 1):
-            if not len(order):
-                order = torch.randperm(count, generator=generator)
-            chosen, order = order[: self.batch], order[self.batch :]
-            loss = loss_of(chosen)
-            descent.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            descent.step()
-            if step % _TOLD_EVERY == 0 or step == self.steps:
-                on_epoch(step, self.steps, float(loss.detach()))
+    def added(self, widths: Sequence[int]) -> int:
+        """Two matrices at every boundary."""
+        return sum(2 * self.rank * width for width in widths)
 
     @classmethod
-    def attachment(cls, tensors: Mapping[str, Tensor]) -> LowRank:
+    def attachment(cls, tensors: Mapping[str, Tensor], site: str = "") -> LowRank:
         """The correction that was saved."""
         return LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
 
 
 @calibrators.register("surgery")
-class Surgery(Descent, LayerTrainer):
+class Surgery(LowRankTrained, LayerTrainer):
     """A low-rank correction of the final feature per task, f' = f - U relu(D f), by the mean |f' - f_expert|.
 
     Trained on calibration samples alone, for a fixed number of steps; the authors train on test images. Of texts, f is
@@ -126,10 +89,10 @@ class Surgery(Descent, LayerTrainer):
         self.lr = lr
         self.normalize = normalize
 
-    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> LowRank:
+    def train(self, features: BoundaryFeatures, course: Course) -> LowRank:
         """The correction of one task."""
         width, device = features.merged.shape[-1], features.merged.device
-        down = uniform(self.rank, width, generator).to(device).requires_grad_()
+        down = uniform(self.rank, width, course.generator).to(device).requires_grad_()
         up = torch.zeros(width, self.rank, device=device, requires_grad=True)
         found = LowRank(down, up, self.normalize)
 
@@ -137,5 +100,5 @@ class Surgery(Descent, LayerTrainer):
             merged, expert = features.rows(chosen)
             return (found(merged) - (F.normalize(expert, dim=-1) if self.normalize else expert)).abs().mean()
 
-        self.descend([down, up], loss, len(features.merged), generator, on_epoch)
+        self.descend([down, up], loss, len(features.merged), course)
         return LowRank(down.detach(), up.detach(), self.normalize)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.calibration.surgery import Descent, LowRank, uniform
-from driftlens.engine.training import FrozenWalk, JointTrainer, OnEpoch
+from driftlens.calibration.descent import uniform
+from driftlens.calibration.surgery import LowRank, LowRankTrained
+from driftlens.engine.training import Course, FrozenWalk, JointTrainer
 from driftlens.settings import Bounds, Label
 
 
 @calibrators.register("surgery_v2")
-class SurgeryV2(Descent, JointTrainer):
+class SurgeryV2(LowRankTrained, JointTrainer):
     """A low-rank correction behind every block and the last layer, seen by all that follow; by the sum over boundaries
     of the mean |difference| to the expert's token means.
 
@@ -49,20 +50,19 @@ class SurgeryV2(Descent, JointTrainer):
         """Behind every layer but the stem."""
         return range(2, num_layers + 1)
 
-    def train_jointly(
-        self, walk: FrozenWalk, generator: torch.Generator, on_epoch: OnEpoch
-    ) -> Mapping[int, LowRank]:
+    def train_jointly(self, walk: FrozenWalk, course: Course) -> Mapping[int, LowRank]:
         """The corrections of one task."""
+        device, dtype = walk.pool.device, walk.pool.dtype
         found: dict[int, LowRank] = {}
-        for boundary, wanted in walk.expert.items():
-            width = wanted.shape[-1]
-            down = uniform(self.rank, width, generator).to(wanted).requires_grad_()
-            found[boundary] = LowRank(down, wanted.new_zeros(width, self.rank).requires_grad_())
+        for boundary, width in walk.widths.items():
+            down = uniform(self.rank, width, course.generator).to(device, dtype).requires_grad_()
+            up = torch.zeros(width, self.rank, device=device, dtype=dtype, requires_grad=True)
+            found[boundary] = LowRank(down, up)
 
         def loss(chosen: Tensor) -> Tensor:
-            pairs = walk.means(chosen, found).values()
+            pairs = walk.pairs(chosen, found).values()
             return torch.stack([(merged - expert).abs().mean() for merged, expert in pairs]).sum()
 
         leaves = [leaf for each in found.values() for leaf in (each.down, each.up)]
-        self.descend(leaves, loss, len(next(iter(walk.expert.values()))), generator, on_epoch)
+        self.descend(leaves, loss, walk.count, course)
         return {at: LowRank(each.down.detach(), each.up.detach()) for at, each in found.items()}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -29,7 +30,8 @@ from driftlens.variants import task_of
 class Attachment(Protocol):
     """A pure, differentiable map of the features at one boundary of one variant, for one task.
 
-    Surgery puts one behind the last layer, SurgeryV2 one behind every layer.
+    Surgery puts one behind the last layer, SurgeryV2 one behind every layer. One that has an attribute `site`, the name
+    of a site of the layer, is put on the output of that site in place of the layer's (IntervMerge).
     """
 
     def __call__(self, stream: Tensor) -> Tensor:
@@ -43,6 +45,32 @@ class Attachment(Protocol):
 
 Attachments = Mapping[tuple[str, int], Attachment]
 """(task, boundary) -> what is attached there; boundary l is what leaves layer l."""
+
+
+def site_of(attachment: Attachment) -> str:
+    """The site of the layer on whose output it is put; empty where it is put on what leaves the layer."""
+    return str(getattr(attachment, "site", ""))
+
+
+def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
+    """All tensors of some attachments by their names in files: `boundary/tensor/task`, `boundary:site/tensor/task`."""
+    return {
+        f"{boundary}{f':{site}' if (site := site_of(attachment)) else ''}/{name}/{task}": value.detach()
+        for (task, boundary), attachment in sorted(attachments.items(), key=lambda entry: entry[0])
+        for name, value in attachment.tensors().items()
+    }
+
+
+def attachments_from(
+    tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor], str], Attachment]
+) -> dict[tuple[str, int], Attachment]:
+    """What `attachment_tensors` took apart, put together by `make` from the tensors of a place and its site."""
+    found: defaultdict[tuple[str, int, str], dict[str, Tensor]] = defaultdict(dict)
+    for key, value in tensors:
+        place, tensor, task = key.split("/", 2)
+        boundary, _, site = place.partition(":")
+        found[task, int(boundary), site][tensor] = value
+    return {(task, boundary): make(own, site) for (task, boundary, site), own in found.items()}
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,8 @@ class LayerMap:
 
     def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Features at the next boundary."""
+        if self.attachment is not None and (site := site_of(self.attachment)):
+            return self.layer.call(self.parameters, state, side, _changing(site, self.attachment, tap))
         out = self.layer.call(self.parameters, state, side, tap)
         if self.attachment is None:
             return out
@@ -89,6 +119,22 @@ class LayerMap:
     def at(self, side: SideInputs) -> Callable[[State], State]:
         """The map with the side inputs of one batch."""
         return lambda state: self(state, side)
+
+
+def _changing(site: str, attachment: Attachment, tap: Tap | None) -> Tap:
+    """A tap that puts an attachment on the output of a site; another one hears what comes of it."""
+
+    def both(name: str, x: Tensor) -> Callable[[Tensor], Tensor | None] | None:
+        hear = None if tap is None else tap(name, x)
+
+        def change(output: Tensor) -> Tensor:
+            changed = attachment(output)
+            heard = None if hear is None else hear(changed)
+            return changed if heard is None else heard
+
+        return change if name == site else hear
+
+    return both
 
 
 class ModelPool:
@@ -138,6 +184,11 @@ class ModelPool:
     def names(self) -> tuple[str, ...]:
         """Names of all models, in the order in which they were added."""
         return tuple(self._models)
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        """Key names of the skeleton's parameters, each under all that it has; buffers are none."""
+        return frozenset(name for name, _ in self._skeleton.named_parameters(remove_duplicate=False))
 
     def expert(self, task: str) -> str:
         """The name of the model fine-tuned on `task`."""
@@ -360,17 +411,24 @@ def attached_to(
     with ExitStack() as hooks:
         for layer in chain.blocks:
             if layer.index in attachments:
-                block = module.get_submodule(layer.path)
-                hooks.callback(
-                    block.register_forward_hook(_behind(layer.path, attachments[layer.index])).remove
-                )
+                path = _module_at(module, layer, site_of(attachments[layer.index]))
+                hook = _behind(path, attachments[layer.index])
+                hooks.callback(module.get_submodule(path).register_forward_hook(hook).remove)
         if 1 in attachments:
             first = chain.blocks[0].path
-            hook = _before(first, attachments[1])
+            enter = _before(first, attachments[1])
             hooks.callback(
-                module.get_submodule(first).register_forward_pre_hook(hook, with_kwargs=True).remove
+                module.get_submodule(first).register_forward_pre_hook(enter, with_kwargs=True).remove
             )
         yield
+
+
+def _module_at(module: nn.Module, layer: Layer, site: str) -> str:
+    """The path of a layer's module, or of that whose output a site's is: an attention may not call its projection."""
+    parent = f"{layer.path}.{site}".rpartition(".")[0]
+    if site and isinstance(module.get_submodule(parent), nn.MultiheadAttention):
+        return parent
+    return f"{layer.path}.{site}" if site else layer.path
 
 
 def _behind(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:

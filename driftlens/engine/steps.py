@@ -157,7 +157,7 @@ class StepWalk(CalibrationWalk):
                 state, side = batch.get(EXPERT), batch.side
                 if streams is None:
                     repairs = self.calibrator.residual > 0
-                    streams = added_to(layer, student, batch.get(TRUNK), side, groups) if repairs else {}
+                    streams = added_to(layer, student, batch.get(TRUNK), side, names) if repairs else {}
                 tapped = {*streams.values()} - {_ENTERED}
                 seen, out = rows_and_output(layer, expert, state, side, tapped, names, stops=not needs_output)
                 for group, mine in zip(groups, counts, strict=True):
@@ -314,20 +314,19 @@ def _stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor
 
 
 def added_to(
-    layer: Layer, parameters: Parameters, state: State, side: SideInputs, groups: Sequence[Group]
+    layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
 ) -> dict[str, str]:
-    """Site -> the module whose input h its output y is added to, `""` for what enters the layer.
+    """Site of those named -> the module whose input h its output y is added to, `""` for what enters the layer.
 
     Found by running the layer once: a later module reads h + y, or the layer returns it. Sites without such a sum are
-    left out.
+    left out; the others come in the order in which they run.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, int]] = {}  # and how many inputs had been read by then
-    wanted = {site.name for group in groups for site in group.sites}
 
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
         inputs[site] = x
-        return (lambda y: outputs.__setitem__(site, (y, len(inputs)))) if site in wanted else None
+        return (lambda y: outputs.__setitem__(site, (y, len(inputs)))) if site in names else None
 
     out = layer.call(parameters, state, side, tap)
     sums = [*inputs.values(), out[layer.stream]]

@@ -1,29 +1,78 @@
-"""The walk that trains attachments: features of the merged model and of the expert meet at chosen boundaries."""
+"""The walk that trains: features of the merged model and of the expert meet at chosen boundaries.
+
+What is learnt is a map behind a layer or a site, per task (`LayerTrainer`, `JointTrainer`), or the weights themselves,
+for all tasks together (`WeightTrainer`).
+"""
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from driftlens.data.samples import Batch
 from driftlens.engine.carried import Parts
-from driftlens.engine.pool import Attachment, LayerMap, ModelPool
+from driftlens.engine.pool import Attachment, LayerMap, ModelPool, attachment_tensors, attachments_from
+from driftlens.engine.steps import added_to
 from driftlens.engine.waiting import FeatureStore, WaitingBatch, read_batches
 from driftlens.engine.walk import FiniteWatch, on_device
 from driftlens.errors import IncompatibleModelsError
-from driftlens.models.chain import Layer
+from driftlens.models.chain import Layer, Slot
 from driftlens.variants import expert_of
 
 OnEpoch = Callable[[int, int, float], None]
 """Told of each epoch: its number from 1, of how many, and the loss."""
 
 _EXPERT, _MERGED = "expert", "merged"
+_INPUTS = "inputs"
+
+
+class Memory(Protocol):
+    """Keeps tensors by name, whole or as they were before, also where the process is killed."""
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """What was kept; nothing where nothing was."""
+        ...
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep these in the place of what was kept under that name.
+
+        Raises:
+            RunError: there is no room for them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Course:
+    """How one training goes.
+
+    Attributes:
+        generator: for whatever is drawn at random.
+        told: told of each epoch; it may raise, `Cancelled` for instance.
+        name: unlike that of any other training of the calibration.
+        memory: where it keeps how far it is; None keeps nothing.
+    """
+
+    generator: torch.Generator
+    told: OnEpoch
+    name: str = ""
+    memory: Memory | None = None
+
+    def kept(self) -> dict[str, Tensor]:
+        """What a training that was stopped has kept last; nothing where this is the first."""
+        return {} if self.memory is None else self.memory.read(self.name)
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        """Remember how far the training is."""
+        if self.memory is not None:
+            self.memory.write(self.name, tensors)
 
 
 @dataclass(frozen=True)
@@ -58,62 +107,134 @@ class BoundaryFeatures:
         merged, expert = (
             (self.merged, self.expert) if chosen is None else (self.merged[chosen], self.expert[chosen])
         )
-        if self.mask is None:
-            return merged.flatten(0, -2), expert.flatten(0, -2)
-        mask = self.mask if chosen is None else self.mask[chosen]
-        return merged[mask], expert[mask]
+        mask = self.mask if self.mask is None or chosen is None else self.mask[chosen]
+        return _token_rows(merged, mask), _token_rows(expert, mask)
 
 
 @dataclass(frozen=True)
 class FrozenWalk:
-    """One task's calibration samples through the merged model, whose weights stay as they are, and what is wanted.
+    """One task's calibration samples through the merged model, and what its expert makes of them.
 
     Attributes:
         task: whose samples these are.
-        batches: the samples, in order.
-        maps: the merged model's layers, up to the last boundary.
-        expert: by boundary, what leaves the expert's layer: [n, d], the mean over a sample's tokens that count.
+        count: of samples.
+        merged: the pool's name of the merged model.
+        maps: its layers, up to the last boundary.
+        widths: by boundary at which the expert is compared, the features' width.
         pool: says how inputs begin their way.
+        of_tokens: whether every token is compared that counts, or the mean over them.
     """
 
     task: str
-    batches: Sequence[Batch]
+    count: int
+    merged: str
     maps: Sequence[LayerMap]
-    expert: Mapping[int, Tensor]
+    widths: Mapping[int, int]
     pool: ModelPool
+    of_tokens: bool
+    _batches: Sequence[tuple[Batch, WaitingBatch]]
 
-    def means(self, chosen: Tensor, attached: Mapping[int, Attachment]) -> dict[int, tuple[Tensor, Tensor]]:
-        """By boundary the merged model's token means with what is attached, and the expert's: [m, d] each.
+    def pairs(
+        self,
+        chosen: Tensor,
+        attached: Mapping[int, Attachment] | None = None,
+        weights: Mapping[Slot, Tensor] | None = None,
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """By boundary the merged model's features and the expert's: [m, d] each, or [T, d] of tokens that count.
 
-        Both are in the order of the batches, and gradients flow to what is attached.
+        Both are in the order of the batches, and gradients flow to what is attached and to the weights.
 
         Args:
             chosen: positions of samples, [m].
-            attached: what is put on the features behind a layer, each token; later layers see it.
+            attached: what is put on the features behind a layer, or on those of its site; later layers see it.
+            weights: in the place of the merged model's own.
 
         Raises:
             IncompatibleModelsError: there are no tokens: channels come before space, as in convolutions.
         """
-        found: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in self.expert}
+        found: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in self.widths}
         begin = 0
-        for batch in self.batches:
+        for batch, waiting in self._batches:
             places = torch.arange(begin, begin + batch.stop - batch.start)
-            own = torch.isin(places, chosen)
             begin += len(places)
-            if not own.any():
+            own = torch.isin(places, chosen).nonzero()[:, 0]
+            if not len(own):
                 continue
-            inputs = on_device(batch.inputs_of(own.nonzero()[:, 0]), self.pool.device, self.pool.dtype)
-            state, side = self.pool.chain.start(inputs)
+            inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(own)
+            state, side = self.pool.chain.start(on_device(inputs, self.pool.device, self.pool.dtype))
             for layer_map in self.maps:
-                state, index, stream = layer_map(state, side), layer_map.layer.index, layer_map.layer.stream
-                if index in attached:
-                    _require_tokens(layer_map.layer, state[stream])
-                    state = {**state, stream: attached[index](state[stream])}
-                if index in found:
-                    wanted = self.expert[index][places[own].to(self.expert[index].device)]
-                    found[index].append((_token_means(state[stream], side.mask(stream)), wanted))
+                layer = layer_map.layer
+                attachment = (attached or {}).get(layer.index)
+                state = _with(layer_map, attachment, weights)(state, side)
+                if attachment is not None:
+                    _require_tokens(layer, state[layer.stream])
+                if layer.index in found:
+                    merged, mask = state[layer.stream], side.mask(layer.stream)
+                    wanted = waiting.get(str(layer.index))[layer.stream]
+                    wanted = wanted[own.to(wanted.device)]
+                    pair = (
+                        (_token_rows(merged, mask), _token_rows(wanted, mask))
+                        if self.of_tokens
+                        else (_token_means(merged, mask), wanted)
+                    )
+                    found[layer.index].append(pair)
         joined = {index: zip(*pairs, strict=True) for index, pairs in found.items()}
         return {index: (torch.cat(own), torch.cat(wanted)) for index, (own, wanted) in joined.items()}
+
+    @torch.no_grad()
+    def joined(self) -> dict[int, tuple[str, int]]:
+        """Of every block, the first site whose output is added to what entered it, and how wide that is.
+
+        In a transformer that is the projection behind its attention.
+
+        Raises:
+            IncompatibleModelsError: a block has no such site.
+        """
+        found = {}
+        batch, waiting = self._batches[0]
+        inputs = replace(batch, inputs=_inputs(batch, waiting)).inputs_of(torch.arange(1))
+        state, side = self.pool.chain.start(on_device(inputs, self.pool.device, self.pool.dtype))
+        for layer_map in self.maps:
+            layer = layer_map.layer
+            if layer.role == "block":
+                names = {site.name for site in layer.sites if site.kind == "linear"}
+                sums = added_to(layer, layer_map.parameters, state, side, names)
+                site = next((name for name, stream in sums.items() if not stream), None)
+                if site is None:
+                    raise IncompatibleModelsError(
+                        f"in {layer.path} no linear module's output is added to what entered it as it is",
+                        hint="Choose a method that attaches behind layers, such as surgery_v2.",
+                    )
+                found[layer.index] = site, len(layer_map.parameters[f"{site}.weight"])
+            state = layer_map(state, side)
+        return found
+
+    def leaves(self) -> dict[Slot, Tensor]:
+        """Copies of the merged model's parameters, each to be trained; what is saved beside parameters is left out."""
+        trainable = self.pool.parameter_names
+        found = {}
+        for layer_map in self.maps:
+            for slot in self.pool.chain.owned(layer_map.layer).values():
+                if slot.key in trainable:
+                    stored = self.pool.stored(self.merged, slot)
+                    found[slot] = stored.to(self.pool.device, self.pool.dtype, copy=True).requires_grad_()
+        return found
+
+
+def _with(
+    layer_map: LayerMap, attachment: Attachment | None, weights: Mapping[Slot, Tensor] | None
+) -> LayerMap:
+    slots = layer_map.layer.parameters.items() if weights else ()
+    own = {name: weights[slot] for name, slot in slots if weights and slot in weights}
+    return replace(layer_map, attachment=attachment, parameters={**layer_map.parameters, **own})
+
+
+def _inputs(batch: Batch, waiting: WaitingBatch) -> Any:
+    """Raw inputs of a batch, wherever they wait."""
+    if batch.inputs is not None:
+        return batch.inputs
+    found = waiting.get(_INPUTS)
+    return found.get(_INPUTS, found)
 
 
 def _require_tokens(layer: Layer, features: Tensor) -> None:
@@ -135,47 +256,70 @@ def _token_means(features: Tensor, mask: Tensor | None) -> Tensor:
     return (features * counts).sum(dim=1) / counts.sum(dim=1)
 
 
+def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
+    """The tokens that count, [T, d]; [n, d] as it is. A head may give tokens of its own, which no mask is of."""
+    is_masked = mask is not None and features.dim() == 3 and mask.shape == features.shape[:2]
+    return features[mask.bool()] if mask is not None and is_masked else features.flatten(0, -2)
+
+
 class Trainer:
-    """What learns the attachments: every boundary's by itself (`LayerTrainer`), or all of a task (`JointTrainer`)."""
+    """What learns: a map at every boundary by itself, all maps of a task, or the weights; see the subclasses."""
 
     def boundaries(self, num_layers: int) -> Sequence[int]:
-        """Where something is attached; boundary l is what leaves layer l."""
+        """The layers that are changed, or behind or in which something is attached."""
         return (num_layers,)
+
+    def targets(self, num_layers: int) -> Sequence[int]:
+        """The boundaries at which the expert's features are wanted; boundary l is what leaves layer l."""
+        return self.boundaries(num_layers)
 
 
 class LayerTrainer(Trainer, ABC):
     """Learns every boundary's map by itself, in forward order, from features that no longer change."""
 
     @abstractmethod
-    def train(self, features: BoundaryFeatures, generator: torch.Generator, on_epoch: OnEpoch) -> Attachment:
+    def train(self, features: BoundaryFeatures, course: Course) -> Attachment:
         """The map for one task and boundary.
 
         Args:
             features: what is to be mapped, and onto what.
-            generator: for whatever is drawn at random.
-            on_epoch: to be told of each epoch.
+            course: what it draws from, and is to tell of each epoch.
         """
 
 
 class JointTrainer(Trainer, ABC):
-    """Learns the maps of all boundaries together, through the layers between them."""
+    """Learns the maps of all boundaries together, through the layers between them.
+
+    Attributes:
+        of_tokens: whether features are compared token by token, or as means over the tokens that count.
+    """
+
+    of_tokens: ClassVar[bool] = False
 
     @abstractmethod
-    def train_jointly(
-        self, walk: FrozenWalk, generator: torch.Generator, on_epoch: OnEpoch
-    ) -> Mapping[int, Attachment]:
-        """The maps of one task by boundary; arguments as for `LayerTrainer.train`."""
+    def train_jointly(self, walk: FrozenWalk, course: Course) -> Mapping[int, Attachment]:
+        """The maps of one task by the layer that they belong to; `course` as for `LayerTrainer.train`."""
+
+
+class WeightTrainer(Trainer, ABC):
+    """Learns weights from the samples of all tasks; nothing is attached."""
+
+    @abstractmethod
+    def train_weights(self, walks: Sequence[FrozenWalk], course: Course) -> Mapping[Slot, Tensor]:
+        """New parameters by where they lie; `course` as for `LayerTrainer.train`."""
 
 
 def train_attachments(
     pool: ModelPool,
     parts: Parts,
-    trainer: Trainer,
+    trainer: LayerTrainer | JointTrainer,
     *,
     merged: str = "merged",
     seed: int = 0,
     feature_budget: int = 2 * 2**30,
     spill: Path | None = None,
+    memory: Memory | None = None,
+    make: Callable[[Mapping[str, Tensor], str], Attachment] | None = None,
     on_step: Callable[[int, str], None],
     on_epoch: OnEpoch,
 ) -> Iterator[tuple[str, int, Attachment]]:
@@ -191,46 +335,108 @@ def train_attachments(
         seed: every task and boundary draws from a generator of its own.
         feature_budget: bytes of waiting features of one task that may stay in memory.
         spill: folder for features beyond the budget; None keeps all in memory.
+        memory: keeps what is finished, and how far the rest is; what it has is not trained again.
+        make: puts attachments that were kept together again; needed with `memory`.
         on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
         on_epoch: told of each epoch.
 
     Raises:
         NumericsError: weights or features are NaN or infinite.
     """
-    wanted = frozenset(trainer.boundaries(len(pool.chain.layers)))
+    last = max(trainer.targets(len(pool.chain.layers)))
     for task in sorted(parts):
-        if isinstance(trainer, JointTrainer):
-            walk = _frozen_walk(pool, parts, task, merged, sorted(wanted), on_step)
-            generator = torch.Generator().manual_seed(seed + zlib.crc32(f"{max(wanted)} {task}".encode()))
-            with torch.enable_grad():
-                found = trainer.train_jointly(walk, generator, on_epoch)
-            for boundary, attachment in found.items():
+        finished = {} if memory is None or make is None else memory.read(f"finished {task}")
+        if finished and make is not None:
+            for (_, boundary), attachment in attachments_from(finished.items(), make).items():
                 yield task, boundary, attachment
             continue
-        assert isinstance(trainer, LayerTrainer)
+
+        def course(boundary: int, task: str = task) -> Course:
+            name = f"{boundary} {task}"
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+            return Course(generator, on_epoch, name, memory)
+
+        found: dict[tuple[str, int], Attachment] = {}
         with FeatureStore(feature_budget, spill) as store:
-            batches = (batch for part in parts[task] for batch in part.batches())
-            waiting = list(read_batches(pool, batches, store, "train", (_EXPERT, _MERGED)))
-            ids = [sample for part in parts[task] for sample in part.ids]
-            for layer in pool.chain.layers[: max(wanted)]:
-                maps = {
-                    _EXPERT: pool.layer_map(expert_of(task), layer, task),
-                    _MERGED: pool.layer_map(merged, layer, task),
-                }
-                watch = FiniteWatch(layer, task, ids)
-                for batch in waiting:
-                    on_step(layer.index, task)
-                    _advance(batch, maps, watch)
-                watch.check()
-                if layer.index in wanted:
-                    features = _gathered(waiting, layer, task)
-                    generator = torch.Generator().manual_seed(
-                        seed + zlib.crc32(f"{layer.index} {task}".encode())
-                    )
-                    with torch.enable_grad():
-                        attachment = trainer.train(features, generator, on_epoch)
-                    _attach(waiting, layer, attachment)
-                    yield task, layer.index, attachment
+            if isinstance(trainer, JointTrainer):
+                walk = _frozen_walk(pool, parts, task, merged, trainer, store, on_step)
+                with torch.enable_grad():
+                    found = {
+                        (task, at): each for at, each in trainer.train_jointly(walk, course(last)).items()
+                    }
+            else:
+                for at, each in _layer_by_layer(pool, parts, task, merged, trainer, store, on_step, course):
+                    found[task, at] = each
+        if memory is not None:
+            memory.write(f"finished {task}", attachment_tensors(found))
+        for (_, boundary), attachment in found.items():
+            yield task, boundary, attachment
+
+
+def _layer_by_layer(
+    pool: ModelPool,
+    parts: Parts,
+    task: str,
+    merged: str,
+    trainer: LayerTrainer,
+    store: FeatureStore,
+    on_step: Callable[[int, str], None],
+    course: Callable[[int], Course],
+) -> Iterator[tuple[int, Attachment]]:
+    """Boundary and map, each learnt from features that have passed those before it."""
+    wanted = frozenset(trainer.boundaries(len(pool.chain.layers)))
+    batches = (batch for part in parts[task] for batch in part.batches())
+    waiting = list(read_batches(pool, batches, store, "train", (_EXPERT, _MERGED)))
+    ids = [sample for part in parts[task] for sample in part.ids]
+    for layer in pool.chain.layers[: max(wanted)]:
+        maps = {
+            _EXPERT: pool.layer_map(expert_of(task), layer, task),
+            _MERGED: pool.layer_map(merged, layer, task),
+        }
+        watch = FiniteWatch(layer, task, ids)
+        for batch in waiting:
+            on_step(layer.index, task)
+            _advance(batch, maps, watch)
+        watch.check()
+        if layer.index in wanted:
+            features = _gathered(waiting, layer, task)
+            with torch.enable_grad():
+                attachment = trainer.train(features, course(layer.index))
+            _attach(waiting, layer, attachment)
+            yield layer.index, attachment
+
+
+def train_weights(
+    pool: ModelPool,
+    parts: Parts,
+    trainer: WeightTrainer,
+    *,
+    merged: str = "merged",
+    seed: int = 0,
+    feature_budget: int = 2 * 2**30,
+    spill: Path | None = None,
+    memory: Memory | None = None,
+    on_step: Callable[[int, str], None],
+    on_epoch: OnEpoch,
+) -> dict[int, dict[str, Tensor]]:
+    """New parameters by layer and name of the layer's own; arguments and errors as for `train_attachments`.
+
+    The budget is for the features of all tasks together, as the weights serve them all.
+    """
+    chain = pool.chain
+    with FeatureStore(feature_budget, spill) as store:
+        walks: list[FrozenWalk] = []
+        for task in sorted(parts):
+            maps = walks[0].maps if walks else None  # the weights are the same for every task
+            walks.append(_frozen_walk(pool, parts, task, merged, trainer, store, on_step, maps))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.enable_grad():
+            found = trainer.train_weights(walks, Course(generator, on_epoch, "weights", memory))
+    own = {layer.index: chain.owned(layer) for layer in chain.layers}
+    return {
+        index: {name: found[slot] for name, slot in slots.items() if slot in found}
+        for index, slots in own.items()
+    }
 
 
 @torch.no_grad()
@@ -239,28 +445,45 @@ def _frozen_walk(
     parts: Parts,
     task: str,
     merged: str,
-    wanted: Sequence[int],
+    trainer: JointTrainer | WeightTrainer,
+    store: FeatureStore,
     on_step: Callable[[int, str], None],
+    maps: Sequence[LayerMap] | None = None,
 ) -> FrozenWalk:
-    """The merged model's layers up to the last boundary, and what the expert has at each."""
-    batches = [batch for part in parts[task] for batch in part.batches()]
+    """The merged model's layers up to the last boundary, and what the expert has at each; inputs wait, too."""
+    wanted = sorted(trainer.targets(len(pool.chain.layers)))
+    of_tokens = isinstance(trainer, WeightTrainer) or trainer.of_tokens
     ids = [sample for part in parts[task] for sample in part.ids]
-    layers = pool.chain.layers[: wanted[-1]]
-    found: dict[int, list[Tensor]] = {index: [] for index in wanted}
-    states = [pool.chain.start(on_device(batch.inputs, pool.device, pool.dtype)) for batch in batches]
+    batches = []
+    for number, batch in enumerate(batch for part in parts[task] for batch in part.batches()):
+        [waiting] = read_batches(pool, [batch], store, f"train-{number}-{_named(task)}", (_EXPERT,))
+        inputs = batch.inputs if isinstance(batch.inputs, Mapping) else {_INPUTS: batch.inputs}
+        if all(isinstance(value, Tensor) for value in inputs.values()):
+            waiting.put(_INPUTS, dict(inputs))
+            batch = replace(batch, inputs=None)
+        batches.append((batch, waiting))
+    layers, widths = pool.chain.layers[: wanted[-1]], {}
     for layer in layers:
         layer_map, watch = pool.layer_map(expert_of(task), layer, task), FiniteWatch(layer, task, ids)
-        for at, (state, side) in enumerate(states):
+        for _, waiting in batches:
             on_step(layer.index, task)
-            state = layer_map(state, side)
-            watch.see("the expert model", state[layer.stream])
-            states[at] = state, side
-            if layer.index in found:
-                _require_tokens(layer, state[layer.stream])
-                found[layer.index].append(_token_means(state[layer.stream], side.mask(layer.stream)))
+            state = layer_map(waiting.get(_EXPERT), waiting.side)
+            features = state[layer.stream]
+            watch.see("the expert model", features)
+            waiting.put(_EXPERT, {} if layer is layers[-1] else state)
+            if layer.index in wanted:
+                _require_tokens(layer, features)
+                kept = features if of_tokens else _token_means(features, waiting.side.mask(layer.stream))
+                waiting.put(str(layer.index), {layer.stream: kept})
+                widths[layer.index] = features.shape[-1]
         watch.check()
-    maps = [pool.layer_map(merged, layer, task) for layer in layers]
-    return FrozenWalk(task, batches, maps, {index: torch.cat(rows) for index, rows in found.items()}, pool)
+    maps = maps or [pool.layer_map(merged, layer, task) for layer in layers]
+    return FrozenWalk(task, len(ids), merged, maps, widths, pool, of_tokens, batches)
+
+
+def _named(task: str) -> str:
+    """A part of a file's name that is a task's own, whatever the task is called."""
+    return format(zlib.crc32(task.encode()), "08x")
 
 
 @torch.no_grad()

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 State = dict[str, Tensor]
 Parameters = Mapping[str, Tensor]
-Tap = Callable[[str, Tensor], Callable[[Tensor], None] | None]
+Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]
 """Called with a site's name and its input [n, t, k] just before the site runs.
 
-What it returns, unless None, is called with the site's output.
+What it returns, unless None, is called with the site's output; what that returns, unless None, takes its place.
 """
 
 ParameterKey = tuple[int, str]

@@ -296,20 +296,21 @@ def _on_input(module: nn.Module, listen: Callable[[Tensor], object]) -> Callable
 
 def _tap(
     module: nn.Module,
-    tap: Callable[[Tensor], Callable[[Tensor], None] | None],
+    tap: Callable[[Tensor], Callable[[Tensor], Tensor | None] | None],
     hooks: contextlib.ExitStack,
 ) -> None:
     """Have `tap` hear of each input of `module`, and what it returns of the output, until `hooks` is closed.
 
     They hear copies, as blocks may overwrite either one later: residual sums, in-place activations. The output of a
     linear module is that of its own weight and bias, whatever a subclass, a parametrisation or a hook makes of it.
-    What has channels before space comes as one row per place, [n, t, k] and [n, t, o].
+    What has channels before space comes as one row per place, [n, t, k] and [n, t, o]. Another output that they give
+    takes its place.
     """
     rows_of: Callable[[Tensor], Tensor] = Tensor.clone
     is_image = isinstance(module, nn.Conv2d) or _reads_channels(module)
     if is_image:
         rows_of = partial(_patches, module) if isinstance(module, nn.Conv2d) else _places
-    heard: list[tuple[Tensor, Callable[[Tensor], None] | None]] = []
+    heard: list[tuple[Tensor, Callable[[Tensor], Tensor | None] | None]] = []
     computes = isinstance(module, nn.Linear) and (
         type(module).forward is not nn.Linear.forward or is_parametrized(module)
     )
@@ -320,17 +321,20 @@ def _tap(
 
     def after(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
         x, hear = heard.pop()
-        if hear is not None:
-            if output.requires_grad:  # then what is heard is what the gradient comes back to
-                rows = _places(output) if is_image else output
-                hear(rows)
-                return rows.mT.reshape(output.shape) if is_image else rows.clone()
-            if computes:
-                own = dict(module.named_parameters(recurse=False))
-                hear(F.linear(x, own["weight"], own.get("bias")))
-            else:
-                hear(_places(output) if is_image else output.clone())
-        return None
+        if hear is None:
+            return None
+        if output.requires_grad:  # then what is heard is what the gradient comes back to
+            rows = _places(output) if is_image else output
+        elif computes:
+            own = dict(module.named_parameters(recurse=False))
+            rows = F.linear(x, own["weight"], own.get("bias"))
+        else:
+            rows = _places(output) if is_image else output.clone()
+        changed = hear(rows)
+        if changed is None and not output.requires_grad:
+            return None
+        rows = rows.clone() if changed is None else changed
+        return rows.mT.reshape(output.shape) if is_image else rows
 
     hooks.callback(_on_input(module, before))
     hooks.callback(module.register_forward_hook(after, prepend=True).remove)

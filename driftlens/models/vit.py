@@ -153,10 +153,9 @@ def _norm(parameters: Parameters, site: str, x: Tensor, eps: float, tap: Tap | N
     return _heard(hear, F.layer_norm(x, x.shape[-1:], weight, bias, eps))
 
 
-def _heard(hear: Callable[[Tensor], None] | None, output: Tensor) -> Tensor:
-    if hear is not None:
-        hear(output)
-    return output
+def _heard(hear: Callable[[Tensor], Tensor | None] | None, output: Tensor) -> Tensor:
+    changed = None if hear is None else hear(output)
+    return output if changed is None else changed
 
 
 def _scaled(parameters: Parameters, scale: str | None, branch: Tensor) -> Tensor:

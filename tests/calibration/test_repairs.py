@@ -10,27 +10,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from driftlens.calibration.descent import uniform
 from driftlens.calibration.prob_surgery import ProbSurgery, prob_surgery_loss
 from driftlens.calibration.react import ReACT
-from driftlens.calibration.surgery import LowRank, Surgery, uniform
+from driftlens.calibration.surgery import LowRank, Surgery
 from driftlens.calibration.surgery_v2 import SurgeryV2
 from driftlens.calibration.svc import SVC, stretched
-from driftlens.data.samples import Batch
-from driftlens.engine.training import BoundaryFeatures, Trainer, train_attachments
+from driftlens.engine.training import BoundaryFeatures, Course, train_attachments
 from driftlens.errors import IncompatibleModelsError, SpecError
 from driftlens.models.chain import Layer
-from tests.calibration.helpers import TASKS, Subject, subject
+from tests.calibration.helpers import TASKS, subject
+from tests.calibration.training import Samples, quiet, trained
 
 LAYER = Layer(3, "head", "head", {}, lambda parameters, state, side, tap=None: state)
 WIDTH, COUNT = 6, 40
 
 
-def quiet(epoch: int, total: int, loss: float) -> None:
-    assert epoch <= total and np.isfinite(loss)
-
-
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def course(seed: int = 0) -> Course:
+    return Course(seeded(seed), quiet)
 
 
 def features(
@@ -51,7 +52,7 @@ def distance(of: BoundaryFeatures, repaired: Tensor) -> float:
 def test_surgery_is_what_plain_modules_learn() -> None:
     """The same start and all samples at once, by `nn.Linear`, `nn.L1Loss` and an optimiser of its own."""
     of, steps = features(), 30
-    found = Surgery(rank=4, steps=steps, batch=COUNT).train(of, seeded(5), quiet)
+    found = Surgery(rank=4, steps=steps, batch=COUNT).train(of, course(5))
     down, up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
     with torch.no_grad():
         down.weight.copy_(uniform(4, WIDTH, seeded(5)))
@@ -74,7 +75,7 @@ def test_the_start_is_within_the_bounds_of_a_linear_module() -> None:
 @pytest.mark.parametrize("kind", [Surgery, ProbSurgery])
 def test_training_starts_at_the_merged_model(kind: type[Surgery | ProbSurgery]) -> None:
     of = features()
-    found = kind(steps=1, lr=1e-12).train(of, seeded(), quiet)
+    found = kind(steps=1, lr=1e-12).train(of, course())
     torch.testing.assert_close(found(of.merged), of.merged, rtol=0, atol=1e-9)
 
 
@@ -96,7 +97,7 @@ def test_prob_surgerys_loss_is_that_of_normal_distributions() -> None:
 @pytest.mark.parametrize("method", [Surgery(rank=8, steps=400), ProbSurgery(rank=16, steps=400), ReACT()])
 def test_a_repair_of_one_task_serves_that_task_and_no_other(method: Surgery | ProbSurgery | ReACT) -> None:
     one, other = features(1), features(2)
-    found = [method.train(of, seeded(), quiet) for of in (one, other)]
+    found = [method.train(of, course()) for of in (one, other)]
     assert distance(one, found[0](one.merged)) < 0.8 * distance(one, one.merged)
     assert distance(one, found[1](one.merged)) > distance(one, one.merged)
 
@@ -106,7 +107,7 @@ def test_the_same_seed_gives_the_same_map_and_what_is_saved_is_all_of_it(
     method: Surgery | ProbSurgery | ReACT,
 ) -> None:
     of = features()
-    first, second = (method.train(of, seeded(3), quiet) for _ in range(2))
+    first, second = (method.train(of, course(3)) for _ in range(2))
     again = type(method).attachment(first.tensors())
     assert torch.equal(first(of.merged), second(of.merged)) and torch.equal(
         again(of.merged), first(of.merged)
@@ -125,17 +126,15 @@ def test_unit_features_stay_unit_where_nothing_is_learnt() -> None:
 
 def test_react_solves_its_normal_equations() -> None:
     of, lam = features(), 0.03
-    found = ReACT(lam).train(of, seeded(), quiet).matrix.double()
+    found = ReACT(lam).train(of, course()).matrix.double()
     merged, expert = of.merged.double().numpy(), of.expert.double().numpy()
     gram = merged.T @ merged
     weight = lam * np.linalg.norm(gram)
     wanted = np.linalg.solve(gram + weight * np.eye(WIDTH), merged.T @ expert + weight * np.eye(WIDTH)).T
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        ReACT(1e9).train(of, seeded(), quiet).matrix, torch.eye(WIDTH), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(ReACT(1e9).train(of, course()).matrix, torch.eye(WIDTH), rtol=0, atol=1e-6)
     twice = dataclasses.replace(of, merged=of.merged.repeat(2, 1), expert=of.expert.repeat(2, 1))
-    torch.testing.assert_close(ReACT(lam).train(twice, seeded(), quiet).matrix.double(), found)
+    torch.testing.assert_close(ReACT(lam).train(twice, course()).matrix.double(), found)
 
 
 def test_padding_teaches_nothing() -> None:
@@ -145,10 +144,10 @@ def test_padding_teaches_nothing() -> None:
     merged, expert = of.rows()
     assert merged.shape == (int(mask.sum()), WIDTH)
     flat = BoundaryFeatures(LAYER, "flat", merged, expert)
-    wanted = ReACT().train(flat, seeded(), quiet).matrix
-    torch.testing.assert_close(ReACT().train(spoiled, seeded(), quiet).matrix, wanted)
+    wanted = ReACT().train(flat, course()).matrix
+    torch.testing.assert_close(ReACT().train(spoiled, course()).matrix, wanted)
     for method in (Surgery(steps=20), ProbSurgery(steps=20)):
-        own, other = (method.train(each, seeded(), quiet) for each in (of, spoiled))
+        own, other = (method.train(each, course()) for each in (of, spoiled))
         assert torch.equal(own.up, other.up)
 
 
@@ -180,27 +179,6 @@ def test_svc_gives_equal_experts_back_at_any_scaling_and_nothing_where_nothing_c
         SVC().check(has_base=False)
     with pytest.raises(SpecError, match="alpha is 0"):
         SVC(0).check()
-
-
-@dataclasses.dataclass(frozen=True)
-class Samples:
-    """All samples of a task, in batches of two."""
-
-    models: Subject
-
-    @property
-    def ids(self) -> list[str]:
-        return [str(at) for at in range(self.models.n)]
-
-    def batches(self) -> list[Batch]:
-        return self.models.batches(2)
-
-
-def trained(models: Subject, method: Trainer) -> dict[tuple[str, int], LowRank]:
-    """What is attached, by task and boundary."""
-    parts = {task: [Samples(models)] for task in TASKS}
-    found = train_attachments(models.pool, parts, method, on_step=lambda *_: None, on_epoch=quiet)
-    return {(task, boundary): each for task, boundary, each in found}
 
 
 class BehindTheLast(SurgeryV2):

@@ -271,5 +271,11 @@ def test_families_calibrate_and_say_where_outputs_are_added(name: str) -> None:
         state, side = chain.start(batch.inputs)
         state = chain.layers[0].call(models.pool.parameters("merged", chain.layers[0]), state, side)
         groups = groups_of(layer, [site.name for site in layer.sites])
-        streams = added_to(layer, models.pool.parameters("merged", layer), state, side, groups)
+        streams = added_to(
+            layer,
+            models.pool.parameters("merged", layer),
+            state,
+            side,
+            [site.name for of in groups for site in of.sites],
+        )
         assert streams == expected[name]

@@ -124,7 +124,9 @@ def test_sites_are_found_to_be_added_to_the_stream_that_their_family_adds_them_t
         if layer.index in sites:
             groups = groups_of(layer, sites[layer.index])
             assert any(group.sites for group in groups)
-            found.append(added_to(layer, parameters, state, side, groups))
+            found.append(
+                added_to(layer, parameters, state, side, [site.name for of in groups for site in of.sites])
+            )
         state = layer.call(parameters, state, side)
     assert found == wanted
 
@@ -157,7 +159,7 @@ def test_what_counts_for_nothing_is_no_stream_and_two_sums_are_told_apart() -> N
         state = chain.layers[0].call(
             {name: model.state_dict()[f"0.{name}"] for name in ("weight", "bias")}, state, side
         )
-        return added_to(layer, parameters, state, side, groups_of(layer, [site.name for site in layer.sites]))
+        return added_to(layer, parameters, state, side, [site.name for site in layer.sites])
 
     assert streams(1.0, silent=False) == {"first": ENTERS, "second": "second"}
     assert streams(2.0, silent=False) == {"first": ENTERS}

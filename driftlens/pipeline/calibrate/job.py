@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from driftlens.access import Access
-from driftlens.calibration.calibrator import Trained
+from driftlens.engine.pool import attachment_tensors
 from driftlens.engine.site_selection import coverage
+from driftlens.engine.training import Trainer
 from driftlens.errors import Cancelled, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.merging.method import merge_methods
@@ -36,9 +37,9 @@ from driftlens.pipeline.calibrate.plan import (
     plan_calibration,
     untouched_but_moved,
 )
-from driftlens.pipeline.calibrate.scratch import CalibrationScratch
+from driftlens.pipeline.calibrate.scratch import CalibrationScratch, SolvedLayer
 from driftlens.pipeline.calibrate.variants import save_variants, weights_metadata
-from driftlens.pipeline.calibrate.walk import calibration_info, record_solution, solve, train
+from driftlens.pipeline.calibrate.walk import Solution, calibration_info, record_solution, solve, train
 from driftlens.pipeline.study.card import model_card
 from driftlens.pipeline.study.opening import OpenModels, head_files
 from driftlens.pipeline.study.reopening import (
@@ -50,7 +51,7 @@ from driftlens.pipeline.study.reopening import (
     require_same_samples,
     require_spec,
 )
-from driftlens.pipeline.study.study import Study, attachment_tensors
+from driftlens.pipeline.study.study import Study
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.listing import how_to_explain, how_to_resume
@@ -296,7 +297,7 @@ def _calibrate(
     if replaces:
         # Only when all layers are solved does the calibration that has the name make room.
         try:
-            solve(writer, study, plan, scratch, solved, reporter)
+            _solved(writer, study, plan, scratch, solved, reporter)
         except BaseException:
             scratch.remove()  # what has the name stays, so there is nothing to go on with
             raise
@@ -307,10 +308,7 @@ def _calibrate(
     writer.begin_variants(plan.variants)
 
     def work() -> None:
-        if isinstance(plan.calibrator, Trained):
-            solution = train(study, plan, scratch, reporter)
-        else:
-            solution = solve(writer, study, plan, scratch, solved, reporter)
+        solution = _solved(writer, study, plan, scratch, solved, reporter)
         info = calibration_info(plan, scratch.seconds, notices)
         save_variants(writer, opened.models, study, plan, solution, info)
         record_solution(writer, plan, solution.reports, identity, info)
@@ -328,10 +326,24 @@ def _calibrate(
     measure_variants(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments)
     info = calibration_info(
-        plan, scratch.seconds, notices, sum(tensor.numel() for tensor in attached.values())
+        plan, scratch.seconds, notices, sum(tensor.numel() for tensor in attached.values() if tensor.dim())
     )
     said = [f"{plan.variant}: {text}" for text in notices]
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
+
+
+def _solved(
+    writer: RunWriter,
+    study: Study,
+    plan: CalibrationPlan,
+    scratch: CalibrationScratch,
+    solved: Mapping[int, SolvedLayer],
+    reporter: Reporter,
+) -> Solution:
+    """What is solved for or trained; what earlier sittings have reached is not done again."""
+    if isinstance(plan.calibrator, Trainer):
+        return train(study, plan, scratch, reporter)
+    return solve(writer, study, plan, scratch, solved, reporter)
 
 
 def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[str]:
@@ -343,6 +355,8 @@ def _notices(plan: CalibrationPlan, study: Study, manifest: Manifest) -> list[st
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         partial = [f"only a part is calibrated: {text}"] if share < 1 else []
         return [*seen, *partial, *_anchor(plan, manifest), *untouched_but_moved(pool, plan.parameters)]
+    if plan.boundaries and not plan.calibrator.needs_task_id:
+        return seen
     if plan.boundaries:
         return [
             *seen,

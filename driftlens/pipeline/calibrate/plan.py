@@ -12,7 +12,6 @@ import torch
 
 from driftlens.calibration.calibrator import (
     Calibrator,
-    Trained,
     calibrators,
     over_preset,
     require_task_id,
@@ -21,6 +20,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.problems import Stepwise
 from driftlens.engine.site_selection import select_sites, updated_sites
+from driftlens.engine.training import Trainer
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer
 from driftlens.pipeline.study.study import Study
@@ -72,7 +72,7 @@ class CalibrationPlan:
         selection: how they were chosen, as plain values.
         patterns: that the sites' paths match; none means linear and norm modules inside blocks.
         seed: with which the samples were drawn.
-        boundaries: where a trained calibrator attaches something, which solves for no site.
+        boundaries: layers that a trained calibrator changes or attaches something to; it solves for no site.
     """
 
     name: str
@@ -244,7 +244,7 @@ def plan_calibration(
     if patterns is None and section is not None:
         patterns = section.sites
     layers = request.layers if request.top_layers is None else _top_layers(run, request.top_layers)
-    chain, is_trained = study.pool.chain, isinstance(calibrator, Trained)
+    chain, is_trained = study.pool.chain, isinstance(calibrator, Trainer)
     sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=calibrator.update)
     control = control_of(request.name)
     if control in study.variants:
@@ -262,7 +262,7 @@ def plan_calibration(
         control,
         patterns=tuple(patterns or ()),
         seed=study.seed,
-        boundaries=calibrator.boundaries(len(chain.layers)) if isinstance(calibrator, Trained) else (),
+        boundaries=calibrator.boundaries(len(chain.layers)) if isinstance(calibrator, Trainer) else (),
     )
     return plan.settled(calibrator, study)
 

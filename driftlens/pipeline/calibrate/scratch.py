@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -115,12 +116,43 @@ class CalibrationScratch:
 
     @property
     def seconds(self) -> float:
-        """What the layers solved so far took, over all sittings."""
-        return max((float(_metadata(path)["seconds"]) for path in self._files()), default=self._seconds)
+        """What was solved or trained so far took, over all sittings."""
+        kept = [*self._files(), *self._training.glob("*.safetensors")]
+        return max((float(_metadata(path)["seconds"]) for path in kept), default=self._seconds)
 
     def took(self, seconds: float) -> None:
         """Remember what work took of which nothing is kept layer by layer."""
         self._seconds = seconds
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """What a training has kept under a name; nothing where there is none. See `engine.training.Memory`.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        file = self._file(name)
+        if not file.is_file():
+            return {}
+        source = open_checkpoint(file)
+        return {key: source.read(key).clone() for key in source.headers}
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep what a training has reached, whole or not at all.
+
+        Raises:
+            RunError: the disk is full, or the run was removed since the calibration began.
+        """
+        self._require_there()
+        self._training.mkdir(exist_ok=True)
+        contiguous = {key: value.cpu().contiguous() for key, value in tensors.items()}
+        save_state_dict(self._file(name), contiguous, {"seconds": repr(self._seconds)})
+
+    @property
+    def _training(self) -> pathlib.Path:
+        return self._folder / "training"
+
+    def _file(self, name: str) -> pathlib.Path:
+        return self._training / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
 
     def keep(self, layer: CalibratedLayer, seconds: float) -> SolvedLayer:
         """Store one layer's solution, whole or not at all; returns what was stored.
@@ -132,15 +164,18 @@ class CalibrationScratch:
         Raises:
             RunError: the disk is full, or the run was removed since the calibration began.
         """
+        self._require_there()
+        reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
+        file = self._folder / f"{layer.layer:03d}.safetensors"
+        save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
+        return _read(file)
+
+    def _require_there(self) -> None:
         if not self.is_there:  # to write would bring the run's folder back
             raise RunError(
                 f"{self._folder} was removed while it was being written to",
                 hint="Nothing more was written there. Start again with a run that is in its place.",
             )
-        reports = json.dumps([dataclasses.asdict(report) for report in layer.reports])
-        file = self._folder / f"{layer.layer:03d}.safetensors"
-        save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
-        return _read(file)
 
     def remove(self) -> None:
         """Throw everything away."""

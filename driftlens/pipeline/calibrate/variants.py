@@ -8,13 +8,14 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from driftlens.engine.pool import attachment_tensors
 from driftlens.models.chain import LayerChain, ParameterKey
 from driftlens.models.saving import Patched, fused, save_model, save_state_dict
 from driftlens.models.sources import OnDemand, StateSource, TensorHeader
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
 from driftlens.pipeline.calibrate.walk import Solution
 from driftlens.pipeline.study.opening import OpenModels
-from driftlens.pipeline.study.study import Study, attachment_tensors
+from driftlens.pipeline.study.study import Study
 from driftlens.records.layout import calibration_attachments
 from driftlens.records.manifest import CalibrationInfo
 from driftlens.records.writer import RunWriter

@@ -14,8 +14,14 @@ import torch
 from driftlens.calibration.calibrator import Trained
 from driftlens.engine.forward_order import calibrate
 from driftlens.engine.pool import Attachment
-from driftlens.engine.problems import ClosedForm, SiteReport
-from driftlens.engine.training import train_attachments
+from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
+from driftlens.engine.training import (
+    JointTrainer,
+    LayerTrainer,
+    WeightTrainer,
+    train_attachments,
+    train_weights,
+)
 from driftlens.models.chain import ParameterKey
 from driftlens.models.sources import OnDemand
 from driftlens.pipeline.calibrate.plan import CalibrationPlan
@@ -108,37 +114,45 @@ def solve(
 
 
 def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter) -> Solution:
-    """What a trained calibrator attaches, task after task.
+    """What a trained calibrator attaches, task after task, or the weights that it learns; else as `solve`.
 
-    Arguments and errors as for `solve`; nothing is kept of a training that was stopped.
+    A training that is stopped keeps how far it is in `scratch`, and goes on from there.
     """
-    assert isinstance(plan.calibrator, Trained)
-    solution, places = (
-        Solution(),
-        [(task, layer) for task in sorted(plan.samples) for layer in plan.boundaries],
-    )
-    label, started = "", time.monotonic()
+    trainer: object = plan.calibrator
+    solution, started, label = Solution(), time.monotonic() - scratch.seconds, ""
+    places = 1 if isinstance(trainer, WeightTrainer) else len(plan.samples) * len(plan.boundaries)
 
     def step(layer: int, task: str) -> None:
         nonlocal label
         label = f"layer {layer}, task {task}"
-        reporter.step(PHASE, len(solution.attachments), len(places), label)
+        reporter.step(PHASE, len(solution.attachments), places, label)
 
-    for task, boundary, attachment in train_attachments(
-        study.pool,
-        {task: [samples] for task, samples in plan.samples.items()},
-        plan.calibrator,
-        seed=plan.seed,
-        feature_budget=study.settings.feature_budget,
-        spill=scratch.spill,
-        on_step=step,
-        on_epoch=lambda epoch, total, loss: reporter.step(
-            PHASE, len(solution.attachments), len(places), f"{label}: epoch {epoch} of {total}", loss=loss
-        ),
-    ):
-        solution.attachments[task, boundary] = attachment
+    def epoch(number: int, total: int, loss: float) -> None:
+        scratch.took(time.monotonic() - started)
+        done, of = (number, total) if places == 1 else (len(solution.attachments), places)
+        reporter.step(PHASE, done, of, f"{label}: step {number} of {total}", loss=loss)
+
+    given: dict[str, Any] = {
+        "seed": plan.seed,
+        "feature_budget": study.settings.feature_budget,
+        "spill": scratch.spill,
+        "memory": scratch,
+        "on_step": step,
+        "on_epoch": epoch,
+    }
+    parts = {task: [samples] for task, samples in plan.samples.items()}
+    if isinstance(trainer, WeightTrainer):
+        for layer, updates in train_weights(study.pool, parts, trainer, **given).items():
+            if updates:
+                found = CalibratedLayer(layer, updates, [], {}, 0.0)
+                solution.layers[layer] = scratch.keep(found, time.monotonic() - started)
+    else:
+        assert isinstance(trainer, LayerTrainer | JointTrainer) and isinstance(plan.calibrator, Trained)
+        given["make"] = plan.calibrator.attachment
+        for task, boundary, attachment in train_attachments(study.pool, parts, trainer, **given):
+            solution.attachments[task, boundary] = attachment
     scratch.took(time.monotonic() - started)
-    reporter.step(PHASE, len(places), len(places))
+    reporter.step(PHASE, places, places)
     return solution
 
 

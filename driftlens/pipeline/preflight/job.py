@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from driftlens.access import Access, resolve_device
-from driftlens.calibration.calibrator import Calibrator, Trained
+from driftlens.calibration.calibrator import Calibrator
 from driftlens.data.samples import few_of
 from driftlens.data.task_data import TaskData
 from driftlens.engine.site_selection import coverage, select_sites
+from driftlens.engine.training import Trainer
 from driftlens.errors import DataError, DriftLensError
 from driftlens.layers import select_layers
 from driftlens.merging.method import READS, merge_methods
@@ -199,7 +200,7 @@ def _check_sites(spec: RunSpec, models: OpenModels, checks: Preflight) -> None:
 def _solved_sites(spec: RunSpec, chain: LayerChain) -> tuple[Calibrator, Mapping[int, tuple[str, ...]]]:
     """What a calibration by the spec, or by default, solves for; no sites where its method trains something."""
     calibrator = calibrator_of(CalibrationRequest("preflight"), spec.calibration)
-    if isinstance(calibrator, Trained):
+    if isinstance(calibrator, Trainer):
         return calibrator, {}
     patterns = None if spec.calibration is None else spec.calibration.sites
     return calibrator, select_sites(chain, sites=patterns, update=calibrator.update)

@@ -79,7 +79,9 @@ def _describe(opened: OpenCalibration, checks: Preflight) -> None:
         _, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         checks.ok("sites", f"{where}: {text}")
     else:
-        checks.ok("sites", f"attachments {where}")
+        what = "attachments" if plan.calibrator.needs_task_id else "all weights"
+        checks.ok("sites", f"{what} {where}")
+    checks.ok("leaves", plan.calibrator.leaves())
     checks.ok("samples", ", ".join(f"{task} {count}" for task, count in plan.counts.items()))
     if plan.control:
         checks.ok("control", f"{plan.control} shows what the anchor does by itself")

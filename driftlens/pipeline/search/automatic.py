@@ -28,11 +28,12 @@ from driftlens.calibration.automatic import (
     folds_of,
     search,
 )
-from driftlens.calibration.calibrator import Calibrator, Trained, calibrators
+from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import ClosedForm, Layerwise
 from driftlens.engine.site_selection import updated_sites
+from driftlens.engine.training import Trainer
 from driftlens.errors import DataError, DriftLensError, NumericsError, SingularGramError, SpecError
 from driftlens.files import temporary_folder
 from driftlens.pipeline.calibrate.plan import Choice as Chooser
@@ -273,8 +274,8 @@ def _free(start: Calibrator, *, has_base: bool, others: bool) -> list[str]:
     """The settings that are searched, in this order; none where the calibrator only declares candidates."""
     known = start.get_params()
     free = [name for name in start.searched if name in known and start.steps_from(name, has_base=has_base)]
-    if isinstance(start, Trained) or not (free or others or start.candidates):
-        missing = "closed form" if isinstance(start, Trained) else "setting"
+    if isinstance(start, Trainer) or not (free or others or start.candidates):
+        missing = "closed form" if isinstance(start, Trainer) else "setting"
         raise SpecError(f"{type(start).__name__} has no {missing} to choose", hint="Leave out --auto.")
     return free
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-
-from torch import Tensor
 
 from driftlens.access import Access
 from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.engine.pool import Attachments
+from driftlens.engine.pool import Attachments, attachments_from
 from driftlens.errors import CheckpointError, DataError, RunError, SpecError
 from driftlens.files import PathLike
 from driftlens.models.loading import open_checkpoint
@@ -113,11 +110,7 @@ def _attached(run: pathlib.Path, name: str, method: str) -> Attachments:
             f"{file} holds attachments, and {method} makes none", hint="Calibrate again under another name."
         )
     source = open_checkpoint(file)
-    found: defaultdict[tuple[str, int], dict[str, Tensor]] = defaultdict(dict)
-    for key in source.headers:
-        boundary, tensor, task = key.split("/", 2)
-        found[task, int(boundary)][tensor] = source.read(key)
-    return {place: kind.attachment(tensors) for place, tensors in found.items()}
+    return attachments_from(((key, source.read(key)) for key in source.headers), kind.attachment)
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:

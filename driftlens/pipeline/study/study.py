@@ -9,12 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from driftlens.data.samples import SampleSet
 from driftlens.diagnostic import Diagnostic, chosen
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.pool import Attachments, ModelPool
+from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.scored import Asked
 from driftlens.models.chain import Pool, ScoreMap
 from driftlens.models.sources import TensorsSource, content_digest
@@ -149,12 +148,3 @@ class Study:
             shown = replace(samples[task], labels=None)
             tasks[task] = replace(at, diagnosis=shown, calibration=shown, test=None, picture=None)
         return replace(self, tasks=tasks)
-
-
-def attachment_tensors(attachments: Attachments) -> dict[str, Tensor]:
-    """All tensors of some attachments, as `boundary/tensor/task` names them in a file."""
-    return {
-        f"{boundary}/{name}/{task}": value.detach()
-        for (task, boundary), attachment in sorted(attachments.items())
-        for name, value in attachment.tensors().items()
-    }

@@ -116,9 +116,9 @@ class ToyMap(Trained, LayerTrainer):
     def boundaries(self, num_layers: int) -> Sequence[int]:
         return (1, 2, num_layers)
 
-    def train(self, features, generator, on_epoch):
+    def train(self, features, course):
         width = features.merged.shape[-1]
-        start = 1e-2 * torch.randn(width, width, generator=generator)
+        start = 1e-2 * torch.randn(width, width, generator=course.generator)
         matrix, shift = start.requires_grad_(), torch.zeros(width, requires_grad=True)
         descent = torch.optim.Adam([matrix, shift], lr=3e-3)
         for epoch in range(1, self.epochs + 1):
@@ -126,11 +126,11 @@ class ToyMap(Trained, LayerTrainer):
             loss = (Affine(matrix, shift)(features.merged) - features.expert).square().mean()
             loss.backward()
             descent.step()
-            on_epoch(epoch, self.epochs, float(loss.detach()))
+            course.told(epoch, self.epochs, float(loss.detach()))
         return Affine(matrix.detach(), shift.detach())
 
     @classmethod
-    def attachment(cls, tensors):
+    def attachment(cls, tensors, site):
         return Affine(tensors["matrix"], tensors["shift"])
 '''
 

@@ -101,6 +101,8 @@ class SampleSet:
             None for samples that a caller has handed in, whose ids are mere places in what that was.
         notices: what a reader of the results must be told about the samples.
         texts: what the samples are as text; None where they are none.
+        picture: position -> the image as its source holds it; None where samples are no images of a data source.
+        preprocess: what `load` makes raw inputs of images with, where there are any.
     """
 
     task: str
@@ -112,6 +114,8 @@ class SampleSet:
     source: Callable[[], str] | None = None
     notices: tuple[str, ...] = ()
     texts: Texts | None = None
+    picture: Callable[[int], Any] | None = None
+    preprocess: Callable[[list[Any]], Any] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -175,13 +179,14 @@ class SampleSet:
 
 def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
     """The samples at some positions, perhaps none, in this order."""
-    chosen, texts = tuple(positions), samples.texts
+    chosen, texts, picture = tuple(positions), samples.texts, samples.picture
     return replace(
         samples,
         ids=tuple(samples.ids[position] for position in chosen),
         labels=None if samples.labels is None else tuple(samples.labels[position] for position in chosen),
         load=lambda wanted: samples.load([chosen[position] for position in wanted]),
         texts=texts and replace(texts, read=lambda position: texts.read(chosen[position])),
+        picture=picture and (lambda position: picture(chosen[position])),
     )
 
 

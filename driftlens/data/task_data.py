@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -193,12 +193,16 @@ def sample_set(
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
+    def read(position: int) -> Any:
+        return view.read(drawn[position])
+
     def load(positions: Sequence[int]) -> Any:
-        return preprocess([view.read(drawn[position]) for position in positions])
+        return preprocess([read(position) for position in positions])
 
     ids = tuple(view.ids[position] for position in drawn)
     digest = partial(data_digest, view.ids, view.read)
-    return SampleSet(task, split, ids, labels, load, batch_size, source=digest)
+    found = SampleSet(task, split, ids, labels, load, batch_size, source=digest)
+    return replace(found, picture=read, preprocess=preprocess) if view.holds == "image" else found
 
 
 def _labels(view: SplitView, drawn: Sequence[int], where: str) -> tuple[str, ...] | None:

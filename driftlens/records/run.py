@@ -233,17 +233,28 @@ class DriftRun:
         Raises:
             RunError: the file is damaged.
         """
-        path = self.path / layout.thumbs_file(task)
+        return self._pictures(layout.thumbs_file(task)).get("pictures")
+
+    def corruptions(self) -> dict[str, NDArray[np.uint8]]:
+        """One calibration picture [side, side, 3] by corruption, `none` first; empty until a sweep has varied it.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        return self._pictures(layout.CORRUPTIONS)
+
+    def _pictures(self, relative: str) -> dict[str, NDArray[np.uint8]]:
+        path = self.path / relative
         if not path.is_file():
-            return None
+            return {}
         try:
             with np.load(path, allow_pickle=False) as stored:
-                found: NDArray[np.uint8] = stored["pictures"]
+                found: dict[str, NDArray[np.uint8]] = {name: stored[name] for name in stored.files}
         except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
             hint = "Remove the file: pictures are only shown."
             raise RunError(f"{path} can't be read: {error}", hint=hint) from error
         side = layout.THUMB_SIDE
-        if found.dtype != np.uint8 or found.shape[1:] != (side, side, 3):
+        if any(of.dtype != np.uint8 or of.shape[-3:] != (side, side, 3) for of in found.values()):
             raise RunError(f"{path} holds no pictures of {side} x {side} pixels", hint="Remove the file.")
         return found
 

@@ -15,7 +15,7 @@ from driftlens.diagnostic import Column as Column
 from driftlens.errors import RunError, SchemaTooNewError
 from driftlens.metrics import METRICS
 
-SCHEMA_VERSION = "1.7"
+SCHEMA_VERSION = "1.8"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
@@ -424,6 +424,10 @@ SWEEPS = Table(
         Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
         _text("method", "The calibrator."),
         _text("settings", "All its settings, as JSON."),
+        _text(
+            "corruption",
+            "Of the calibration pictures, with its severity, drawn from `seed`; `none` without one.",
+        ),
         _score("kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"),
     ),
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",

@@ -79,6 +79,7 @@ def rho_control(run: DriftRun, name: str) -> list[Outcome]:
     wanted = {**made.settings, "rho": 1.0}
     # Sweeps of older runs tell neither.
     rows = rows[(rows["method"] == made.method).fillna(False) & rows["n"].notna()]
+    rows = rows[rows["corruption"].fillna("none") == "none"]
     within = rows["sweep"].map(lambda sweep: sweep.rpartition(":")[0].removeprefix(made.method).lstrip(":"))
     rows = rows[within == scope(run, name)]
     same = [

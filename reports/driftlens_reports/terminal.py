@@ -373,10 +373,11 @@ def sweep_text(run: DriftRun, name: str) -> str:
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     varied = name.rpartition(":")[2].split("+")
-    for factor in set(varied) - {*_FACTORS}:
+    for factor in set(varied) - {*rows}:
         rows = rows.assign(**{factor: [setting_text(settings_of(row)[factor]) for _, row in rows.iterrows()]})
     factors = [at for at in dict.fromkeys([*_FACTORS, *varied]) if rows[at].notna().any()]
-    found = _sweep_points(rows, factors).sort_values(varied, kind="stable")
+    found = _sweep_points(rows, factors)
+    found = found.sort_values("point" if varied == ["corruption"] else varied, kind="stable")
     has_accuracy = bool(found["accuracy"].notna().any())
     others = [
         metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()

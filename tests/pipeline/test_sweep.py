@@ -16,6 +16,7 @@ import torch
 import driftlens as dl
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import FeatCal
+from driftlens.data.corruption import corrupt
 from driftlens.data.samples import part_of
 from driftlens.engine.forward_order import Lane, calibrate_side_by_side
 from driftlens.engine.forward_order import calibrate as calibrate_layers
@@ -32,6 +33,7 @@ from driftlens.records.before_after import before_after
 from driftlens.records.run import DriftRun, open_run
 from driftlens.records.swept import ablation_sheets, rho_control
 from driftlens.records.verify import verify
+from driftlens_reports.terminal import sweep_text
 from tests.pipeline.calibrating import NAME, TABLES, VARIANT, copied, files_of, request, same_rows
 from tests.pipeline.world import TASKS, World
 
@@ -436,7 +438,50 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
     assert sheet.loc["merged", "relative drift"] == pytest.approx(again)
 
 
-def test_trained_calibrators_and_methods_without_the_setting_are_refused(folder: pathlib.Path) -> None:
+@pytest.mark.parametrize("method", ["surgery", "react"])
+def test_a_point_of_maps_behind_the_last_layer_is_a_plain_calibration(
+    folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, method: str
+) -> None:
+    settings = {"steps": 20} if method == "surgery" else {}
+    varied = {"steps": [20, 21]} if settings else {"lam": [0.01]}
+    run = sweep(folder, SweepRequest(varied, method=method, samples=3))
+    asked = dataclasses.replace(request(samples=3), method=method, parameters=settings)
+    plain = calibrate(copied(light, tmp_path / "plain"), asked)
+    for row in rows_of(run, f"{method}:{next(iter(varied))}", point=0).itertuples():
+        final = plain.layers(task=row.task, variant=VARIANT, layer="final").iloc[0]
+        assert row.drift_rel == pytest.approx(final["drift_rel"], rel=1e-5) and row.seconds > 0
+        assert row.drift_rel != pytest.approx(
+            plain.layers(task=row.task, variant="merged", layer="final")["drift_rel"].item(), rel=1e-3
+        )
+        assert row.accuracy == plain.accuracy(task=row.task, variant=VARIANT).iloc[0]["value"]
+
+
+def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
+    world: World, folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    run = sweep(folder, SweepRequest({"corruption": ["none", "fog:5"]}, method=["featcal", "react"]))
+    assert {*run.sweeps()["sweep"]} == {"corruption", "react:corruption"}
+    rows = rows_of(run, "corruption")
+    assert [*rows["corruption"].unique()] == ["none", "fog:5"] and {*rows["n"]} == {4}
+    shown = run.corruptions()
+    assert [*shown] == ["none", "fog:5"] and (shown["none"] != shown["fog:5"]).any()
+
+    spec = world.spec(metrics={"jacobian": False})
+    for task in TASKS:
+        stored = dict(np.load(world.data(task)))
+        fogged = [corrupt(at, "fog", 5, (0, f"{task}/train/{i}")) for i, at in enumerate(stored["x_train"])]
+        np.savez(tmp_path / f"{task}.npz", **stored | {"x_train": np.stack(fogged)})
+        spec["data"][task] = {"kind": "npz", "file": str(tmp_path / f"{task}.npz")}
+    fogged_run = dl.analyze(spec, out=tmp_path / "fogged", progress="none").path
+    other = sweep(fogged_run, SweepRequest({"n": [4]}))
+    for point, found in enumerate([sweep(folder, SweepRequest({"n": [4]})), other]):
+        mine = rows[rows["point"] == point].reset_index(drop=True)
+        pd.testing.assert_frame_equal(mine[[*MEASURES]], rows_of(found, "n")[[*MEASURES]])
+    assert (rows["drift_rel"][:2].to_numpy() != rows["drift_rel"][2:].to_numpy()).all()
+    assert "none" in sweep_text(run, "corruption") and "fog:5" in sweep_text(run, "react:corruption")
+
+
+def test_methods_without_the_setting_are_refused(folder: pathlib.Path) -> None:
     with pytest.raises(SpecError, match="residual has no parameter 'lam'"):
         sweep(folder, SweepRequest(LAM, method=["featcal", "residual"]))
     with pytest.raises(SpecError, match=r"mu is 1\.5"):

@@ -124,7 +124,7 @@ def test_conform_leaves_its_argument_alone() -> None:
 def test_units_and_version_stand_in_the_file(tmp_path: pathlib.Path) -> None:
     append_rows(tmp_path / "r.parquet", RESOURCES, pd.DataFrame({"phase": ["load"]}))
     schema = pq.read_schema(tmp_path / "r.parquet")
-    assert schema.metadata[b"driftlens.schema_version"] == b"1.7"
+    assert schema.metadata[b"driftlens.schema_version"] == b"1.8"
     assert schema.field("seconds").metadata[b"unit"] == b"s"
 
 

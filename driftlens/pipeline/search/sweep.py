@@ -7,14 +7,16 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from driftlens.access import Access
-from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, calibrators
+from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, Trained, calibrators
+from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import ClosedForm
@@ -24,7 +26,7 @@ from driftlens.files import PathLike
 from driftlens.metrics import METRICS
 from driftlens.pipeline.analyze.answers import metrics_of
 from driftlens.pipeline.analyze.evaluation import final_drift, scores_of
-from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads
+from driftlens.pipeline.analyze.phases import all_of, deterministic_algorithms, suitable_threads, thumb
 from driftlens.pipeline.calibrate.job import OpenCalibration, open_calibration
 from driftlens.pipeline.calibrate.plan import DEFAULT_METHOD, CalibrationRequest, calibrator_of, method_called
 from driftlens.pipeline.search.judge import Judge
@@ -57,7 +59,8 @@ class SweepRequest:
     """One or several sweeps, as asked for.
 
     Attributes:
-        values: a setting of every method, or `n`, the calibration samples per task -> the values to visit.
+        values: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
+            `driftlens.data.corruption`) -> the values to visit.
         grid: whether all combinations are visited in one sweep; otherwise each factor is varied by itself.
         ablate: whether a sweep called `ablation` takes every method apart, one declared setting at a time.
         control: a calibration of the run, which the sweep called `control` repeats at rho 1 and with all else its own.
@@ -81,26 +84,27 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class Setting:
-    """One calibration: a method, all its settings as JSON, and the samples per task."""
+    """One calibration: a method, all its settings as JSON, samples per task, how their pictures are corrupted."""
 
     method: str
     settings: str
     n: int
+    corruption: str = CLEAN
 
     @classmethod
-    def of(cls, method: str, settings: Mapping[str, Any], n: int) -> Setting:
+    def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> Setting:
         """The setting with these values over the method's defaults.
 
         Raises:
             SpecError: a name that is no setting, or a value out of its range.
         """
         found = resolve(calibrators[method], settings, method)
-        return cls(method, json.dumps(found), n)
+        return cls(method, json.dumps(found), n, written(corruption))
 
     @property
     def values(self) -> dict[str, Any]:
         """All that a sweep can vary, by name."""
-        return {**json.loads(self.settings), "n": self.n}
+        return {**json.loads(self.settings), "n": self.n, "corruption": self.corruption}
 
     @property
     def calibrator(self) -> Calibrator:
@@ -110,8 +114,8 @@ class Setting:
     def changed(self, values: Mapping[str, Any]) -> Setting:
         """The setting with some values changed; raises as `of` does."""
         found = self.values | dict(values)
-        count = int(found.pop("n"))
-        return Setting.of(self.method, found, count)
+        count, corruption = int(found.pop("n")), found.pop("corruption")
+        return Setting.of(self.method, found, count, corruption)
 
     def named(self, varied: str) -> str:
         """What a sweep around it is called: other methods than the default one stand in front."""
@@ -119,7 +123,8 @@ class Setting:
 
     def stored(self, row: Mapping[Any, Any]) -> Setting:
         """The setting of a row of the sweep table, around this one."""
-        return self.changed(settings_of(row) | {"n": int(row["n"])})
+        corruption = row["corruption"] if isinstance(row["corruption"], str) else CLEAN
+        return self.changed(settings_of(row) | {"n": int(row["n"]), "corruption": corruption})
 
     def __str__(self) -> str:
         plain = Setting.of(self.method, {}, 0).values | {"n": self.n}
@@ -178,11 +183,7 @@ def sweep(
         called = ":".join(filter(None, [scope(open_run(folder), request.control), CONTROL]))
         sweeps[around[0].named(called)] = [around[0].changed({"rho": 1.0})]
     for setting in {setting for settings in sweeps.values() for setting in settings}:
-        if not isinstance(calibrator := setting.calibrator, ClosedForm):
-            raise SpecError(
-                f"{type(calibrator).__name__} is trained: its settings can't be tried side by side"
-            )
-        calibrator.check(has_base=opened.study.has_base)
+        setting.calibrator.check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
     _numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
     require_same_samples(opened.manifest, opened.study)
@@ -190,6 +191,10 @@ def sweep(
     samples, tasks = _samples_by_seed(opened, seeds, access)
     if live is not None:
         samples[opened.study.seed] = {task: _as_drawn(at, opened) for task, at in opened.plan.samples.items()}
+    pictured = dict.fromkeys(setting.corruption for settings in sweeps.values() for setting in settings)
+    for at in samples[opened.study.seed].values():
+        for name in pictured:
+            corrupted(at, name, opened.study.seed)  # refused here where it can't be
     study = dataclasses.replace(opened.study, tasks=tasks)
     require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
     scored = [task for task, at in tasks.items() if at.test is not None and metrics_of(study, task)]
@@ -211,12 +216,14 @@ def sweep(
             spill=folder / layout.SCRATCH / PHASE,
         )
         (folder / layout.SCRATCH).mkdir(exist_ok=True)
+        if len(pictured) > 1:
+            _keep_pictures(writer, next(iter(samples[study.seed].values())), pictured, study.seed)
         with deterministic_algorithms(study.settings.deterministic):
             for seed, drawn in samples.items():
                 phase, wanted = f"{PHASE}:{seed}", scored if request.accuracy else []
                 missing = [point for point in points if not _is_there(point, seed, tasks, wanted, kept)]
                 with writer.phase(phase), suitable_threads(writer, phase, study):
-                    for setting, tried in _tried(trials, chosen, missing, drawn):
+                    for setting, tried in _tried(trials, chosen, missing, drawn, seed):
                         if tried.error is not None:
                             unsolved.setdefault(setting, tried.error)
                             continue
@@ -324,34 +331,56 @@ def _tried(
     trials: Trials[dict[str, Any]],
     chosen: Mapping[str, Any],
     missing: Sequence[_Point],
-    samples: Mapping[str, SampleSet],
+    drawn: Mapping[str, SampleSet],
+    seed: int,
 ) -> Iterator[tuple[Setting, Tried[dict[str, Any]]]]:
-    """What became of every setting of the missing points, calibrated on these samples."""
+    """What became of every setting of the missing points, calibrated on samples that were drawn with this seed."""
     chain = trials.study.pool.chain
     together: dict[tuple[str, ...], list[tuple[Setting, ClosedFormBase]]] = {}
     for setting in dict.fromkeys(point.setting for point in missing):
         calibrator = setting.calibrator
         if isinstance(calibrator, ClosedFormBase):
-            together.setdefault(tuple(calibrator.update), []).append((setting, calibrator))
+            key = setting.corruption, *calibrator.update
+            together.setdefault(key, []).append((setting, calibrator))
             continue
-        assert isinstance(calibrator, ClosedForm)
-        few = {task: part_of(drawn, range(setting.n)) for task, drawn in samples.items()}
-        sites = select_sites(chain, **chosen, update=calibrator.update)
         try:
-            tried = trials.alone(few, calibrator, sites)
+            few = {
+                task: part_of(corrupted(at, setting.corruption, seed), range(setting.n))
+                for task, at in drawn.items()
+            }
+            if isinstance(calibrator, Trained):
+                tried = trials.trained(few, calibrator, seed)
+            else:
+                assert isinstance(calibrator, ClosedForm)
+                sites = select_sites(chain, **chosen, update=calibrator.update)
+                tried = trials.alone(few, calibrator, sites)
         except (DataError, NumericsError) as error:
             tried = Tried({}, error=error)
         yield setting, tried
-    for update, found in together.items():
+    for (corruption, *update), found in together.items():
+        samples = {task: corrupted(at, corruption, seed) for task, at in drawn.items()}
         cuts = sorted({setting.n for setting, _ in found})
         parts = {
-            task: [part_of(drawn, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
-            for task, drawn in samples.items()
+            task: [part_of(at, range(low, high)) for low, high in zip([0, *cuts], cuts, strict=False)]
+            for task, at in samples.items()
         }
         lanes = [Lane(calibrator, frozenset(range(cuts.index(at.n) + 1))) for at, calibrator in found]
         sites = select_sites(chain, **chosen, update=update)
         several = dataclasses.replace(trials, sites=sites).run(parts, lanes)
         yield from zip((setting for setting, _ in found), several, strict=True)
+
+
+def _keep_pictures(writer: RunWriter, samples: SampleSet, corruptions: Iterable[str], seed: int) -> None:
+    """Keep the first sample's picture as it is and under each corruption, beside those of other sweeps."""
+    if samples.picture is None:
+        return
+    found, clean = open_run(writer.folder).corruptions(), samples.picture(0)
+    for name in (CLEAN, *corruptions):
+        kind, severity = parse(name)
+        drawn = seed, f"{samples.task}/{samples.ids[0]}"
+        found[name] = thumb(corrupt(clean, kind, severity, drawn) if severity else clean)
+    with writer.file(layout.CORRUPTIONS) as path, path.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **found)
 
 
 def _write(writer: RunWriter, rows: Sequence[Mapping[str, Any]], outdated: set[str]) -> None:

@@ -5,6 +5,7 @@ Candidates walk together in groups that fit into memory; then one calibrated mod
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from driftlens.calibration.calibrator import Trained
 from driftlens.data.samples import SampleSet
 from driftlens.engine.carried import Parts
 from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
+from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import ClosedForm
+from driftlens.engine.training import train_attachments
 from driftlens.errors import DriftLensError, SingularGramError
 from driftlens.models.chain import ParameterKey
 from driftlens.models.sources import StateSource
@@ -90,6 +94,30 @@ class Trials(Generic[T]):
             else:
                 for lane in left:
                     yield from self.run(parts, [lane])
+
+    def trained(self, samples: Mapping[str, SampleSet], calibrator: Trained, seed: int) -> Tried[T]:
+        """What became of one candidate that attaches maps, drawing from `seed`; errors as for `train_attachments`."""
+        pool, started = self.study.pool, time.perf_counter()
+        total = len(samples) * len(calibrator.boundaries(len(pool.chain.layers)))
+        attached: dict[tuple[str, int], Attachment] = {}
+        for task, boundary, attachment in train_attachments(
+            pool,
+            {task: [at] for task, at in samples.items()},
+            calibrator,
+            seed=seed,
+            feature_budget=self.study.settings.feature_budget,
+            spill=self.spill,
+            on_step=lambda layer, task: self.reporter.step(
+                self.phase, len(attached), total, f"layer {layer}, task {task}"
+            ),
+            on_epoch=lambda epoch, of, loss: self.reporter.step(
+                self.phase, len(attached), total, f"epoch {epoch} of {of}", loss=loss
+            ),
+        ):
+            attached[task, boundary] = attachment
+        seconds = time.perf_counter() - started
+        pool.add(LANE, pool.source("merged"), attached)
+        return Tried(self.of(LANE), seconds)
 
     def alone(
         self, samples: Mapping[str, SampleSet], calibrator: ClosedForm, sites: Mapping[int, Sequence[str]]

@@ -1,0 +1,195 @@
+"""Corrupted pictures: the kinds of ImageNet-C (arXiv:1903.12261) that papers on merging use, drawn from stored seeds.
+
+FeatCal's table has Gaussian noise, motion blur and fog, of severity 3, on the calibration images alone; the other four
+are among those of FusionBench's robustness suites. Strengths are ImageNet-C's for pictures of 224 pixels; lengths in
+pixels go with the shorter side, so that a severity looks alike on pictures of any size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from driftlens.data.samples import SampleSet
+from driftlens.data.sources import Picture
+from driftlens.errors import DataError, SpecError, did_you_mean
+
+Pixels = NDArray[np.float64]
+"""[h, w, 3], from 0 to 1."""
+Change = Callable[[Pixels, int, np.random.Generator], Pixels]
+"""A picture, the severity from 0 (slight) to 4, what draws at random -> the corrupted picture."""
+
+CLEAN = "none"
+SEVERITY = 3
+"""The paper's."""
+_SIDE = 224
+
+
+def parse(given: str) -> tuple[str, int]:
+    """Kind and severity of `fog` (severity 3), `fog:5` or `none` (0).
+
+    Raises:
+        SpecError: no such kind, or a severity beyond 1 to 5.
+    """
+    kind, colon, severity = str(given).partition(":")
+    if kind == CLEAN and not colon:
+        return CLEAN, 0
+    if kind not in CORRUPTIONS:
+        raise SpecError(
+            f"no corruption is called {kind!r}; there are {', '.join((CLEAN, *CORRUPTIONS))}",
+            hint=did_you_mean(kind, CORRUPTIONS) or "Name one of these, with a severity: fog:5.",
+        )
+    if colon and severity not in set("12345"):
+        raise SpecError(f"corruption {given!r}: the severity is {severity!r}, expected a number from 1 to 5")
+    return kind, int(severity or SEVERITY)
+
+
+def written(given: str) -> str:
+    """A corruption as tables have it: `none`, or the kind with its severity. Errors as for `parse`."""
+    kind, severity = parse(given)
+    return f"{kind}:{severity}" if severity else CLEAN
+
+
+def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
+    """The same samples, their pictures corrupted; each draws from the seed, the kind and its own id alone.
+
+    Raises:
+        SpecError: as for `parse`.
+        DataError: the samples are no pictures that are read from somewhere.
+    """
+    kind, severity = parse(corruption)
+    if kind == CLEAN:
+        return samples
+    picture, preprocess = samples.picture, samples.preprocess
+    if picture is None or preprocess is None:
+        raise DataError(
+            f"task {samples.task}: only pictures can be corrupted, and its samples are none that a data source holds",
+            hint="Name image data in the spec, or leave `corruption` out.",
+        )
+
+    def load(positions: Sequence[int]) -> Any:
+        return preprocess(
+            [
+                corrupt(picture(at), kind, severity, (seed, f"{samples.task}/{samples.ids[at]}"))
+                for at in positions
+            ]
+        )
+
+    return replace(samples, load=load, picture=None)
+
+
+def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
+    """A picture [h, w, 3] corrupted, the same for the same seed and name in `drawn` on every machine."""
+    from PIL import Image
+
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
+    seed, name = drawn
+    words = np.frombuffer(hashlib.sha256(f"{kind}/{name}".encode()).digest(), dtype="<u4").tolist()
+    random = np.random.default_rng(np.random.SeedSequence([seed, *words]))
+    found = CORRUPTIONS[kind](pixels, severity - 1, random)
+    return np.asarray(np.clip(found, 0, 1) * 255 + 0.5, dtype=np.uint8)
+
+
+def _gaussian_noise(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    return pixels + random.normal(scale=(0.08, 0.12, 0.18, 0.26, 0.38)[severity], size=pixels.shape)
+
+
+def _impulse_noise(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    """Salt and pepper, value by value."""
+    is_hit = random.random(pixels.shape) < (0.03, 0.06, 0.09, 0.17, 0.27)[severity]
+    return np.where(is_hit, random.random(pixels.shape) < 0.5, pixels)
+
+
+def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    """The mean along a line from each pixel, its weights half a Gaussian; beyond the border the border goes on."""
+    radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity]
+    scale = min(pixels.shape[:2]) / _SIDE
+    angle = math.radians(random.uniform(-45, 45))
+    # Steps of at most a pixel, so that small pictures are sampled as finely as large ones.
+    steps = np.arange(0, (2 * radius + 1) * scale, min(scale, 1.0))
+    weights = np.exp(-((steps / scale) ** 2) / (2 * sigma**2))
+    rows, columns = (np.arange(size) for size in pixels.shape[:2])
+    found = np.zeros_like(pixels)
+    for step, weight in zip(steps, weights / weights.sum(), strict=True):
+        down = np.clip(rows + round(step * math.sin(angle)), 0, len(rows) - 1)
+        right = np.clip(columns + round(step * math.cos(angle)), 0, len(columns) - 1)
+        found += weight * pixels[down][:, right]
+    return found
+
+
+def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    strength, decay = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[severity]
+    height, width = pixels.shape[:2]
+    fog = _plasma(max(height, width), decay, random)[:height, :width, None]
+    top = pixels.max()
+    return np.asarray((pixels + strength * fog) * top / (top + strength))  # black stays black, as there
+
+
+def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:
+    """A cloudy map from 0 to 1 by diamonds and squares on a torus, of the least power of two above `side`."""
+    size = 2 ** math.ceil(math.log2(max(side, 2)))
+    found, step, wibble = np.zeros((size, size)), size, 100.0
+    while step >= 2:
+        half = step // 2
+        corners = found[::step, ::step]
+        square = corners + np.roll(corners, -1, 0)
+        square = square + np.roll(square, -1, 1)
+        found[half::step, half::step] = square / 4 + random.uniform(-wibble, wibble, square.shape)
+        middle = found[half::step, half::step]
+        across, down = middle + np.roll(middle, 1, 0), middle + np.roll(middle, 1, 1)
+        ends = corners + np.roll(corners, -1, 1), corners + np.roll(corners, -1, 0)
+        found[::step, half::step] = (across + ends[0]) / 4 + random.uniform(-wibble, wibble, across.shape)
+        found[half::step, ::step] = (down + ends[1]) / 4 + random.uniform(-wibble, wibble, down.shape)
+        step, wibble = half, wibble / decay
+    found -= found.min()
+    return np.asarray(found / max(found.max(), 1e-12), dtype=np.float64)
+
+
+def _contrast(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    mean = pixels.mean(axis=(0, 1), keepdims=True)
+    return (pixels - mean) * (0.4, 0.3, 0.2, 0.1, 0.05)[severity] + mean
+
+
+def _pixelate(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    from PIL import Image
+
+    image, share = _image(pixels), (0.6, 0.5, 0.4, 0.3, 0.25)[severity]
+    small = image.resize(tuple(max(1, int(side * share)) for side in image.size), Image.Resampling.BOX)
+    return np.asarray(small.resize(image.size, Image.Resampling.BOX), dtype=np.float64) / 255
+
+
+def _jpeg(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    from PIL import Image
+
+    file = io.BytesIO()
+    _image(pixels).save(file, "JPEG", quality=(25, 18, 15, 10, 7)[severity])
+    return np.asarray(Image.open(file).convert("RGB"), dtype=np.float64) / 255
+
+
+def _image(pixels: Pixels) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(np.asarray(pixels * 255 + 0.5, dtype=np.uint8))
+
+
+CORRUPTIONS: Mapping[str, Change] = MappingProxyType(
+    {
+        "gaussian_noise": _gaussian_noise,
+        "motion_blur": _motion_blur,
+        "fog": _fog,
+        "impulse_noise": _impulse_noise,
+        "contrast": _contrast,
+        "pixelate": _pixelate,
+        "jpeg": _jpeg,
+    }
+)
+"""Kind -> what it does; the paper's three stand first."""

@@ -438,11 +438,11 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
     assert sheet.loc["merged", "relative drift"] == pytest.approx(again)
 
 
-@pytest.mark.parametrize("method", ["surgery", "react"])
-def test_a_point_of_maps_behind_the_last_layer_is_a_plain_calibration(
+@pytest.mark.parametrize("method", ["surgery", "react", "distill"])
+def test_a_point_of_what_is_trained_or_maps_per_task_is_a_plain_calibration(
     folder: pathlib.Path, light: DriftRun, tmp_path: pathlib.Path, method: str
 ) -> None:
-    settings = {"steps": 20} if method == "surgery" else {}
+    settings = {} if method == "react" else {"steps": 20}
     varied = {"steps": [20, 21]} if settings else {"lam": [0.01]}
     run = sweep(folder, SweepRequest(varied, method=method, samples=3))
     asked = dataclasses.replace(request(samples=3), method=method, parameters=settings)

@@ -15,12 +15,13 @@ import numpy as np
 from torch import Tensor
 
 from driftlens.access import Access
-from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, Trained, calibrators
+from driftlens.calibration.calibrator import Calibrator, ClosedFormBase, calibrators
 from driftlens.data.corruption import CLEAN, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.forward_order import Lane
 from driftlens.engine.problems import ClosedForm
 from driftlens.engine.site_selection import select_sites
+from driftlens.engine.training import Trainer
 from driftlens.errors import DataError, DriftLensError, NumericsError, SpecError
 from driftlens.files import PathLike
 from driftlens.metrics import METRICS
@@ -348,7 +349,7 @@ def _tried(
                 task: part_of(corrupted(at, setting.corruption, seed), range(setting.n))
                 for task, at in drawn.items()
             }
-            if isinstance(calibrator, Trained):
+            if isinstance(calibrator, Trainer):
                 tried = trials.trained(few, calibrator, seed)
             else:
                 assert isinstance(calibrator, ClosedForm)

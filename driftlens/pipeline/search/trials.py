@@ -10,18 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Trained
 from driftlens.data.samples import SampleSet
 from driftlens.engine.carried import Parts
 from driftlens.engine.forward_order import Lane, calibrate, calibrate_side_by_side
 from driftlens.engine.pool import Attachment
 from driftlens.engine.problems import ClosedForm
-from driftlens.engine.training import train_attachments
+from driftlens.engine.training import (
+    JointTrainer,
+    LayerTrainer,
+    Trainer,
+    WeightTrainer,
+    train_attachments,
+    train_weights,
+)
 from driftlens.errors import DriftLensError, SingularGramError
 from driftlens.models.chain import ParameterKey
 from driftlens.models.sources import StateSource
@@ -95,28 +101,34 @@ class Trials(Generic[T]):
                 for lane in left:
                     yield from self.run(parts, [lane])
 
-    def trained(self, samples: Mapping[str, SampleSet], calibrator: Trained, seed: int) -> Tried[T]:
-        """What became of one candidate that attaches maps, drawing from `seed`; errors as for `train_attachments`."""
+    def trained(self, samples: Mapping[str, SampleSet], trainer: Trainer, seed: int) -> Tried[T]:
+        """What became of one candidate that is trained, drawing from `seed`; errors as for `train_attachments`."""
         pool, started = self.study.pool, time.perf_counter()
-        total = len(samples) * len(calibrator.boundaries(len(pool.chain.layers)))
+        total = len(samples) * len(trainer.boundaries(len(pool.chain.layers)))
         attached: dict[tuple[str, int], Attachment] = {}
-        for task, boundary, attachment in train_attachments(
-            pool,
-            {task: [at] for task, at in samples.items()},
-            calibrator,
-            seed=seed,
-            feature_budget=self.study.settings.feature_budget,
-            spill=self.spill,
-            on_step=lambda layer, task: self.reporter.step(
+        parts = {task: [at] for task, at in samples.items()}
+        given: dict[str, Any] = {
+            "seed": seed,
+            "feature_budget": self.study.settings.feature_budget,
+            "spill": self.spill,
+            "on_step": lambda layer, task: self.reporter.step(
                 self.phase, len(attached), total, f"layer {layer}, task {task}"
             ),
-            on_epoch=lambda epoch, of, loss: self.reporter.step(
+            "on_epoch": lambda epoch, of, loss: self.reporter.step(
                 self.phase, len(attached), total, f"epoch {epoch} of {of}", loss=loss
             ),
-        ):
-            attached[task, boundary] = attachment
+        }
+        source = pool.source("merged")
+        if isinstance(trainer, WeightTrainer):
+            layers = train_weights(pool, parts, trainer, **given)
+            updates = {(index, name): value for index, of in layers.items() for name, value in of.items()}
+            source = with_parameters(pool.chain, source, self._like, updates)
+        else:
+            assert isinstance(trainer, LayerTrainer | JointTrainer)
+            for task, boundary, attachment in train_attachments(pool, parts, trainer, **given):
+                attached[task, boundary] = attachment
         seconds = time.perf_counter() - started
-        pool.add(LANE, pool.source("merged"), attached)
+        pool.add(LANE, source, attached)
         return Tried(self.of(LANE), seconds)
 
     def alone(

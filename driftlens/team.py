@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import psutil
 
 import driftlens.errors
-from driftlens.errors import DriftLensError, RunError, SpecError
+from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.progress import CancelToken, ProgressEvent, ProgressSink
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Team:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._peers: dict[int, tuple[str, int, float]] = {}
         self._error: BaseException | None = None
+        self._common: list[BaseException] = []
         if size > 1:
             self._introduce()
 
@@ -100,7 +101,7 @@ class Team:
         else:
             value, error = pickle.loads(self._awaited(key))
         if error is not None:
-            raise error
+            raise self._agreed(error)
         return cast("T", value)
 
     def at(self, owner: int, work: Callable[[], T]) -> T | None:
@@ -141,7 +142,7 @@ class Team:
         outcomes = self.gather(self._outcome(work))
         for _, error in outcomes:
             if error is not None:
-                raise error
+                raise self._agreed(error)
         return [cast("T", value) for value, _ in outcomes]
 
     def each(self, items: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
@@ -180,6 +181,10 @@ class Team:
         if self.rank != of:
             _unpack(flat, tensors)
 
+    def agrees(self, error: BaseException) -> bool:
+        """Whether all processes have raised an error at the same place, so that they may go on together."""
+        return self.size == 1 or error in self._common
+
     def token(self) -> CancelToken:
         """A token that a process's work polls: it also hears of the others."""
         return CancelToken() if self.size == 1 else _Heard(self)
@@ -197,10 +202,9 @@ class Team:
             return True
         with contextlib.suppress(RuntimeError):  # the store may be gone with the process that held it
             until = time.monotonic() + _TOLD_SECONDS
-            while time.monotonic() < until and not self._lost():
-                if self._store.check(["told"]):
-                    return False
+            while not (told := self._store.check(["told"])) and time.monotonic() < until and not self._lost():
                 time.sleep(0.05)
+            return not (told or self._store.check(["told"]))
         return True
 
     def told(self) -> None:
@@ -233,6 +237,10 @@ class Team:
             self._error = self._heard()
         if self._error is not None:
             raise self._error
+
+    def _agreed(self, error: DriftLensError) -> DriftLensError:
+        self._common.append(error)
+        return error
 
     def _post(self, error: BaseException) -> None:
         """Say what ended this process, unless another one's end came first; from now on there is no team."""
@@ -380,6 +388,10 @@ class Team:
         return int(key.rpartition("/")[2])
 
 
+ALONE = Team()
+"""Where nobody has formed a team."""
+
+
 def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     start = 0
     for tensor in tensors:
@@ -396,6 +408,10 @@ def _runs(pid: int, started: float) -> bool:
 
 
 def _described(error: BaseException, rank: int) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        error = Cancelled("cancelled")
+    elif isinstance(error, OSError) and not isinstance(error, DriftLensError):
+        error = RunError(f"process {rank}: {error}", hint="What was finished is kept.")
     if isinstance(error, DriftLensError):
         return json.dumps([type(error).__name__, error.message, error.hint])
     return json.dumps(["", f"in process {rank}: {type(error).__name__}: {error}", ""])

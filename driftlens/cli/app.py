@@ -24,6 +24,7 @@ import typer
 from driftlens.access import Access
 from driftlens.errors import SpecError, harmless
 from driftlens.progress import CancelToken, ProgressSink
+from driftlens.team import ALONE, Team
 
 app = typer.Typer(
     name="driftlens",
@@ -36,12 +37,14 @@ app = typer.Typer(
 
 @dataclass
 class Manner:
-    """How the program talks, as the options before the command say."""
+    """How the program talks, as the options before the command say; `silent` is one of several processes."""
 
     quiet: bool = False
     verbose: bool = False
     log_json: bool = False
     debug: bool = False
+    silent: bool = False
+    team: Team = ALONE
 
 
 manner = Manner()
@@ -128,7 +131,7 @@ class Job:
     @property
     def access(self) -> Access:
         """Device, network and trust, as the pipeline takes them."""
-        return Access(self.device, self.offline, self.trust)
+        return Access(self.device, self.offline, self.trust, manner.team)
 
     @contextmanager
     def watched(self) -> Iterator[Watched]:
@@ -142,7 +145,7 @@ class Job:
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
         with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
-            yield {"on_progress": sink, "cancel": cancel}
+            yield {"on_progress": manner.team.progress(sink), "cancel": cancel}
 
 
 def limited_threads(number: int | None) -> AbstractContextManager[None]:
@@ -240,7 +243,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def cancelling() -> Iterator[CancelToken]:
     """A token that Ctrl-C and SIGTERM set; a second one ends the process the usual way."""
-    token = CancelToken()
+    token = manner.team.token()
 
     def ask(number: int, _frame: object) -> None:
         token.cancel()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained
 from driftlens.engine.forward_order import calibrate
@@ -93,8 +94,10 @@ def solve(
         on_step=step,
         ids={task: samples.ids for task, samples in plan.samples.items()},
         pooling=study.settings.pool,
+        team=study.team,
     ):
-        solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
+        if study.team.leads:
+            solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
         drifts = layer.drift_l2_mean.values()
         metrics |= {
             "layer": layer.layer,
@@ -108,37 +111,43 @@ def solve(
 
 
 def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter) -> Solution:
-    """What a trained calibrator attaches, task after task.
+    """What a trained calibrator attaches, task after task; tasks are divided among the processes.
 
     Arguments and errors as for `solve`; nothing is kept of a training that was stopped.
     """
-    assert isinstance(plan.calibrator, Trained)
-    solution, places = (
-        Solution(),
-        [(task, layer) for task in sorted(plan.samples) for layer in plan.boundaries],
-    )
-    label, started = "", time.monotonic()
+    calibrator, team = plan.calibrator, study.team
+    assert isinstance(calibrator, Trained)
+    mine = sorted(task for task in plan.samples if study.owner(task) == team.rank)
+    num_places, label, started = len(mine) * len(plan.boundaries), "", time.monotonic()
+    made: dict[tuple[str, int], Attachment] = {}
 
     def step(layer: int, task: str) -> None:
         nonlocal label
         label = f"layer {layer}, task {task}"
-        reporter.step(PHASE, len(solution.attachments), len(places), label)
+        reporter.step(PHASE, len(made), num_places, label)
 
-    for task, boundary, attachment in train_attachments(
-        study.pool,
-        {task: [samples] for task, samples in plan.samples.items()},
-        plan.calibrator,
-        seed=plan.seed,
-        feature_budget=study.settings.feature_budget,
-        spill=scratch.spill,
-        on_step=step,
-        on_epoch=lambda epoch, total, loss: reporter.step(
-            PHASE, len(solution.attachments), len(places), f"{label}: epoch {epoch} of {total}", loss=loss
-        ),
-    ):
-        solution.attachments[task, boundary] = attachment
+    def epoch(number: int, total: int, loss: float) -> None:
+        reporter.step(PHASE, len(made), num_places, f"{label}: epoch {number} of {total}", loss=loss)
+
+    def trained() -> dict[tuple[str, int], Mapping[str, Tensor]]:
+        for task, boundary, attachment in train_attachments(
+            study.pool,
+            {task: [plan.samples[task]] for task in mine},
+            calibrator,
+            seed=plan.seed,
+            feature_budget=study.settings.feature_budget,
+            spill=scratch.spill,
+            on_step=step,
+            on_epoch=epoch,
+        ):
+            made[task, boundary] = attachment
+        return {place: attachment.tensors() for place, attachment in made.items()} if team.size > 1 else {}
+
+    for tensors in team.together(trained):
+        made |= {place: calibrator.attachment(of) for place, of in tensors.items()}
+    solution = Solution(attachments=made)
     scratch.took(time.monotonic() - started)
-    reporter.step(PHASE, len(places), len(places))
+    reporter.step(PHASE, num_places, num_places)
     return solution
 
 

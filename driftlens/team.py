@@ -11,6 +11,7 @@ batch, raises it too. A process that ends without a word is missed by the others
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -63,6 +64,8 @@ class Team:
         self._peers: dict[int, tuple[str, int, float]] = {}
         self._error: BaseException | None = None
         self._common: list[BaseException] = []
+        self._sink: ProgressSink | None = None
+        self._shown = ProgressEvent("", 0, None)
         if size > 1:
             self._introduce()
 
@@ -190,8 +193,19 @@ class Team:
         return CancelToken() if self.size == 1 else _Heard(self)
 
     def progress(self, sink: ProgressSink) -> ProgressSink:
-        """A sink that adds what all processes have done: one bar for all. The others only tell the first."""
-        return sink if self.size == 1 else _Joint(self, self._store, sink)
+        """A sink for one bar of all processes: while the first waits for another's task, it shows how far that is."""
+        if self.size == 1:
+            return sink
+
+        def show(event: ProgressEvent) -> None:
+            self._shown = event
+            sink(event)
+
+        def post(event: ProgressEvent) -> None:
+            self._store.set(f"event/{self.rank}/{self._number}", json.dumps(dataclasses.asdict(event)))
+
+        self._sink = show if self.leads else post
+        return self._sink
 
     def fail(self, error: BaseException) -> bool:
         """Post what ends this process; returns whether it is left to this one to say so."""
@@ -297,7 +311,9 @@ class Team:
         return now - self._seen[rank][1] < _SILENT_SECONDS
 
     def _key(self, kind: str) -> str:
-        """A name that all processes give to the same step."""
+        """A name that all processes give to the same step; once one has ended, no step is the same any more."""
+        if self._error is not None:
+            raise self._error
         self._number += 1
         return f"{kind}/{self._number}"
 
@@ -307,13 +323,26 @@ class Team:
         except DriftLensError as error:
             return None, error
 
-    def _awaited(self, key: str) -> bytes:
-        pause = 0.0005
+    def _awaited(self, key: str, of: int | None = None) -> bytes:
+        """What comes under a key; where it is known `of` which process, its progress is shown meanwhile."""
+        pause, looked = 0.0005, self._looked
         while not self._store.check([key]):
             self.look()
+            if of is not None and looked != self._looked:
+                self._show(of)
+                looked = self._looked
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
+        if of is not None:
+            self._show(of)
         return cast("bytes", self._store.get(key))
+
+    def _show(self, rank: int) -> None:
+        key = f"event/{rank}/{self._number}"
+        if self._sink is not None and self._store.check([key]):
+            event = ProgressEvent(**json.loads(self._store.get(key)))
+            if event.phase == self._shown.phase and event.done > self._shown.done:
+                self._sink(dataclasses.replace(event, seconds=max(event.seconds, self._shown.seconds)))
 
     def _wait(self, work: Any) -> None:
         """Until a collective is through; signals are heard meanwhile, and so are the others."""
@@ -355,7 +384,7 @@ class Team:
         self._sending[-1].start()
 
     def _received(self, key: str, owner: int) -> bytes:
-        found = self._awaited(key)
+        found = self._awaited(key, owner)
         self._store.delete_key(key)
         size = int.from_bytes(found[:8], "big")
         if size <= _INLINE:
@@ -434,17 +463,6 @@ class _Heard(CancelToken):
         # A launcher stops all as soon as one is gone: that one is the reason.
         self._team.look(at_once=self._cancelled)
         super().check()
-
-
-class _Joint:
-    """Counts of all processes in the events of the first; a phase's units are divided among them."""
-
-    def __init__(self, team: Team, store: Any, sink: ProgressSink) -> None:
-        self._team, self._store, self._sink = team, store, sink
-        self._posted = 0.0
-
-    def __call__(self, event: ProgressEvent) -> None:
-        self._sink(event)
 
 
 @contextlib.contextmanager

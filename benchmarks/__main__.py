@@ -13,6 +13,7 @@ NAMES = (
     "memory",
     "calibration",
     "calibration_memory",
+    "processes",
     "residual",
     "text",
     "report",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from driftlens.errors import SpecError
+from driftlens.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +22,13 @@ class Access:
         device: `auto`, `cpu` or `cuda`, over the spec's; None leaves it to the spec.
         offline: whether only files that were downloaded before may be used.
         trust: whether Python code that the spec names may run.
+        team: the processes among which work is divided.
     """
 
     device: str | None = None
     offline: bool = False
     trust: bool = False
+    team: Team = ALONE
 
     def function(self, target: str, what: str) -> Callable[..., Any]:
         """The function `package.module:function`; importing it runs its code.

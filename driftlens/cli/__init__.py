@@ -12,7 +12,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -21,7 +22,10 @@ from driftlens import stopping
 from driftlens.cli import calibrating, converting, looking, reporting, reproducing, running
 from driftlens.cli.app import app, hearing, manner, stopped
 from driftlens.errors import Cancelled, DriftLensError, RunError, SpecError, harmless
+from driftlens.team import joined, members
 
+DIVIDED = ("analyze", "explain", "evaluate", "calibrate", "sweep", "arena")
+"""Commands that divide their work among processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--log-json", "--debug"}
 _MODULES = (running, converting, calibrating, reproducing, looking, reporting)
 """Imported for their commands."""
@@ -49,13 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt), heard:
         code = run(flags + rest)
     stopping.put_in_order()  # what was begun where the interrupt fell
+    if members() > 1 and code:
+        # Threads of torch.distributed may wait for processes that are gone, and would be waited for.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line, whose global flags come first; returns its exit code."""
     try:
-        result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
+        with _teamed(arguments):
+            result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as leaving:
         return leaving.exit_code
@@ -82,6 +92,35 @@ def run(arguments: list[str]) -> int:
         return _unexpected(error)
 
 
+@contextlib.contextmanager
+def _teamed(arguments: Sequence[str]) -> Iterator[None]:
+    """A command in as many processes as the environment speaks of; all but the first are silent.
+
+    Raises:
+        SpecError: the command does not divide its work.
+    """
+    if members() == 1:
+        yield
+        return
+    manner.silent = os.environ["RANK"] != "0"
+    with Path(os.devnull).open("w") as nowhere, contextlib.ExitStack() as silence:
+        if manner.silent:
+            silence.enter_context(contextlib.redirect_stdout(nowhere))
+            silence.enter_context(contextlib.redirect_stderr(nowhere))
+        command = next((part for part in arguments if not part.startswith("-")), "this command")
+        if command not in DIVIDED:
+            raise SpecError(
+                f"{command} runs in one process, and this is one of {members()}",
+                hint=f"Start it without torchrun. Work is divided by {', '.join(DIVIDED)}.",
+            )
+        with joined() as manner.team:
+            try:
+                yield
+            except BaseException as error:
+                manner.silent = not manner.team.fail(error)
+                raise
+
+
 def _misused(error: Any) -> int:
     """A command line that can't be understood."""
     message = error.format_message()
@@ -92,6 +131,8 @@ def _misused(error: Any) -> int:
 
 
 def _report(message: str, hint: str, code: int) -> int:
+    if manner.silent:
+        return code
     message, hint = _shortened(message), _shortened(hint)
     text = message if code == Cancelled.exit_code else f"error: {message}"
     typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
@@ -99,6 +140,7 @@ def _report(message: str, hint: str, code: int) -> int:
         typer.echo(f"hint: {hint}", err=True)
     if manner.debug:
         traceback.print_exc()
+    manner.team.told()
     return code
 
 

@@ -25,6 +25,7 @@ import typer
 from driftlens.access import Access
 from driftlens.errors import SpecError, harmless
 from driftlens.progress import CancelToken, ProgressSink
+from driftlens.team import ALONE, Team
 
 app = typer.Typer(
     name="driftlens",
@@ -37,12 +38,14 @@ app = typer.Typer(
 
 @dataclass
 class Manner:
-    """How the program talks, as the options before the command say."""
+    """How the program talks, as the options before the command say; `silent` is one of several processes."""
 
     quiet: bool = False
     verbose: bool = False
     log_json: bool = False
     debug: bool = False
+    silent: bool = False
+    team: Team = ALONE
 
 
 manner = Manner()
@@ -129,7 +132,7 @@ class Job:
     @property
     def access(self) -> Access:
         """Device, network and trust, as the pipeline takes them."""
-        return Access(self.device, self.offline, self.trust)
+        return Access(self.device, self.offline, self.trust, manner.team)
 
     @contextmanager
     def watched(self) -> Iterator[Watched]:
@@ -143,7 +146,7 @@ class Job:
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
         with limited_threads(self.threads), cancelling() as cancel, sink_for(mode) as sink:
-            yield {"on_progress": sink, "cancel": cancel}
+            yield {"on_progress": manner.team.progress(sink), "cancel": cancel}
 
 
 def limited_threads(number: int | None) -> AbstractContextManager[None]:
@@ -289,7 +292,7 @@ def _leave_lost_terminal() -> None:
 @contextmanager
 def cancelling() -> Iterator[CancelToken]:
     """A token that the first of `ENDING` sets; a second one, of any kind, stops at once. No third is heard."""
-    token = CancelToken()
+    token = manner.team.token()
 
     def ask(number: int, frame: FrameType | None) -> None:
         _leave_lost_terminal()

@@ -127,7 +127,7 @@ def calibrate(
         "choose": (BEST if method is None else HELD_OUT) if auto else None,
     }
     if dry_run:
-        found = rehearse(run, request, **how)
+        found = manner.team.once(lambda: rehearse(run, request, **how))
         say_json(found.as_dict()) if as_json else say(found.text())
         raise typer.Exit(found.exit_code)
     from driftlens_reports.terminal import before_after_text, first_numbers_text

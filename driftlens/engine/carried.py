@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError
 from driftlens.linalg.gram import GramPool
 from driftlens.models.chain import Layer, Parameters, Pool
+from driftlens.team import Team
 from driftlens.variants import expert_of
 
 EXPERT, TRUNK = "expert", "merged"
@@ -63,7 +65,8 @@ class Branch:
 class CalibrationWalk(ABC):
     """What stays the same from layer to layer, and the features that wait at the boundary reached.
 
-    `lanes` says of every calibration which parts of the samples it may read; a subclass adds `calibrate`.
+    `lanes` says of every calibration which parts of the samples it may read; a subclass adds `calibrate`. `parts` holds
+    the samples of this process's tasks, `tasks` are those of all.
     """
 
     pool: ModelPool
@@ -74,6 +77,8 @@ class CalibrationWalk(ABC):
     base: str | None
     on_step: Callable[[int, str], None]
     pooling: Pool
+    team: Team
+    tasks: Sequence[str]
     waiting: dict[tuple[str, int], list[WaitingBatch]] = field(default_factory=dict, init=False)
     grams: GramPool = field(default_factory=GramPool, init=False)
     sites: Mapping[int, Collection[str]] = field(default_factory=dict, init=False)
@@ -93,7 +98,8 @@ class CalibrationWalk(ABC):
                 if layer.index in self.sites:
                     yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == last)
                 else:
-                    self.pass_through(layer, done.get(layer.index, {}))
+                    passed = partial(self.pass_through, layer, done.get(layer.index, {}))
+                    self.team.together(passed)
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> list[CalibratedLayer]:
@@ -124,6 +130,12 @@ class CalibrationWalk(ABC):
         if splits:  # from here on every lane is on its own
             self.branches = [Branch(f"{index}", {index: parts}) for index, parts in enumerate(self.lanes)]
         parameters = [{**merged, **updates} for updates, _ in found]
+        mine = self.team.together(partial(self._advanced, layer, parameters, splits=splits))
+        by_task = {task: size for of in mine for task, size in of.items()}
+        return {task: by_task[task] for task in self.tasks if task in by_task}
+
+    def _advanced(self, layer: Layer, parameters: Sequence[Parameters], *, splits: bool) -> dict[str, float]:
+        """The same of this process's tasks."""
         drift: dict[str, list[Tensor]] = {task: [] for task in self.parts}
         for (task, part), batches in self.waiting.items():
             watch = FiniteWatch(layer, task, self.parts[task][part].ids)
@@ -161,7 +173,7 @@ class CalibrationWalk(ABC):
     def _read(self, task: str, part: int, *, waits: bool) -> Iterator[WaitingBatch]:
         """The batches of a part at boundary 0, kept for the layers behind; a task without any is refused."""
         batches: list[WaitingBatch] = []
-        name = f"{list(self.parts).index(task)}-{part}"
+        name = f"{list(self.tasks).index(task)}-{part}"
         samples = self.parts[task][part].batches()
         for batch in read_batches(self.pool, samples, self.store, name, (EXPERT, TRUNK), waits=waits):
             batches.append(batch)
@@ -182,6 +194,37 @@ class CalibrationWalk(ABC):
         share = (time.perf_counter() - started) / len(lanes)
         for index in lanes:
             self.seconds[index] += share
+
+
+def solved_by_all(team: Team, merged: Parameters, work: Callable[[], list[Solved]]) -> list[Solved]:
+    """What the processes solve, each some sites of every lane, for all of them.
+
+    Args:
+        team: the processes.
+        merged: the layer's parameters, whose shapes solutions have.
+        work: solves what this process has; an error in one is raised by all.
+    """
+    if team.size == 1:
+        return work()
+    own: list[Solved] = []
+
+    def said() -> list[tuple[list[str], list[SiteReport]]]:
+        own.extend(work())
+        return [([*updates], reports) for updates, reports in own]
+
+    found: list[Solved] = []
+    for rank, lanes in enumerate(team.together(said)):
+        found = found or [({}, []) for _ in lanes]
+        new = (
+            [updates for updates, _ in own]
+            if rank == team.rank
+            else [{name: torch.empty_like(merged[name]) for name in names} for names, _ in lanes]
+        )
+        team.share([value for updates in new for value in updates.values()], of=rank)
+        for (updates, reports), more, (_, told) in zip(found, new, lanes, strict=True):
+            updates |= more
+            reports += told
+    return found
 
 
 def in_words(model: str, *, calibrated: bool = False) -> str:

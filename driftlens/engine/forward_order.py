@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from driftlens.data.samples import Batch
-from driftlens.engine.carried import EXPERT, CalibrationWalk, Parts, Solved, in_words
+from driftlens.engine.carried import EXPERT, CalibrationWalk, Parts, Solved, in_words, solved_by_all
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import LayerSums, solve_layer
 from driftlens.engine.pool import ModelPool
@@ -39,11 +39,13 @@ from driftlens.engine.problems import (
     Weightwise,
 )
 from driftlens.engine.site_rows import SiteRows, rows_and_output
+from driftlens.engine.site_selection import site_path
 from driftlens.engine.steps import StepWalk
 from driftlens.engine.waiting import FeatureStore, WaitingBatch
 from driftlens.engine.walk import FiniteWatch
 from driftlens.errors import DataError, SpecError
 from driftlens.models.chain import Layer, Parameters, Pool, Site
+from driftlens.team import Team
 from driftlens.variants import expert_of
 
 FEATURE_BUDGET = 2 * 2**30
@@ -89,6 +91,7 @@ class Options(TypedDict, total=False):
             single lane.
         on_step: called with layer index and task before every batch; it may raise, `Cancelled` for instance.
         pooling: how one vector per sample is taken for `drift_l2_mean`, which a single lane tells.
+        team: processes that do the same at the same time, each with tasks of its own; all get all layers.
     """
 
     sites: Required[Mapping[int, Collection[str]]]
@@ -98,6 +101,7 @@ class Options(TypedDict, total=False):
     done: Mapping[int, Mapping[str, Tensor]] | None
     on_step: Callable[[int, str], None] | None
     pooling: Pool | None
+    team: Team
 
 
 def calibrate(
@@ -156,6 +160,8 @@ def _from_weights(
     _require_tasks(pool, tasks)
     merged, tell = options.get("merged", "merged"), options.get("on_step") or (lambda layer, task: None)
 
+    team = options.get("team") or Team()
+
     def problem(layer: Layer, site: Site) -> WeightProblem:
         name = f"{site.name}.weight"
 
@@ -171,10 +177,15 @@ def _from_weights(
         names = options["sites"].get(layer.index, ())
         if names and layer.index not in (options.get("done") or {}):
             started = time.perf_counter()
-            problems = (
-                problem(layer, site) for site in layer.sites if site.name in names and site.kind == "linear"
-            )
-            found, reports = solve_layer(pool, layer, problems, calibrator.solve, stored_as=base)
+            sites = [site for site in layer.sites if site.name in names and site.kind == "linear"]
+            owners = team.balanced([1.0] * len(sites))
+            mine = [site for site, owner in zip(sites, owners, strict=True) if owner == team.rank]
+            problems = (problem(layer, site) for site in mine)
+            solve = partial(solve_layer, pool, layer, problems, calibrator.solve, stored_as=base)
+            like = pool.parameters(merged, layer) if team.size > 1 else {}
+            [(found, reports)] = solved_by_all(team, like, lambda solve=solve: [solve()])  # type: ignore[misc]
+            order = [site_path(layer, site) for site in sites]
+            reports.sort(key=lambda report, order=order: order.index(report.site))  # type: ignore[misc]
             yield CalibratedLayer(layer.index, found, reports, seconds=time.perf_counter() - started)
 
 
@@ -210,9 +221,14 @@ def _carried(
 ) -> dict[str, Any]:
     """Arguments of a `CalibrationWalk`."""
     _require_tasks(pool, parts)
+    team, tasks = options.get("team") or Team(), sorted(parts)
+    sizes = {task: float(sum(len(part.ids) for part in parts[task])) for task in tasks}
+    owners = team.owners(tasks, sizes if all(sizes.values()) else None)
     return {
         "pool": pool,
-        "parts": {task: parts[task] for task in sorted(parts)},
+        "team": team,
+        "tasks": tasks,
+        "parts": {task: parts[task] for task in tasks if owners[task] == team.rank},
         "lanes": lanes,
         "store": FeatureStore(options.get("feature_budget", FEATURE_BUDGET), options.get("spill")),
         "merged": options.get("merged", "merged"),
@@ -251,8 +267,7 @@ class SnapshotWalk(CalibrationWalk):
                 key: sums(lane.calibrator, kept=self.kept.setdefault((branch.name, key, others), {}))
                 for key, lane in wanted.items()
             }
-        for task in self.parts:
-            self._sum_up(layer, merged, task, needs_output=not is_last)
+        self.team.together(partial(self._sum_up_all, layer, merged, needs_output=not is_last))
         found = self._solve(layer, merged)
         self.grams.take_back()
         drift = {} if is_last else self.advance(layer, merged, found)
@@ -260,6 +275,10 @@ class SnapshotWalk(CalibrationWalk):
             CalibratedLayer(layer.index, updates, reports, drift, seconds)
             for (updates, reports), seconds in zip(found, self.seconds, strict=True)
         ]
+
+    def _sum_up_all(self, layer: Layer, merged: Parameters, *, needs_output: bool) -> None:
+        for task in self.parts:
+            self._sum_up(layer, merged, task, needs_output=needs_output)
 
     def _sum_up(self, layer: Layer, merged: Parameters, task: str, *, needs_output: bool) -> None:
         """Take the task's expert through the layer, and add what its sites see to the sums of every branch."""
@@ -309,24 +328,49 @@ class SnapshotWalk(CalibrationWalk):
                     sums.add(rows, seen, state, batch.side, expert, num_batches, task)
 
     def _solve(self, layer: Layer, merged: Parameters) -> list[Solved]:
-        """New parameters and reports of the layer, lane by lane."""
+        """New parameters and reports of the layer, lane by lane; every problem is solved by one process."""
         base = None if self.base is None else self.pool.parameters(self.base, layer)
+        jobs = [
+            (branch, key, part)
+            for branch in self.branches
+            for key, sums in self.sums.pop(branch.name).items()
+            for part in sums.parts
+        ]
+        owners = self.team.balanced([part.cost(merged) for *_, part in jobs])
+        places = [list(self.tasks).index(task) for task in self.parts]
+        problems: dict[tuple[str, Hashable], list[Problem]] = {}
+        order: dict[tuple[str, Hashable], list[str]] = {}
+        for (branch, key, part), owner in zip(jobs, owners, strict=True):
+            order.setdefault((branch.name, key), []).extend(site_path(layer, site) for site in part.sites)
+            with self.shared(branch.lanes):
+                part.join(self.team, owner, merged, places, len(self.tasks))
+                mine = problems.setdefault((branch.name, key), [])
+                if owner == self.team.rank:
+                    mine.append(part.problem(merged, base))
+        found = solved_by_all(self.team, merged, partial(self._solved, layer, problems))
+        lanes = {
+            index: order[branch.name, self.calibrations[index].moments_key]
+            for branch in self.branches
+            for index in branch.lanes
+        }
+        for index, (_, reports) in enumerate(found):
+            reports.sort(key=lambda report, paths=lanes[index]: paths.index(report.site))  # type: ignore[misc]
+        return found
+
+    def _solved(self, layer: Layer, problems: dict[tuple[str, Hashable], list[Problem]]) -> list[Solved]:
+        """The same of the problems that this process has."""
         stored_as = self.merged if self.base is None else self.base
         found: dict[int, Solved] = {}
         for branch in self.branches:
-            with self.shared(branch.lanes):
-                problems = {
-                    key: sums.problems(merged, base) for key, sums in self.sums.pop(branch.name).items()
-                }
             keys = [self.calibrations[index].moments_key for index in branch.lanes]
             for at, index in enumerate(branch.lanes):
-                lane, key = self.calibrations[index], keys[at]
-                wanted_again = key in keys[at + 1 :]
+                lane, mine = self.calibrations[index], problems[branch.name, keys[at]]
+                wanted_again = keys[at] in keys[at + 1 :]
                 with self.shared([index]):
                     found[index] = solve_layer(
                         self.pool,
                         layer,
-                        problems[key] if wanted_again else _taken_out(problems[key]),
+                        mine if wanted_again else _taken_out(mine),
                         lane.calibrator.solve,
                         stored_as=stored_as,
                     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeVar
 
 import torch
@@ -33,6 +33,7 @@ from driftlens.linalg.gram import GramPool, GramSum
 from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Site, State
+from driftlens.team import Team
 
 UNIFORM = "uniform"
 _P = TypeVar("_P", LinearProblem | NormProblem, StepProblem, WeightProblem)
@@ -143,10 +144,10 @@ class LayerSums:
         for norm in self._norms:
             norm.end_task(expert)
 
-    def problems(self, merged: Parameters, base: Parameters | None) -> list[Problem]:
-        """What is to be solved for this layer, all from the same snapshot of its features."""
-        linear: list[Problem] = [group.problem(merged, base) for group in self._groups]
-        return linear + [norm.problem(merged, base) for norm in self._norms]
+    @property
+    def parts(self) -> list[LinearSums | NormSums]:
+        """What is solved for one by one, all from the same snapshot of the layer's features."""
+        return [*self._groups, *self._norms]
 
     def _weights(
         self, rule: str, site: Site, rows: SiteRows, state: State, side: SideInputs
@@ -266,6 +267,29 @@ class LinearSums:
         self._fold.add(self._task)
         self._task = None
 
+    def cost(self, merged: Parameters) -> float:
+        """About how many operations the solve takes."""
+        outputs, k = self._shape(merged)
+        return k**3 / 3 + outputs * k**2
+
+    def join(self, team: Team, to: int, merged: Parameters, places: Sequence[int], num_tasks: int) -> None:
+        """Add up the sums of all processes for one of them; `places` are those of this one's tasks among all."""
+        if team.size == 1:
+            return
+        if not hasattr(self._fold, "join"):
+            raise SpecError(
+                f"{type(self._fold).__name__} can't add up what several processes have summed up: it has no `join`",
+                hint="Calibrate in one process.",
+            )
+        like = merged[f"{self.sites[0].name}.weight"].new_zeros((), dtype=self._dtype)
+        widths = {site.name: len(merged[f"{site.name}.weight"]) for site in self.sites}
+        biases = {name: width for name, width in widths.items() if f"{name}.bias" in merged}
+        self._fold.join(team, to, self._shape(merged), like, biases, self._objectives)
+
+    def _shape(self, merged: Parameters) -> tuple[int, int]:
+        weights = [merged[f"{site.name}.weight"] for site in self.sites]
+        return sum(map(len, weights)), weights[0].shape[1]
+
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
         mine = [f"{site.name}.{part}" for site in self.sites for part in ("weight", "bias")]
@@ -305,11 +329,12 @@ class NormSums:
         dtype: torch.dtype,
     ) -> None:
         self.site = site
+        self.sites = (site,)
         self.rule = rule
         self._fold = fold
         self._dtype = dtype
         self._task: tuple[Tensor, Tensor, Tensor] | None = None
-        self._total: NormMoments | None = None
+        self._tasks: list[NormMoments] = []
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
         """Add one batch of the task at hand: what the merged model feeds the norm [T, k], and how much rows count."""
@@ -327,7 +352,7 @@ class NormSums:
         self._task = first, second, count
 
     def end_task(self, expert: Parameters) -> None:
-        """Fold the task at hand into the sums over tasks; its moments are means, of weight 1."""
+        """The task at hand is over; its moments are means, of weight 1."""
         assert self._task is not None
         first, second, count = self._task
         shift = expert.get(f"{self.site.name}.bias")
@@ -338,19 +363,44 @@ class NormSums:
             shift=None if shift is None else shift.to(self._dtype),
             weight_sum=torch.ones((), dtype=self._dtype, device=first.device),
         )
-        self._total = self._fold(self._total, moments)
+        self._tasks.append(moments)
         self._task = None
+
+    def cost(self, merged: Parameters) -> float:
+        """About how many operations the solve takes."""
+        return float(len(merged[f"{self.site.name}.weight"]))
+
+    def join(self, team: Team, to: int, merged: Parameters, places: Sequence[int], num_tasks: int) -> None:
+        """Bring the moments of all tasks to one process; arguments as for linear sites."""
+        if team.size == 1:
+            return
+        like = merged[f"{self.site.name}.weight"].new_zeros(num_tasks, *_norm_shape(self.site, merged))
+        table = like.to(self._dtype)
+        for place, moments in zip(places, self._tasks, strict=True):
+            table[place] = torch.stack([value.expand(table.shape[-1]) for value in vars(moments).values()])
+        team.sum([table], to)
+        names = [field.name for field in fields(NormMoments)]
+        values = ([*rows[:-1], rows[-1, 0]] for rows in table)
+        self._tasks = [NormMoments(**dict(zip(names, row, strict=True))) for row in values]
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
         """What is to be solved; `merged` and `base` are the whole layer's parameters."""
-        assert self._total is not None
+        total: NormMoments | None = None
+        for moments in self._tasks:
+            total = self._fold(total, moments)
+        assert total is not None
         mine = [f"{self.site.name}.{part}" for part in ("weight", "bias")]
         return NormProblem(
             site=self.site,
-            moments=self._total,
+            moments=total,
             merged={name: merged[name] for name in mine if name in merged},
             base=None if base is None else {name: base[name] for name in mine if name in base},
         )
+
+
+def _norm_shape(site: Site, merged: Parameters) -> tuple[int, int]:
+    """Of a task's moments below each other: averages by coordinate, and the weight."""
+    return len(fields(NormMoments)), len(merged[f"{site.name}.weight"])
 
 
 def normalised(site: Site, rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from driftlens.linalg.norm_affine import NormMoments
 from driftlens.linalg.output_cross import OutputCross
 from driftlens.linalg.ridge import Moments
 from driftlens.models.chain import Parameters, Site, SiteKind
+from driftlens.team import Team
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,27 @@ class LinearFold(Protocol):
         """Take in one task; its memory serves the next task afterwards."""
         ...
 
+    def join(
+        self,
+        team: Team,
+        to: int,
+        shape: Sequence[int],
+        like: Tensor,
+        biases: Mapping[str, int],
+        energies: bool,
+    ) -> None:
+        """Add up what several processes have taken in, for one of them.
+
+        Args:
+            team: those processes.
+            to: the rank of that one.
+            shape: [O, k] of the stacked weights; this process may have taken in nothing.
+            like: of the dtype and on the device of the sums.
+            biases: outputs of every site that has a bias.
+            energies: whether energies are summed up.
+        """
+        ...
+
     def moments(self) -> Moments:
         """What is solved from."""
         ...
@@ -231,18 +253,40 @@ class WeightedFold:
         self._energy: Tensor | None = None
         self._bias: dict[str, Tensor] = {}
 
+    def _begun(self, shape: Sequence[int], like: Tensor) -> GramSum:
+        if self._gram is None:
+            outputs, k = shape
+            self._gram = self._grams.lend(k, like.dtype, like.device)
+            self._cross = like.new_zeros(outputs, k)
+            self._rows, self._targets = like.new_zeros(k), like.new_zeros(outputs)
+            self._weight = like.new_zeros(())
+        return self._gram
+
+    def join(
+        self,
+        team: Team,
+        to: int,
+        shape: Sequence[int],
+        like: Tensor,
+        biases: Mapping[str, int],
+        energies: bool,
+    ) -> None:
+        """Add up what several processes have taken in; the unit is the folded sum, half a Gram matrix of it."""
+        gram = self._begun(shape, like)
+        sums = [*gram.tiles(), self._cross, self._rows, self._targets, self._weight]
+        if energies:
+            self._energy = like.new_zeros(shape[0]) if self._energy is None else self._energy
+            sums.append(self._energy)
+        self._bias = {name: self._bias.get(name, like.new_zeros(width)) for name, width in biases.items()}
+        team.sum([*sums, *self._bias.values()], to)
+
     def add(self, task: TaskMoments) -> None:
         """Take in one task."""
-        if self._gram is None:
-            self._gram = self._grams.lend(task.gram.k, task.gram.dtype, task.gram.device)
-            outputs, k = task.shape
-            self._cross = task.rows.new_zeros(outputs, k)
-            self._rows, self._targets = task.rows.new_zeros(k), task.rows.new_zeros(outputs)
-            self._weight = task.rows.new_zeros(())
+        gram = self._begun(task.shape, task.rows)
         omega = self._task_weight(task.gram.norm() / task.weight_sum)
         scale = float(omega / task.weight_sum)
         found = task.cross.sums(task.gram)
-        self._gram.add(task.gram, scale)
+        gram.add(task.gram, scale)
         add_scaled(self._cross, found.cross, scale)
         if found.energy is not None:
             energy = scale * found.energy.to(self._rows.dtype)

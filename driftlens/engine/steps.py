@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from driftlens.data.samples import Batch
-from driftlens.engine.carried import EXPERT, TRUNK, CalibrationWalk, Part, in_words
+from driftlens.engine.carried import EXPERT, TRUNK, CalibrationWalk, Part, in_words, solved_by_all
 from driftlens.engine.exactness import exact_products
 from driftlens.engine.layer_sums import require_rule, solve_layer, stacked
 from driftlens.engine.problems import CalibratedLayer, SiteReport, StepProblem, Stepwise
 from driftlens.engine.site_rows import rows_and_output
+from driftlens.engine.site_selection import site_path
 from driftlens.engine.step_weights import NUM_PASSES, ExpertGradients, Group, Weighted, groups_of, row_counts
 from driftlens.engine.waiting import WaitingBatch
 from driftlens.engine.walk import FiniteWatch
@@ -43,6 +44,30 @@ _ENTERED = ""
 
 _Rows = list[tuple[Tensor, Tensor]]
 """Of one fold: x~ [T, k] and both targets [T, 2 o], some at a time."""
+
+
+@dataclass
+class _Sums:
+    """Of one group of sites: sums by fold, and by task output metric with sums, size of the Gram matrix, weight."""
+
+    folds: list[JointSums]
+    tasks: dict[str, tuple[Tensor, JointSums]]
+    norms: dict[str, Tensor]
+    factors: dict[str, float]
+
+    def problem(self, group: Group, merged: Parameters) -> StepProblem:
+        """What is to be solved; Gram matrices are brought to mean norm 1."""
+        norms = [self.norms[task] for task in sorted(self.norms)]
+        # Where no input ever varies from 0 there is nothing to bring to norm 1.
+        scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
+        return StepProblem(
+            group.sites,
+            [of.moments(scale) for of in self.folds],
+            [(metric, of.moments(scale)) for metric, of in (self.tasks[task] for task in sorted(self.tasks))],
+            group.has_bias,
+            {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
+            scale * sum(self.factors[task] for task in sorted(self.factors)),
+        )
 
 
 @dataclass
@@ -88,6 +113,7 @@ class StepWalk(CalibrationWalk):
     calibrator: Stepwise
     groups: dict[int, list[Group]] = field(default_factory=dict, init=False)
     weighted: dict[str, dict[tuple[int, int], Weighted]] = field(default_factory=dict, init=False)
+    energies: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,12 +132,24 @@ class StepWalk(CalibrationWalk):
         groups, student = self.groups[layer.index], self.pool.parameters(self.merged, layer)
         merged, updates = dict(student), dict[str, Tensor]()
         reports: list[SiteReport] = []
-        streams = self._run_experts(layer, student, needs_output=not is_last)
+        ran = self.team.together(partial(self._run_experts, layer, student, needs_output=not is_last))
+        _, streams = min(found for found in ran if found is not None)  # where the first task is
         stored_as = self.merged if self.base is None else self.base
         numbered = list(enumerate(groups))
         for step in [numbered] if self.calibrator.order == "block" else [[one] for one in numbered]:
-            problems = [self._problem(layer, student, merged, at, group, streams) for at, group in step]
-            found, said = solve_layer(self.pool, layer, problems, self.calibrator.solve, stored_as=stored_as)
+            owners = self.team.balanced([1.0] * len(step))
+            problems: list[StepProblem] = []
+            for (at, group), owner in zip(step, owners, strict=True):
+                sums = self._sums(layer, student, merged, at, group, streams)
+                self._join(sums, owner, merged, group)
+                if owner == self.team.rank:
+                    problems.append(sums.problem(group, merged))
+            solve = partial(
+                solve_layer, self.pool, layer, problems, self.calibrator.solve, stored_as=stored_as
+            )
+            [(found, said)] = solved_by_all(self.team, merged, lambda solve=solve: [solve()])  # type: ignore[misc]
+            order = [site_path(layer, site) for _, group in step for site in group.sites]
+            said.sort(key=lambda report, order=order: order.index(report.site))  # type: ignore[misc]
             self.grams.take_back()
             student |= found
             updates |= found
@@ -129,13 +167,20 @@ class StepWalk(CalibrationWalk):
                 self.groups[layer.index] = groups_of(layer, self.sites[layer.index])
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
+        if self.calibrator.weights == "gradient":
+            found = self.team.together(partial(self._weigh, first))
+            self.energies = {task: energies for of in found for task, energies in of.items()}
+
+    def _weigh(self, first: Layer) -> dict[str, dict[tuple[int, int], float]]:
+        """Weigh the tokens of this process's tasks; the energies of their gradients, by task and group."""
         gradients = ExpertGradients(
             self.pool, self.pooling, self.groups, metric=self.calibrator.mu > 0, on_step=self.on_step
         )
-        for task in self.parts if self.calibrator.weights == "gradient" else ():
+        for task in self.parts:
             batches = list(self.batches(first, task, 0))
             draws = [partial(self._draw, digests) for digests in self.noted[task].digests]
             self.weighted[task] = gradients.weigh(task, batches, draws, EXPERT)
+        return {task: {key: one.energy for key, one in of.items()} for task, of in self.weighted.items()}
 
     def _draw(self, digests: Sequence[str], width: int) -> Tensor:
         """Random directions for every sample of a batch, the same wherever it stands."""
@@ -145,8 +190,14 @@ class StepWalk(CalibrationWalk):
             rows.append(torch.randn(NUM_PASSES, width, generator=generator, dtype=torch.float64))
         return torch.stack(rows, dim=1).to(self.pool.dtype).to(self.pool.device)
 
-    def _run_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
-        """Take the experts through the layer, and let wait what their sites give; to what sites add their outputs."""
+    def _run_experts(
+        self, layer: Layer, student: Parameters, *, needs_output: bool
+    ) -> tuple[str, dict[str, str]] | None:
+        """Take the experts through the layer, and let wait what their sites give.
+
+        Returns:
+            The first task of this process, and to what sites add their outputs there; None without tasks.
+        """
         groups, streams = self.groups[layer.index], None
         names = [site.name for group in groups for site in group.sites]
         for task, [part] in self.parts.items():
@@ -175,9 +226,9 @@ class StepWalk(CalibrationWalk):
                 self.weighted[task] = {
                     (layer.index, at): Weighted.of(found, None) for at, found in enumerate(counts)
                 }
-        return streams or {}
+        return next(((task, streams or {}) for task in self.parts), None)
 
-    def _problem(
+    def _sums(
         self,
         layer: Layer,
         student: Parameters,
@@ -185,8 +236,8 @@ class StepWalk(CalibrationWalk):
         at: int,
         group: Group,
         streams: Mapping[str, str],
-    ) -> StepProblem:
-        """Moments of one group of all tasks; their Gram matrices are brought to mean norm 1."""
+    ) -> _Sums:
+        """Moments of one group of all of this process's tasks."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         own = _affine(merged, group)
         outputs, inputs = own.shape
@@ -195,20 +246,21 @@ class StepWalk(CalibrationWalk):
         folds = [JointSums(lend(dtype=own.dtype), outputs) for _ in range(self.calibrator.num_folds)]
         product, task_gram = lend(dtype=own.dtype), lend(dtype=own.dtype)
         weights = {task: mine[layer.index, at] for task, mine in self.weighted.items()}
-        energy = sum(found.energy for found in weights.values()) / len(weights)
-        tasks: list[tuple[Tensor, JointSums]] = []
-        norms: list[Tensor] = []
-        task_weight_sum = 0.0
+        energies = [
+            of[layer.index, at] for of in (self.energies[task] for task in self.tasks if self.energies)
+        ]
+        energy = sum(energies) / len(self.tasks)
+        found = _Sums(folds, {}, {}, {})
         some: list[_Rows] = [[] for _ in folds]
         for task, weighted in weights.items():
             theirs = _affine(self.pool.parameters(expert_of(task), layer), group)
             maps = torch.cat([theirs - own, theirs])
             factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
-            task_weight_sum += factor
             task_gram.clear()
             if self.calibrator.mu:
-                tasks.append((self._metric(weighted, own.to(dtype)), JointSums(lend(dtype=dtype), outputs)))
-            mine = [of for _, of in tasks[-1:]]
+                metric = self._metric(weighted, own.to(dtype))
+                found.tasks[task] = metric, JointSums(lend(dtype=dtype), outputs)
+            mine = [found.tasks[task][1]] if self.calibrator.mu else []
             for x, wanted, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
                 root = root * factor**0.5
                 x, wanted = x * root, wanted * root
@@ -228,18 +280,31 @@ class StepWalk(CalibrationWalk):
             if mine:
                 _take_in(some, folds, *mine)
             width = inputs - group.has_bias
-            norms.append(torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor)
+            found.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
+            found.factors[task] = factor
         _take_in(some, folds)
-        # Where no input ever varies from 0 there is nothing to bring to norm 1.
-        scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
-        return StepProblem(
-            group.sites,
-            [of.moments(scale) for of in folds],
-            [(metric, of.moments(scale)) for metric, of in tasks],
-            group.has_bias,
-            {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
-            scale * task_weight_sum,
-        )
+        return found
+
+    def _join(self, sums: _Sums, to: int, merged: Parameters, group: Group) -> None:
+        """Bring the moments of all processes to one of them."""
+        if self.team.size == 1:
+            return
+        told = self.team.gather({task: (float(sums.norms[task]), sums.factors[task]) for task in self.parts})
+        told_by = {task: pair for of in told for task, pair in of.items()}
+        own = _affine(merged, group)
+        sums.norms = {task: own.new_tensor(told_by[task][0]) for task in self.tasks}
+        sums.factors = {task: told_by[task][1] for task in self.tasks}
+        for of in sums.folds:
+            self.team.sum(of.tensors, to)
+        dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
+        outputs, inputs = own.shape
+        for task in self.tasks if self.calibrator.mu else ():
+            metric, of = sums.tasks.get(task) or (
+                own.new_zeros(outputs, outputs, dtype=dtype),
+                JointSums(self.grams.lend(inputs, dtype, own.device), outputs),
+            )
+            self.team.sum([metric, *of.tensors], to)
+            sums.tasks[task] = metric, of
 
     def _by_fold(
         self,

@@ -64,7 +64,9 @@ class FeatureStore:
         file = self._folder / f"{name}.safetensors"
         try:
             if not self._folder.exists():
-                self._folder.mkdir()  # not its parents: a run that was removed meanwhile must not come back
+                self._folder.mkdir(
+                    exist_ok=True
+                )  # not its parents: a run that was removed meanwhile must not come back
                 self._made_folder = True
             # A new file, not new content: tensors that were read from the old one may still look into it.
             file.unlink(missing_ok=True)

@@ -96,6 +96,13 @@ class GramSum:
             found += count * torch.linalg.vecdot(vectors[:, rows] @ tile, vectors[:, columns])
         return found
 
+    def tiles(self) -> list[Tensor]:
+        """The half that is held, as views: sums of several processes are added up tile by tile."""
+        if self._is_empty:
+            self._lower.zero_()
+            self._is_empty = False
+        return [self._lower[tile] for tile in self._tiles]
+
     def clear(self) -> None:
         """Start again at zero, in the same memory."""
         self._is_empty = True

@@ -78,6 +78,11 @@ class JointSums:
         local, upstream = targets.chunk(2, dim=1)
         self._energy += (local + upstream).square().sum()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of what it consists, in its own memory."""
+        return [*self._gram.tiles(), self._cross, self._energy]
+
     def moments(self, scale: float) -> JointMoments:
         """The sums, multiplied by a number, in their own memory."""
         sums = self._gram.full(), *self._cross.chunk(2), self._energy

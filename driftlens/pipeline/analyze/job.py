@@ -34,6 +34,7 @@ from driftlens.pipeline.study.reopening import (
 )
 from driftlens.pipeline.study.study import Study
 from driftlens.pipeline.study.suspicion import suspicions
+from driftlens.pipeline.study.writing import lead, writing
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.listing import is_live
@@ -84,18 +85,24 @@ def analyze(
     # A run says how it pooled, also where its spec left that to the models.
     layers = resolved.layers.model_copy(update={"pool": study.settings.pool})
     resolved = resolved.model_copy(update={"layers": layers})
-    goes_on = resume and (Path(out) / "manifest.json").exists()
+    team = access.team
+    goes_on = team.once(lambda: resume and (Path(out) / "manifest.json").exists())
     if goes_on:  # before the lock: a refusal must not turn a finished run into a failed one
-        _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel))
+        team.once(lambda: _require_same_inputs(resolved, Path(out), study, Reporter(on_progress, cancel)))
     new = {"spec_yaml": resolved.dump(), "spec_digest": resolved.digest(), "name": resolved.name}
-    with RunWriter.resume(out) if goes_on else RunWriter.create(out, **new, force=force) as writer:
+    opened = partial(RunWriter.resume, out) if goes_on else partial(RunWriter.create, out, **new, force=force)
+    with writing(team, opened) as writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
-        if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
-            write_text_atomic(writer.folder / layout.SPEC, new["spec_yaml"])
-        describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
-        for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
-            if finding.level == "notice":
-                writer.notice(finding.text)
+
+        def begin() -> None:
+            if not (writer.folder / layout.SPEC).exists():  # the run was killed between its manifest and this
+                write_text_atomic(writer.folder / layout.SPEC, new["spec_yaml"])
+            describe(writer, study, synthetic=synthetic or writer.manifest.synthetic)
+            for finding in (*suspicions(models.architecture.chain, models.sources), *companions(models)):
+                if finding.level == "notice":
+                    writer.notice(finding.text)
+
+        lead(team, writer, begin)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models, reporter)
         run_phases(writer, study, reporter, attribution=attribution)
@@ -128,7 +135,7 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
         with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
             save_merge(models, merge.method, merge.parameters, path, study, reporter)
 
-    run_phase(writer, "merge", save)
+    run_phase(writer, "merge", lambda: lead(study.team, writer, save))
     saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
@@ -161,9 +168,9 @@ def explain(
     # Before the lock: a refusal must not turn a finished run into a failed one.
     study, _ = reopened(folder, with_jacobian=True, access=access)
     manifest = read_manifest(folder)
-    require_same_samples(manifest, study)
-    require_same_models(manifest, study, Reporter(on_progress, cancel))
-    with RunWriter.resume(folder) as writer:
+    access.team.once(lambda: require_same_samples(manifest, study))
+    access.team.once(lambda: require_same_models(manifest, study, Reporter(on_progress, cancel)))
+    with writing(access.team, partial(RunWriter.resume, folder)) as writer:
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
         made = {calibrated(name): name for name in manifest.calibrations}
         made |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
@@ -203,7 +210,7 @@ def evaluate(
     require_analyzed(Path(path))
     if again:  # before the lock: a refusal must not turn a finished run into a failed one
         require_spec(Path(path), read_manifest(Path(path)))
-    with RunWriter.resume(path) as writer:
+    with writing(access.team, partial(RunWriter.resume, path)) as writer:
         wanted = [task for task in writer.manifest.tasks if again or not writer.done(f"evaluate:{task}")]
         if wanted:
             study, _ = reopened(path, access=access)

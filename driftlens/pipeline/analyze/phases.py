@@ -64,9 +64,13 @@ def explain_variants(
     """
     if study.settings.jacobian is None:
         return
-    rows = open_run(writer.folder).layers()
-    there = rows[rows["jacobian_samples"].notna()]
-    explained = set(zip(there["task"], there["variant"], strict=True))
+
+    def known() -> set[tuple[str, str]]:
+        rows = open_run(writer.folder).layers()
+        there = rows[rows["jacobian_samples"].notna()]
+        return set(zip(there["task"], there["variant"], strict=True))
+
+    explained = study.team.once(known)
     for task in study.tasks:
         missing = [variant for variant in variants if (task, variant) not in explained]
         phase = f"{prefix}explain:{task}"
@@ -79,7 +83,9 @@ def explain_variants(
 def _explain(writer: RunWriter, study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> None:
     import pandas as pd
 
-    found = explain(study, task, variants, reporter)
+    found = study.team.at(study.owner(task), lambda: explain(study, task, variants, reporter))
+    if found is None:
+        return
     for warning in found.warnings:
         writer.warn(warning)
     if found.adjoint:
@@ -210,7 +216,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
 
 def digest_models(writer: RunWriter, study: Study, names: Sequence[str]) -> None:
     """Write down digest, size and origin of these models of the study's pool."""
-    writer.describe(models={name: study.model_info(name) for name in names})
+    writer.describe(models=study.team.each(names, study.model_info))
 
 
 def store_diagnosis(writer: RunWriter, study: Study, task: str, found: TaskDiagnosis) -> None:
@@ -243,13 +249,19 @@ def compare_parameters(writer: RunWriter, study: Study, reporter: Reporter) -> N
     import pandas as pd
 
     pairs = [(task, variant) for task in study.tasks for variant in study.explained_variants]
-    rows = [
+    rows: list[dict[str, Any]] = []
+    for task, variant in reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
+        compare = partial(_compared, study, task, variant)
+        rows += study.team.at(study.owner(task), compare) or []
+    writer.append("params", pd.DataFrame(rows), replace=True)
+
+
+def _compared(study: Study, task: str, variant: str) -> list[dict[str, Any]]:
+    return [
         {"task": task, "variant": variant, **row}
-        for task, variant in reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}")
         for entry in chosen(study.settings.options, "weights")
         for row in entry.measure(study.pool, task, variant)
     ]
-    writer.append("params", pd.DataFrame(rows), replace=True)
 
 
 def measure_accuracy(
@@ -258,7 +270,9 @@ def measure_accuracy(
     """Score these variants on one task's test samples; `expert` is the task's own."""
     import pandas as pd
 
-    found = scores_of(study, task, list(variants), reporter)
+    found = study.team.at(study.owner(task), lambda: scores_of(study, task, list(variants), reporter))
+    if found is None:
+        return
     for notice in found.notices:
         writer.notice(notice)
     for name, new in (("scores", found.results), ("accuracy", found.rows)):
@@ -298,11 +312,18 @@ def complete_variants(
 def _diagnose(
     writer: RunWriter, study: Study, variants: Sequence[str], task: str, reporter: Reporter
 ) -> None:
-    base = None
-    if "base" in study.pool and "base" not in variants:  # measured before: its drift is in the run
-        rows = open_run(writer.folder).samples(task, "base")
-        base = {int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()}
-    found = diagnose(study, task, reporter, base)
+    def diagnosed() -> TaskDiagnosis:
+        base = None
+        if "base" in study.pool and "base" not in variants:  # measured before: its drift is in the run
+            rows = open_run(writer.folder).samples(task, "base")
+            base = {
+                int(at): rows["drift_l2"][rows["layer"] == at].to_numpy() for at in rows["layer"].unique()
+            }
+        return diagnose(study, task, reporter, base)
+
+    found = study.team.at(study.owner(task), diagnosed)
+    if found is None:
+        return
     # The expert's features are in the run, too.
     found.features = {key: array for key, array in found.features.items() if key[0] in variants}
     store_diagnosis(writer, study, task, found)

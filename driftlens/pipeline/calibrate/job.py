@@ -52,6 +52,7 @@ from driftlens.pipeline.study.reopening import (
     require_spec,
 )
 from driftlens.pipeline.study.study import Study
+from driftlens.pipeline.study.writing import lead, writing
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.listing import how_to_explain, how_to_resume
@@ -114,9 +115,10 @@ def calibrate(
         require_target(opened.models.architecture, save_weights)
     if choose is not None:
         choose.outlook(plan.calibrator, plan.counts, has_base=opened.study.has_base)
-    require_same_samples(opened.manifest, opened.study)
-    require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel))
-    with RunWriter.resume(folder) as writer:
+    team = opened.study.team
+    team.once(lambda: require_same_samples(opened.manifest, opened.study))
+    team.once(lambda: require_same_models(opened.manifest, opened.study, Reporter(on_progress, cancel)))
+    with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
         # Somebody may have been faster while the models were being opened.
         terms.require_free_name(plan, writer.manifest)
         reporter = Reporter(all_of(writer.progress, on_progress), cancel)
@@ -126,27 +128,25 @@ def calibrate(
             if replace or not (resume and plan.name in writer.manifest.calibrations):
                 with _resumable(lambda: scratch.is_there and how):
                     _calibrate(writer, opened, scratch, reporter, choose, resume=resume, on_first=on_first)
-                if on_measured is not None:
+                if on_measured is not None and team.leads:
                     on_measured(open_run(folder))
             more = how_to_explain(folder) if live is None else how
             with _resumable(lambda: (folder / plan.weights[plan.variant]).is_file() and more):
                 _complete(writer, opened, reporter, attribution=attribution)
     run = open_run(folder)
     if save_weights is not None:
-        metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
-        models = opened.models
-        model = models.architecture.align(open_checkpoint(folder / plan.weights[plan.variant]))
-        card = functools.partial(model_card, run, plan.name)
-        save_model(
-            models.architecture,
-            models.own_form,
-            model,
-            save_weights,
-            metadata=metadata,
-            card=card,
-            heads=head_files(models),
-        )
+        team.once(lambda: _save(run, opened, save_weights))
     return run
+
+
+def _save(run: DriftRun, opened: OpenCalibration, target: PathLike) -> None:
+    """Write the calibrated model of a run to another place, with its card where that is a folder."""
+    plan, models = opened.plan, opened.models
+    metadata = weights_metadata(plan.variant, run.manifest.calibrations[plan.name])
+    model = models.architecture.align(open_checkpoint(opened.folder / plan.weights[plan.variant]))
+    card = functools.partial(model_card, run, plan.name)
+    heads = head_files(models)
+    save_model(models.architecture, models.own_form, model, target, metadata=metadata, card=card, heads=heads)
 
 
 @dataclass(frozen=True)
@@ -282,36 +282,54 @@ def _calibrate(
     on_first: Callable[[str], None] | None,
 ) -> None:
     """Solve, save, and measure drift and accuracy; with that the variant is there for readers."""
-    plan, study = opened.plan, opened.study
+    plan, study, team = opened.plan, opened.study, opened.study.team
     replaces = plan.name in writer.manifest.calibrations
-    if not (resume and scratch.is_there):
-        scratch.remove()  # first: with it, a removal that is stopped could be taken for a calibration to go on with
-        if not replaces:
-            writer.remove_calibration(plan.name)  # what one that was stopped has left
+
+    def clear() -> None:
+        if not (resume and scratch.is_there):
+            scratch.remove()  # first: with it, a removal that is stopped could be taken for one to go on with
+            if not replaces:
+                writer.remove_calibration(plan.name)  # what one that was stopped has left
+
+    lead(team, writer, clear)
     if choose is not None:
         choosing = f"{plan.phase}:choose"
         with writer.phase(choosing), suitable_threads(writer, choosing, study):
-            plan = plan.chosen(choose, study, reporter, scratch.begun)
+            plan = plan.chosen(choose, study, reporter, team.once(lambda: scratch.begun))
     identity = plan.identity(opened.manifest, study)
-    solved = scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
+
+    def begin() -> None:
+        scratch.begin(identity | {"selection": dict(plan.selection)}, resume=resume)
+
+    team.once(begin)
+    solved = scratch.solved()
     if replaces:
         # Only when all layers are solved does the calibration that has the name make room.
         try:
             _solved(writer, study, plan, scratch, solved, reporter)
         except BaseException:
-            scratch.remove()  # what has the name stays, so there is nothing to go on with
+            if team.leads:
+                scratch.remove()  # what has the name stays, so there is nothing to go on with
             raise
-        with scratch.hidden():
-            writer.remove_calibration(plan.name)
+
+        def make_room() -> None:
+            with scratch.hidden():
+                writer.remove_calibration(plan.name)
+
+        lead(team, writer, make_room)
         solved = scratch.solved()
-    notices = _notices(plan, study, opened.manifest)
+    notices = team.once(lambda: _notices(plan, study, opened.manifest))
     writer.begin_variants(plan.variants)
 
     def work() -> None:
         solution = _solved(writer, study, plan, scratch, solved, reporter)
-        info = calibration_info(plan, scratch.seconds, notices)
-        save_variants(writer, opened.models, study, plan, solution, info)
-        record_solution(writer, plan, solution.reports, identity, info)
+
+        def save() -> None:
+            info = calibration_info(plan, scratch.seconds, notices)
+            save_variants(writer, opened.models, study, plan, solution, info)
+            record_solution(writer, plan, solution.reports, identity, info)
+
+        lead(team, writer, save)
 
     run_phase(writer, plan.phase, work, study=study)
     add_calibration(study, opened.models, writer.folder, plan.name, plan.method, plan.control)
@@ -322,12 +340,12 @@ def _calibrate(
         if on_first is not None:
             on_first(said)
 
-    run_phase(writer, f"{plan.phase}:look", look, study=study)
+    run_phase(writer, f"{plan.phase}:look", lambda: lead(team, writer, look), study=study)
     measure_variants(writer, study, plan.variants, reporter, prefix=f"{plan.phase}:")
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments)
-    info = calibration_info(
-        plan, scratch.seconds, notices, sum(tensor.numel() for tensor in attached.values() if tensor.dim())
-    )
+    seconds = team.once(lambda: scratch.seconds)
+    numbers = sum(tensor.numel() for tensor in attached.values() if tensor.dim())
+    info = calibration_info(plan, seconds, notices, numbers)
     said = [f"{plan.variant}: {text}" for text in notices]
     writer.finish_variants(plan.variants, calibrations={plan.name: info}, notices=said)
 
@@ -390,13 +408,17 @@ def _anchor(plan: CalibrationPlan, manifest: Manifest) -> list[str]:
 def _complete(writer: RunWriter, opened: OpenCalibration, reporter: Reporter, *, attribution: bool) -> None:
     """Add what comes behind the first numbers, as far as it is missing, the model card among it."""
     plan, study = opened.plan, opened.study
-    CalibrationScratch(writer.folder, plan.name).remove()
+    study.team.once(CalibrationScratch(writer.folder, plan.name).remove)
     control = writer.manifest.calibrations[plan.name].control
     variants = [control, plan.variant] if control else [plan.variant]
     if plan.variant not in study.pool:
         add_calibration(study, opened.models, writer.folder, plan.name, plan.method, control)
     complete_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")
-    with writer.file(plan.card) as file:
-        file.write_text(model_card(open_run(writer.folder), plan.name), encoding="utf-8")
+
+    def describe() -> None:
+        with writer.file(plan.card) as file:
+            file.write_text(model_card(open_run(writer.folder), plan.name), encoding="utf-8")
+
+    lead(study.team, writer, describe)
     if attribution:
         explain_variants(writer, study, variants, reporter, prefix=f"{plan.phase}:")

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from driftlens.calibration.calibrator import Trained
 from driftlens.engine.forward_order import calibrate
-from driftlens.engine.pool import Attachment
+from driftlens.engine.pool import Attachment, attachment_tensors, attachments_from
 from driftlens.engine.problems import CalibratedLayer, ClosedForm, SiteReport
 from driftlens.engine.training import (
     JointTrainer,
@@ -99,8 +100,10 @@ def solve(
         on_step=step,
         ids={task: samples.ids for task, samples in plan.samples.items()},
         pooling=study.settings.pool,
+        team=study.team,
     ):
-        solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
+        if study.team.leads:
+            solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
         drifts = layer.drift_l2_mean.values()
         metrics |= {
             "layer": layer.layer,
@@ -116,20 +119,23 @@ def solve(
 def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, reporter: Reporter) -> Solution:
     """What a trained calibrator attaches, task after task, or the weights that it learns; else as `solve`.
 
-    A training that is stopped keeps how far it is in `scratch`, and goes on from there.
+    Tasks are divided among the processes; weights, which serve all tasks, are learnt by the first one. A training that
+    is stopped keeps how far it is in `scratch`, and goes on from there.
     """
     trainer: object = plan.calibrator
-    solution, started, label = Solution(), time.monotonic() - scratch.seconds, ""
-    places = 1 if isinstance(trainer, WeightTrainer) else len(plan.samples) * len(plan.boundaries)
+    team, label, started = study.team, "", time.monotonic() - scratch.seconds
+    mine = sorted(task for task in plan.samples if study.owner(task) == team.rank)
+    places = 1 if isinstance(trainer, WeightTrainer) else len(mine) * len(plan.boundaries)
+    made: dict[tuple[str, int], Attachment] = {}
 
     def step(layer: int, task: str) -> None:
         nonlocal label
         label = f"layer {layer}, task {task}"
-        reporter.step(PHASE, len(solution.attachments), places, label)
+        reporter.step(PHASE, len(made), places, label)
 
     def epoch(number: int, total: int, loss: float) -> None:
         scratch.took(time.monotonic() - started)
-        done, of = (number, total) if places == 1 else (len(solution.attachments), places)
+        done, of = (number, total) if places == 1 else (len(made), places)
         reporter.step(PHASE, done, of, f"{label}: step {number} of {total}", loss=loss)
 
     given: dict[str, Any] = {
@@ -140,17 +146,29 @@ def train(study: Study, plan: CalibrationPlan, scratch: CalibrationScratch, repo
         "on_step": step,
         "on_epoch": epoch,
     }
-    parts = {task: [samples] for task, samples in plan.samples.items()}
     if isinstance(trainer, WeightTrainer):
-        for layer, updates in train_weights(study.pool, parts, trainer, **given).items():
-            if updates:
-                found = CalibratedLayer(layer, updates, [], {}, 0.0)
-                solution.layers[layer] = scratch.keep(found, time.monotonic() - started)
+
+        def learn() -> None:
+            parts = {task: [samples] for task, samples in plan.samples.items()}
+            for layer, updates in train_weights(study.pool, parts, trainer, **given).items():
+                if updates:
+                    scratch.keep(CalibratedLayer(layer, updates, [], {}, 0.0), time.monotonic() - started)
+
+        team.once(learn)
+        solution = Solution(scratch.solved())
     else:
         assert isinstance(trainer, LayerTrainer | JointTrainer) and isinstance(plan.calibrator, Trained)
-        given["make"] = plan.calibrator.attachment
-        for task, boundary, attachment in train_attachments(study.pool, parts, trainer, **given):
-            solution.attachments[task, boundary] = attachment
+        given["make"] = make = plan.calibrator.attachment
+
+        def attach() -> dict[str, Tensor]:
+            own = {task: [plan.samples[task]] for task in mine}
+            for task, boundary, attachment in train_attachments(study.pool, own, trainer, **given):
+                made[task, boundary] = attachment
+            return attachment_tensors(made) if team.size > 1 else {}
+
+        for tensors in team.together(attach):
+            made |= attachments_from(tensors.items(), make)
+        solution = Solution(attachments=made)
     scratch.took(time.monotonic() - started)
     reporter.step(PHASE, places, places)
     return solution

@@ -41,6 +41,7 @@ from driftlens.pipeline.study.reopening import (
     require_spec,
 )
 from driftlens.pipeline.study.study import Study, TaskSamples
+from driftlens.pipeline.study.writing import writing
 from driftlens.progress import CancelToken, ProgressSink, Reporter
 from driftlens.records import layout
 from driftlens.records.run import DriftRun, open_run
@@ -187,7 +188,8 @@ def sweep(
         setting.calibrator.check(has_base=opened.study.has_base)
     rows = open_run(folder).sweeps()
     _numbered(sweeps, rows[~rows["sweep"].isin(sweeps)] if replace else rows)
-    require_same_samples(opened.manifest, opened.study)
+    team = opened.study.team
+    team.once(lambda: require_same_samples(opened.manifest, opened.study))
     seeds = range(opened.study.seed, opened.study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, access)
     if live is not None:
@@ -197,12 +199,12 @@ def sweep(
         for name in pictured:
             corrupted(at, name, opened.study.seed)  # refused here where it can't be
     study = dataclasses.replace(opened.study, tasks=tasks)
-    require_same_models(opened.manifest, study, Reporter(on_progress, cancel))
+    team.once(lambda: require_same_models(opened.manifest, study, Reporter(on_progress, cancel)))
     scored = [task for task, at in tasks.items() if at.test is not None and metrics_of(study, task)]
     plan, unsolved = opened.plan, dict[Setting, DriftLensError]()
     chosen = {"sites": plan.patterns or None, "layers": plan.layers if request.control else None}
-    with RunWriter.resume(folder) as writer:
-        rows = open_run(folder).sweeps()
+    with writing(team, functools.partial(RunWriter.resume, folder)) as writer:
+        rows = team.once(lambda: open_run(folder).sweeps())
         is_outdated = rows["sweep"].isin(sweeps) & replace
         outdated = set(rows["sweep"][is_outdated])
         points = _numbered(sweeps, rows[~is_outdated])

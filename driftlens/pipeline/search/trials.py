@@ -148,6 +148,7 @@ class Trials(Generic[T]):
             feature_budget=self.study.settings.feature_budget,
             spill=self.spill,
             pooling=self.study.settings.pool,
+            team=self.study.team,
             on_step=lambda layer, task: self.reporter.step(
                 self.phase, max(0, layer - 1), last, f"layer {layer} of {last}, task {task}"
             ),
@@ -165,15 +166,21 @@ class Trials(Generic[T]):
 
     def of(self, model: str) -> dict[str, T]:
         """What is measured of a model of the study's pool, by task."""
-        return {
-            task: self.measure(model, task, self._features(model, task), expert)
-            for task, expert in self._experts.items()
-        }
+
+        def measured(task: str) -> T:
+            return self.measure(model, task, self._features(model, task), self._expert(task))
+
+        return self.study.team.each(list(self.held_out), measured)
+
+    def _expert(self, task: str) -> Tensor:
+        """The expert's final features, which no candidate changes."""
+        if task not in self._experts:
+            self._experts[task] = self._features(expert_of(task), task)
+        return self._experts[task]
 
     @cached_property
     def _experts(self) -> dict[str, Tensor]:
-        """The experts' final features, which no candidate changes."""
-        return {task: self._features(expert_of(task), task) for task in self.held_out}
+        return {}
 
     def _features(self, model: str, task: str) -> Tensor:
         return final_features(self.study.pool, model, task, self.held_out[task], self.study.settings.pool)
@@ -202,6 +209,7 @@ class Trials(Generic[T]):
                 base=base,
                 feature_budget=budget,
                 spill=self.spill,
+                team=self.study.team,
                 on_step=lambda layer, task, done=done: self.reporter.step(  # type: ignore[misc]
                     self.phase, done + max(0, layer - 1), total, f"layer {layer} of {last}, task {task}"
                 ),

@@ -362,6 +362,7 @@ def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, Open
             **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
         },
         preprocessing="" if preprocess is None else preprocess.backend,
+        team=access.team,
     )
     return study, models
 

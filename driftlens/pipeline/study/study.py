@@ -18,6 +18,7 @@ from driftlens.engine.scored import Asked
 from driftlens.models.chain import Pool, ScoreMap
 from driftlens.models.sources import TensorsSource, content_digest
 from driftlens.records.manifest import ModelInfo
+from driftlens.team import ALONE, Team
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Picture
@@ -91,6 +92,7 @@ class Study:
         preprocessing: which code made inputs of images or texts.
         architecture: what the manifest says of it beyond the chain's own settings.
         head_marks: by task a few numbers by which a head that was handed in is known again.
+        team: the processes among which its work is divided.
     """
 
     name: str
@@ -104,6 +106,11 @@ class Study:
     preprocessing: str = ""
     architecture: Mapping[str, Any] = field(default_factory=dict)
     head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    team: Team = ALONE
+
+    def owner(self, task: str) -> int:
+        """The process that measures a task."""
+        return self.team.owners(list(self.tasks))[task]
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
         """The score map of a variant for a task; the expert's own for any other name."""

@@ -1,0 +1,72 @@
+"""How much faster two processes of one core each calibrate than one: FeatCal, 8 x 16 samples of ViT-B/32 shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.calibration import BLOCKS, _batches, _models
+from driftlens.calibration.featcal import FeatCal
+from driftlens.engine.forward_order import calibrate
+from driftlens.engine.pool import ModelPool
+from driftlens.engine.site_selection import select_sites
+from driftlens.models.chain import adapters
+from driftlens.models.sources import module_source
+from driftlens.team import joined
+
+TASKS, SAMPLES = 8, 16
+WANTED = 1.7
+
+
+def run(device: str) -> str:
+    """Ratios by the clock, and by the processor time of the process that used most."""
+    del device
+    seconds = {size: _in_processes(size) for size in (1, 2)}
+    wall, processor = (
+        [max(of[name] for of in seconds[size]) for size in (1, 2)] for name in ("wall", "processor")
+    )
+    return (
+        f"FeatCal in processes of one core, {TASKS} tasks x {SAMPLES} samples, {BLOCKS} ViT-B/32 blocks: "
+        f"{wall[0]:.1f} s in one, {wall[1]:.1f} s in two, {wall[0] / wall[1]:.2f} times faster; processor time of the "
+        f"busiest {processor[0]:.1f} and {processor[1]:.1f} s, {processor[0] / processor[1]:.2f} times less "
+        f"(wanted: {WANTED})"
+    )
+
+
+def _in_processes(size: int) -> list[dict[str, float]]:
+    """What each of so many processes needs, with one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "-m", __name__]
+        command = [sys.executable, *launcher, folder]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+
+
+def main() -> None:
+    """One process's part; it writes what it needed into the folder that it is given."""
+    torch.set_num_threads(1)
+    models = _models(TASKS, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    pixels = {str(task): torch.randn(SAMPLES, 3, 224, 224, generator=generator) for task in range(TASKS)}
+    chain = adapters["open_clip_vit"].chain(models["merged"])
+    sources = {name: module_source(module, name) for name, module in models.items()}
+    pool = ModelPool(chain, models["merged"], sources, device=torch.device("cpu"), dtype=torch.float32)
+    samples = {task: lambda x=x: _batches(x) for task, x in pixels.items()}
+    with joined() as team:
+        team.meet()
+        wall, processor = time.perf_counter(), time.process_time()
+        for _ in calibrate(pool, samples, FeatCal(), sites=select_sites(chain), team=team):
+            pass
+        found = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
+        (Path(sys.argv[1]) / f"{team.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

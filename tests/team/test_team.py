@@ -1,0 +1,170 @@
+"""Processes of one job, as threads: who does what, what all know afterwards, and how all hear of one's end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from driftlens.errors import Cancelled, DataError, NumericsError, RunError
+from driftlens.progress import ProgressEvent, Reporter, TaskMeter
+from driftlens.team import ALONE, Team
+from tests.team.threads import teamed
+
+TASKS = ("a", "b", "c", "d", "e")
+
+
+def test_alone_every_question_is_answered_at_once() -> None:
+    value = torch.ones(2)
+    ALONE.sum([value], to=0)
+    ALONE.share([value], of=0)
+    assert value.tolist() == [1, 1]
+    assert ALONE.leads and ALONE.once(lambda: 3) == 3 and ALONE.at(0, lambda: 4) == 4
+    assert ALONE.each(TASKS, str.upper) == {task: task.upper() for task in TASKS}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_items_are_divided_evenly_and_alike_everywhere(size: int) -> None:
+    owners = [Team.owners(_unjoined(rank, size), TASKS) for rank in range(size)]
+    assert all(found == owners[0] for found in owners)
+    counts = [list(owners[0].values()).count(rank) for rank in range(size)]
+    assert max(counts) - min(counts) <= 1
+    heavy = Team.owners(_unjoined(0, 2), TASKS, {"a": 1, "b": 1, "c": 1, "d": 1, "e": 4})
+    assert [heavy[task] for task in "abcd"] == [1, 1, 1, 1] and heavy["e"] == 0
+
+
+def _unjoined(rank: int, size: int) -> Team:
+    team = Team(rank)
+    team.size = size
+    return team
+
+
+def test_sums_reach_one_process_and_shares_all() -> None:
+    def work(team: Team) -> tuple[list[float], float, list[float]]:
+        matrix, number = torch.full((2, 3), team.rank + 1.0), torch.tensor(10.0**team.rank)
+        team.sum([matrix[:, 1:], number], to=1)
+        shared = torch.full((2,), float(team.rank))
+        team.share([shared], of=2)
+        return matrix[0].tolist(), float(number), shared.tolist()
+
+    found = teamed(3, work)
+    assert found[1] == ([2, 6, 6], 111, [2, 2])  # in place, also of a part of a tensor
+    assert found[0] == ([1, 1, 1], 1, [2, 2])  # only where it was wanted
+
+
+def test_what_one_makes_reaches_whom_it_is_for() -> None:
+    large = "x" * 300_000  # more than goes through the store
+
+    def work(team: Team) -> tuple[str, list[object], list[int], dict[str, str]]:
+        once = team.once(lambda: f"by {team.rank}")
+        made: list[object] = [team.at(owner, lambda: (team.rank, large)) for owner in (0, 1, 2, 1)]
+        return once, made, team.gather(team.rank), team.each(TASKS, lambda task: f"{task}{team.rank}")
+
+    first, *others = teamed(3, work)
+    assert first[1] == [(0, large), (1, large), (2, large), (1, large)]
+    assert first[0] == "by 0" and first[2] == [0, 1, 2]
+    assert first[3] == {"a": "a0", "b": "b1", "c": "c2", "d": "d0", "e": "e1"}
+    assert all(found == (first[0], [None] * 4, first[2], first[3]) for found in others)
+
+
+def test_an_error_of_joint_work_is_raised_by_all_and_they_go_on() -> None:
+    def broken() -> int:
+        raise NumericsError("no number", hint="look")
+
+    def work(team: Team) -> list[str]:
+        said = []
+        for attempt in (
+            lambda: team.once(broken),
+            lambda: team.together(lambda: broken() if team.rank == 1 else 0),
+            lambda: team.each(TASKS, lambda task: broken() if task == "e" else 0),
+        ):
+            with pytest.raises(NumericsError, match="no number") as caught:
+                attempt()
+            assert team.agrees(caught.value)
+            said.append(caught.value.hint)
+        return [*said, team.once(lambda: "on")]
+
+    assert teamed(2, work) == [["look"] * 3 + ["on"]] * 2
+
+
+@pytest.mark.parametrize("where", ["once", "collective", "batch", "result"])
+def test_what_ends_one_process_ends_those_that_wait_or_work(where: str) -> None:
+    ended: dict[int, BaseException] = {}
+    begun = threading.Event()
+
+    def work(team: Team) -> None:
+        try:
+            if team.rank == 1:
+                begun.wait(10)
+                team.at(1, _fails)
+            begun.set()
+            token = team.token()
+            if where == "once":
+                team.meet()
+            elif where == "collective":
+                team.sum([torch.ones(2)], to=0)
+            elif where == "result":
+                team.at(1, lambda: None)
+            until = time.monotonic() + 10
+            while time.monotonic() < until:
+                token.check()
+        except BaseException as error:
+            ended[team.rank] = error
+            assert not team.agrees(error)
+            with pytest.raises(DataError):  # there is no team any more, whoever thinks that he can go on
+                team.meet()
+            raise
+
+    with pytest.raises(DataError, match="no picture"):
+        teamed(2, work)
+    assert [type(ended[rank]) for rank in (0, 1)] == [DataError, DataError]
+    assert str(ended[0]) == "no picture\nlook there"
+
+
+def _fails() -> None:
+    raise DataError("no picture", hint="look there")
+
+
+def test_a_process_that_is_gone_is_missed_also_by_one_that_was_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(team: Team) -> str:
+        if team.rank == 1:
+            return team.once(lambda: "")
+        token = team.token()
+        token.cancel()  # as a launcher asks as soon as one is gone
+        with pytest.raises(Cancelled):
+            token.check()
+        monkeypatch.setattr(team, "_lost", lambda: [1])
+        with pytest.raises(RunError, match="process 1 of 2 ended without a word") as caught:
+            token.check()
+        monkeypatch.undo()
+        team._error = None
+        team.once(lambda: "")
+        return caught.value.hint
+
+    assert "--resume" in teamed(2, work)[0]
+
+
+def test_one_bar_goes_over_the_tasks_of_all() -> None:
+    events: list[ProgressEvent] = []
+
+    def work(team: Team) -> None:
+        reporter, owners = Reporter(team.progress(events.append)), team.owners(TASKS)
+        for task in TASKS:
+
+            def measured(task: str = task) -> str:
+                meter = TaskMeter(reporter, "analyze", dict.fromkeys(TASKS, 2), task)
+                for done in range(2):
+                    meter.step(done, f"layer {done + 1}")
+                meter.finish()
+                return task
+
+            team.at(owners[task], measured)
+
+    teamed(2, work)
+    counts = [event.done for event in events]
+    assert counts == sorted(counts) and counts[-1] == 10
+    assert {event.label.partition(":")[0] for event in events} == {f"task {task}" for task in TASKS}

@@ -326,20 +326,33 @@ class ModelPool:
             raise DataError(f"{text}, {self.budget / 1e6:,.1f} MB", hint=hint)
 
     @contextmanager
-    def loaded(self, model: str) -> Iterator[nn.Module]:
+    def loaded(self, model: str, task: str = "") -> Iterator[nn.Module]:
         """The library's whole module with the weights of one model, which are all in memory meanwhile.
 
-        For what only the library does, such as generating text. Attachments are no part of it. See `require_room`.
+        For what only the library does, such as generating text. What is attached for `task` acts inside it, by hooks,
+        behind the last layer too where that is a module of its own. See `require_room`.
+
+        Raises:
+            IncompatibleModelsError: it is none, and something is attached behind it.
         """
         self.require_room(model)
-        if model in self._modules:
-            yield self._modules[model]
-            return
-        with (
-            buffers_on(self._skeleton, self.device),
-            _replaced(self._skeleton, _weights(self._skeleton), self._reader(model)),
-        ):
-            yield self._skeleton
+        attached = self._models[model].attached(task)
+        with ExitStack() as stack:
+            if model not in self._modules:
+                stack.enter_context(buffers_on(self._skeleton, self.device))
+                weights = _weights(self._skeleton)
+                stack.enter_context(_replaced(self._skeleton, weights, self._reader(model)))
+            module = self._modules.get(model, self._skeleton)
+            stack.enter_context(attached_to(module, self.chain, attached))
+            last = self.chain.layers[-1]
+            if last.index in attached:
+                if last.path not in dict(module.named_modules()):
+                    raise IncompatibleModelsError(
+                        f"{last.path} is no module that something can be attached behind"
+                    )
+                hook = _behind(last.path, attached[last.index])
+                stack.callback(module.get_submodule(last.path).register_forward_hook(hook).remove)
+            yield module
 
     def _reader(self, model: str) -> Callable[[str], Tensor]:
         """The weights of a model by name; what is tied, and stored under one of its names, is read once."""

@@ -183,7 +183,7 @@ class FrozenWalk:
 
     @torch.no_grad()
     def joined(self) -> dict[int, tuple[str, int]]:
-        """Of every block, the first site whose output is added to what entered it, and how wide that is.
+        """Of every block with linear modules, the first site whose output is added to what entered it, and how wide that is.
 
         In a transformer that is the projection behind its attention.
 
@@ -196,8 +196,8 @@ class FrozenWalk:
         state, side = self.pool.chain.start(on_device(inputs, self.pool.device, self.pool.dtype))
         for layer_map in self.maps:
             layer = layer_map.layer
-            if layer.role == "block":
-                names = {site.name for site in layer.sites if site.kind == "linear"}
+            names = {site.name for site in layer.sites if site.kind == "linear"}
+            if layer.role == "block" and names:  # the norm behind T5's encoder is a block without
                 sums = added_to(layer, layer_map.parameters, state, side, names)
                 site = next((name for name, stream in sums.items() if not stream), None)
                 if site is None:

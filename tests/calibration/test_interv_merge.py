@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from driftlens.calibration.descent import uniform
 from driftlens.calibration.interv_merge import Edit, IntervMerge
+from driftlens.calibration.react import Linear
 from driftlens.engine.pool import attachment_tensors, attachments_from
 from driftlens.errors import IncompatibleModelsError
 from driftlens.models.chain import Layer
@@ -101,6 +102,31 @@ def test_the_librarys_own_forward_with_edits_hooked_in_is_the_chains(name: str) 
             torch.testing.assert_close(theirs[layer.stream], state[layer.stream], rtol=1e-9, atol=1e-9)
             moved.append(float((state[layer.stream] - plain_state[layer.stream]).abs().max()))
     assert moved[0] == 0 and min(moved[1:]) > 1e-3
+
+
+def test_maps_act_inside_the_whole_model_while_it_is_lent_and_no_longer() -> None:
+    """As when it generates: edits in blocks, and a map behind the final norm, which has no boundary of its own."""
+    models = subject("llama", n=3)
+    pool, task = models.pool, TASKS[0]
+    last = pool.chain.layers[-1]
+    draw = torch.Generator().manual_seed(3)
+    matrix = torch.randn(16, 16, generator=draw, dtype=torch.float64)
+    found = trained(models, IntervMerge(rank=3, steps=1, batch=3)) | {(task, last.index): Linear(matrix)}
+    pool.add("calibrated:edited", pool.source("merged"), found)
+    (batch,) = models.batches()
+    mask = batch.inputs["attention_mask"].bool()
+    with torch.no_grad():
+        state, side = pool.chain.start(batch.inputs)
+        for layer in pool.chain.layers:
+            state = pool.layer_map("calibrated:edited", layer, task)(state, side)
+        with pool.loaded("merged") as module:
+            before = final_features(module, batch.inputs)
+        with pool.loaded("calibrated:edited", task) as module:
+            inside = final_features(module, batch.inputs)
+        with pool.loaded("calibrated:edited", "another task") as module:
+            assert torch.equal(final_features(module, batch.inputs), before)
+    torch.testing.assert_close(inside, state[last.stream][mask], rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(inside, before)
 
 
 def test_a_tap_hears_what_comes_of_an_edit() -> None:

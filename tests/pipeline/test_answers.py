@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -10,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from driftlens.errors import DataError, SpecError
+from driftlens.models.generation import generate
 from driftlens.models.likelihoods import log_likelihoods
 from driftlens.models.texts import TextReader
+from driftlens.pipeline.analyze.answers import SPARE_TOKENS
 from driftlens.pipeline.analyze.job import analyze, evaluate
 from driftlens.pipeline.calibrate.job import calibrate
 from driftlens.pipeline.calibrate.plan import CalibrationRequest
 from driftlens.pipeline.preflight.job import preflight
 from driftlens.pipeline.search.sweep import SweepRequest, sweep
+from driftlens.records.arena import arena_rows
 from driftlens.records.run import DriftRun, open_run
 from driftlens.spec import load_spec
 from driftlens_reports.charts.chart import ChartOptions, charts
@@ -169,6 +174,74 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: pathli
         if "exact_match of expert not measured" in text and "free" in text
     )
     assert said in charts["accuracy"].missing(bare, ChartOptions())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("method", ["react", "surgery_v2", "interv_merge"])
+def test_maps_act_while_the_librarys_own_model_answers(
+    form: str, method: str, tmp_path: pathlib.Path
+) -> None:
+    """Against generation and likelihoods by the plain model, to whose modules the saved tensors are hooked by hand."""
+    suite = Suite(form, tmp_path, learns=False)
+    suite.learn(PAIRS[:4])
+    suite.save("expert")
+    run = analyze(
+        suite.spec({"free": suite.data("free", PAIRS[:4], metric=["exact_match", "perplexity"])}),
+        out=tmp_path / "run",
+        attribution=False,
+    )
+    settings = {} if method == "react" else {"steps": 20, "lr": 0.05}
+    request = CalibrationRequest("maps", method=method, parameters=settings)
+    run = calibrate(run.path, request, attribution=False)
+    assert not any("not measured" in text for text in run.manifest.notices)
+    saved = load_file(run.path / "calibrations/maps/attachments.safetensors")
+    model = type(suite.model).from_pretrained(tmp_path / "base").eval()
+    reader = dataclasses.replace(suite.reader, ends=(3, model.generation_config.eos_token_id))
+    base = [generate(model, reader, [question], 4 + SPARE_TOKENS)[0] for question, _ in PAIRS[:4]]
+    blocks = (
+        list(model.model.layers)
+        if form == "decoder"
+        else [*model.encoder.block, model.encoder.final_layer_norm, *model.decoder.block]
+    )
+    final = model.model.norm if form == "decoder" else model.decoder.final_layer_norm
+    places = [None, None, *blocks, final]
+    for place in {key.split("/")[0] for key in saved}:
+        own = {key.split("/")[1]: value for key, value in saved.items() if key.split("/")[0] == place}
+        at, _, site = place.partition(":")
+        hook = _changes_output(own)
+        (places[int(at)].get_submodule(site) if site else places[int(at)]).register_forward_hook(hook)
+    questions = [question for question, _ in PAIRS[:4]]
+    wanted = [generate(model, reader, [question], 4 + SPARE_TOKENS)[0] for question in questions]
+    space = " " if form == "decoder" else ""
+    nats, counts = log_likelihoods(
+        model, suite.reader, questions, [[space + answer] for _, answer in PAIRS[:4]]
+    )
+    assert value(run, "free", "calibrated:maps", "perplexity") == pytest.approx(
+        math.exp(-float(nats.sum() / counts.sum())), rel=1e-4
+    )
+    assert (
+        run.scores("free", "calibrated:maps").set_index("metric").loc["exact_match", "answer"].tolist()
+        == wanted
+    )
+    assert wanted != base
+    row = next(row for row in arena_rows(run) if row["model"] == "maps")
+    assert row["score"] == value(run, "free", "calibrated:maps", "exact_match")
+
+
+def _changes_output(own: dict[str, torch.Tensor]) -> Any:
+    def corrected(f: torch.Tensor) -> torch.Tensor:
+        if "matrix" in own:
+            return f @ own["matrix"].T
+        if "down" in own:
+            return f - torch.relu(f @ own["down"].T) @ own["up"].T
+        edit = f @ own["source"].T + own["source_bias"] - f @ own["project"].T - own["project_bias"]
+        return f + edit @ own["project"]
+
+    def hook(_module: Any, _args: Any, output: Any) -> Any:
+        return (corrected(output[0]), *output[1:]) if isinstance(output, tuple) else corrected(output)
+
+    return hook
 
 
 @pytest.mark.slow

@@ -47,8 +47,8 @@ class Answers:
 def answer_scores(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> Answers:
     """Scores of variants on one task by the metrics that ask for answers; `expert` is the task's own.
 
-    A variant whose weights don't fit `compute.feature_budget`, or that attaches something to a boundary, is left out
-    with a notice: generation knows the library's own model only.
+    A variant whose weights don't fit `compute.feature_budget` is left out with a notice. What it attaches for the task
+    acts inside the library's own model while that answers.
 
     Raises:
         DataError: a target is missing, or is no number where one is wanted.
@@ -63,11 +63,11 @@ def answer_scores(study: Study, task: str, variants: Sequence[str], reporter: Re
     total = len(variants) * len(samples)
     for place, variant in enumerate(variants):
         model = expert_of(task) if variant == "expert" else variant
-        if reason := _refused(study, model, task):
+        if reason := _refused(study, model):
             found.notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
             continue
         said: dict[str, list[tuple[Any, ...]]] = {name: [] for name in metrics}
-        with study.pool.loaded(model) as module:
+        with study.pool.loaded(model, task) as module:
             for first in range(0, len(samples), at_once):
                 part = range(first, min(first + at_once, len(samples)))
                 reporter.step("answer", place * len(samples) + first, total, f"task {task}: {variant}")
@@ -106,10 +106,8 @@ def metrics_of(study: Study, task: str) -> tuple[str, ...]:
     return ("choice",) if at.choices else ("exact_match",)
 
 
-def _refused(study: Study, model: str, task: str) -> str:
+def _refused(study: Study, model: str) -> str:
     """Why a model can't answer; empty where it can."""
-    if study.pool.variant(model).attached(task):
-        return "what is attached to its features is no part of the library's model"
     try:
         study.pool.require_room(model)
     except DataError as error:
